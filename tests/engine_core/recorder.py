@@ -26,7 +26,6 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.calls: list[str] = []
         self.match: Callable[[Any, int], Matched] = lambda request, local: (0, False)
         self.hold = False
-        self.pending_work = False
 
     def on_new_request(self, request: Any) -> None:
         self.calls.append(f"new {request.request_id} params={request.kv_transfer_params!r}")
@@ -49,9 +48,6 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self.calls.append(f"finished {request.request_id} {request.status} blocks={len(block_ids[0])}")
         return self.hold, {"do_remote_prefill": True} if self.hold else None
-
-    def has_pending_push_work(self) -> bool:
-        return self.pending_work
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         raise NotImplementedError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -115,16 +114,3 @@ def test_a_listed_host_is_connected_to(
     assert eavesdropper.released() == [3]
     assert engine.counted("local_recomputes") == 0
     assert asked_names == ([] if host == "127.0.0.1" else [host])
-
-
-def test_the_line_in_the_log_names_the_host_and_the_key(
-    make: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(ALLOWED)
-    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
-    with caplog.at_level(logging.WARNING, logger="kvferry"):
-        engine.add("d", PROMPT, offer(PROMPT, remote_host="evil.example"))
-    (line,) = [record.getMessage() for record in caplog.records if "host_not_allowed" in record.getMessage()]
-    assert "req=d " in line
-    assert "'evil.example'" in line
-    assert "allowed_hosts" in line

@@ -7,7 +7,6 @@ a lease runs out by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -67,33 +66,3 @@ def test_params_of_two_producers_that_are_crossed_give_right_answers_and_cost_at
     for i, prompt in enumerate(prompts):  # no block was poisoned
         consumer.engine.add(f"{kind}/plain/{i}", prompt, max_tokens=COUNT)
         assert consumer.answer(f"{kind}/plain/{i}").tokens == expected_tokens(prompt, COUNT)
-
-
-def mixed(address: dict[str, Any], rest: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {**rest, **{key: address[key] for key in keys}}
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("remote_host", "remote_port"),
-        ("remote_engine_id",),
-        ("remote_port", "remote_engine_id"),
-        ("kvferry",),
-        ("remote_block_ids",),
-    ],
-    ids="-".join,
-)
-def test_params_mixed_of_two_producers_give_right_answers(
-    producers: tuple[Node, Node], consumer: Node, keys: tuple[str, ...]
-) -> None:
-    """Both prefilled the same prompt, so that the digests agree: the mac, the boot and the engine's name do not."""
-    consumer.engine.scheduler.reset_prefix_cache()
-    prompt = tokens(40, seed=9)
-    name = "-".join(keys)
-    producers[1].prefill(f"{name}/filler", tokens(40, seed=10))  # so that slots and blocks differ
-    params = [node.prefill(f"{name}/{i}", prompt) for i, node in enumerate(producers)]
-    consumer.decode(f"{name}/mixed", prompt, mixed(params[1], params[0], *keys))
-    for node in producers:
-        node.engine.connector.scheduler_side.leases.release_all("reset")
-    both_whole(producers, consumer)

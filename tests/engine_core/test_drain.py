@@ -54,19 +54,6 @@ def test_while_an_engine_drains_its_lease_is_read_and_it_ends_as_soon_as_none_is
     assert producer.engine.is_whole
 
 
-def test_a_prompt_that_is_prefilled_while_the_engine_drains_is_still_handed_over(make: Any) -> None:
-    producer, consumer = make("kv_producer", **DRAINS), make("kv_consumer")
-    producer.engine.add("p", tokens(300), {"do_remote_decode": True}, max_tokens=1)
-    producer.step()
-    terminate(producer)
-    params = producer.answer("p").params
-    assert params is not None
-    producer.step()
-    consumer.decode("d", tokens(300), params, producer)
-    assert consumer.engine.counted("local_recomputes") == 0
-    producer.until(lambda: may_end(producer))
-
-
 def test_an_unread_lease_keeps_a_draining_engine_no_longer_than_it_lives(make: Any) -> None:
     producer = make("kv_producer", shutdown_timeout=60, extra={"kv_lease_duration": 0.3})
     producer.prefill("p", PROMPT)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvferry.worker.peers.peer import PeerKey
-from tests.engine_core.offers import offer
 from tests.engine_core.test_engine_loop import make_core
 from tests.harness.cache_engine import free_port
 from tests.harness.core.node import Node
@@ -28,12 +27,6 @@ def knows(consumer: Node, params: dict[str, Any]) -> bool:
     return all(key in registry._ready for registry in registries)
 
 
-def has_given_up(consumer: Node) -> bool:
-    """Whether a first contact has failed."""
-    registry = consumer.workers[0].worker_side._worker._thread.registry
-    return len(registry._backoff) > 0
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_scheduled(make: Any, tp: int) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", max_num_seqs=1, tp=tp)
@@ -49,33 +42,6 @@ def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_sched
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
     producer.until(lambda: producer.engine.is_whole)
     assert producer.engine.counted("handshakes_served") == tp, "no worker asked twice"
-
-
-def test_a_producer_that_cannot_be_prewarmed_costs_its_request_what_it_always_cost(make: Any) -> None:
-    producer = make("kv_producer")
-    consumer = make("kv_consumer", max_num_seqs=1, extra={"handshake_timeout_s": 0.3})
-    params = producer.prefill("p", PROMPT)
-    producer.close()
-    consumer.engine.add("long", tokens(20, seed=7), max_tokens=400)
-    consumer.step()
-    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
-    consumer.until(lambda: has_given_up(consumer))
-    assert consumer.engine.status("d") == "WAITING"
-    assert consumer.engine.counted("failed_loads") == 0
-    consumer.engine.abort("long")
-    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
-    assert consumer.engine.counted("failed_loads", "handshake") == 1
-    assert consumer.engine.counted("local_recomputes", "load_failed") == 1
-
-
-@pytest.mark.parametrize(("allowed", "handshakes"), [(["127.0.0.1"], 1), (["10.0.0.0/8"], 0)])
-def test_only_hosts_that_are_allowed_are_named_to_the_workers(
-    make_engine: Any, allowed: list[str], handshakes: int
-) -> None:
-    engine = make_engine("kv_consumer", extra={"allowed_hosts": allowed})
-    engine.add("d", PROMPT, offer(PROMPT))
-    orders = engine.step().orders
-    assert len(orders.prewarms if orders is not None else ()) == handshakes
 
 
 def times_described(producer: Node) -> int:
@@ -132,17 +98,3 @@ def test_an_idle_engine_is_woken_when_a_producer_is_found(make: Any, make_core: 
     assert core.has_work()
     finds(consumer, producer)
     assert not core.has_work()
-
-
-def test_without_the_key_no_producer_is_prewarmed(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    consumer.step()
-    assert not consumer.must_step
-    assert times_described(producer) == 0
-
-
-def test_an_engine_whose_configured_producers_are_absent_starts_idles_and_ends(make: Any) -> None:
-    consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{free_port()}", "nowhere.invalid:1"]})
-    assert not consumer.must_step
-    consumer.decode("d", PROMPT, None)
-    wait_until(lambda: not consumer.go_on(), "it is idle")

@@ -9,15 +9,13 @@ from unittest import mock
 import pytest
 
 from kvferry.protocol.errors import InvalidMessage
+from tests.harness.core import configs, node
+from tests.harness.core import scheduler as driver
 from tests.harness.core.node import Node
 from tests.harness.core.runners import FirstRunner, SecondRunner
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
-from tests.harness.core.toy_model import expected_tokens
 
 pytestmark = pytest.mark.slow
-
-COUNT = 5
-"""Tokens that the consumer decodes."""
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -63,73 +61,43 @@ def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(make
     assert consumer.engine.counted("loads") == 24
 
 
+LENGTHS = (47, 63, 64, 70, 95, 100, 128)
+SHARED = (32, 64, 96)
+
+
+@pytest.mark.parametrize(("theirs", "ours", "loaded"), [(16, 32, 1), (32, 16, 5), (16, 16, 5)])
+def test_neither_the_prompt_nor_another_that_begins_alike_is_answered_from_what_was_given_back(
+    make: Any, theirs: int, ours: int, loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_blocks_of(block_tokens: int, role: str) -> Node:
+        with monkeypatch.context() as changed:
+            for module in (configs, driver, node):
+                changed.setattr(module, "BLOCK_TOKENS", block_tokens)
+            made: Node = make(role, window=WINDOW, num_blocks=80)
+            return made
+
+    producer, consumer = with_blocks_of(theirs, "kv_producer"), with_blocks_of(ours, "kv_consumer")
+    for length in LENGTHS:
+        prompt = tokens(length, seed=length)
+        prompts = {f"d{length}": prompt}
+        prompts |= {f"b{length}-{n}": [*prompt[:n], *tokens(20, seed=n + 7)] for n in SHARED if n <= length}
+        params = producer.prefill(f"p{length}", prompt)
+        for name, asked in prompts.items():
+            consumer.decode(name, asked, params if asked is prompt else None)
+        producer.until(lambda: producer.engine.is_whole)
+    assert consumer.engine.counted("loads") == loaded
+    assert consumer.engine.counted("local_recomputes", "window_edge") == len(LENGTHS) - loaded
+    # What was not wanted was given back at once, not after its lease.
+    assert producer.engine.counted("leases_released", "release") == len(LENGTHS) - loaded
+
+
 def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> None:
     producer, consumer = make("kv_producer", runner=SecondRunner), make("kv_consumer", runner=SecondRunner)
-    for node in (producer, consumer):
-        node.method = "step_0_33"
+    producer.method = consumer.method = "step_0_33"
     prompt = tokens(100)
     assert consumer.decode("d", prompt, producer.prefill("p", prompt)) == 1
     producer.until(lambda: producer.engine.is_whole)
     assert consumer.engine.is_whole
-
-
-def test_only_a_transfer_explains_the_tokens(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    prompt = tokens(100)
-    params = producer.prefill("p", prompt)
-    producer.model.poison()
-    consumer.engine.add("d", prompt, params, max_tokens=COUNT)
-    assert consumer.answer("d").tokens != expected_tokens(prompt, COUNT)
-
-
-def test_a_producer_that_comes_back_under_its_name_is_used_again(make: Any) -> None:
-    old, consumer = make("kv_producer"), make("kv_consumer")
-    prompt = tokens(40)
-    assert consumer.decode("d1", prompt, old.prefill("p1", prompt)) == 1
-    port, engine_id = old.port, old.engine.config.kv_transfer_config.engine_id
-    old.close()
-    new = make("kv_producer", port=port, engine_id=engine_id)
-    prompt = tokens(60, seed=3)
-    assert consumer.decode("d2", prompt, new.prefill("p2", prompt)) == 1
-    new.until(lambda: new.engine.is_whole)
-    assert consumer.engine.is_whole
-
-
-def test_a_producer_that_was_shut_down_is_never_read_again(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    prompt, other = tokens(40), tokens(50, seed=2)
-    assert consumer.decode("d1", prompt, producer.prefill("p1", prompt)) == 1
-    params = producer.prefill("p2", other)
-    producer.close()
-    producer.model.poison()
-    assert consumer.decode("d2", other, params) == 50
-
-
-def test_a_lease_that_expired_is_never_decoded_from(make: Any) -> None:
-    producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.1}), make("kv_consumer")
-    prompt = tokens(40)
-    params = producer.prefill("p", prompt)
-    producer.until(lambda: producer.engine.is_whole)
-    producer.model.poison()
-    assert consumer.decode("d", prompt, params) == 40
-    assert consumer.engine.counted("failed_loads", "fence") == 1
-    assert consumer.engine.is_whole
-
-
-def test_params_that_were_used_before_are_computed_here_without_asking_their_producer(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    prompt = tokens(40)
-    params = producer.prefill("p", prompt)
-    assert consumer.decode("d1", prompt, params) == 1
-    producer.until(lambda: producer.engine.is_whole)
-    producer.model.poison()
-    consumer.engine.scheduler.reset_prefix_cache()
-    assert consumer.decode("d2", prompt, params) == 40
-    producer.close()
-    consumer.engine.scheduler.reset_prefix_cache()
-    assert consumer.decode("d3", prompt, params) == 40
-    assert consumer.engine.counted("local_recomputes", "lease_over") == 2
-    assert (consumer.engine.counted("loads"), consumer.engine.counted("failed_loads")) == (1, 0)
 
 
 def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> None:

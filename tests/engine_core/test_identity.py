@@ -56,11 +56,3 @@ def test_a_load_ends_while_its_engine_is_paused_and_is_used_when_it_goes_on(pair
     consumer.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
     producer.until(lambda: producer.engine.is_whole)
-
-
-def test_a_paused_producer_gives_back_what_was_read_with_its_next_step(pair: tuple[Node, Node]) -> None:
-    producer, consumer = pair
-    params = producer.prefill("p", PROMPT)
-    producer.engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    consumer.decode("d", PROMPT, params)
-    producer.until(lambda: producer.engine.is_whole)

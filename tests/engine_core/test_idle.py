@@ -147,24 +147,6 @@ def test_two_leases_of_one_prompt_share_their_blocks_and_the_last_of_them_gives_
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_a_request_of_an_id_whose_lease_is_held_may_be_aborted_before_it_begins(make: Any) -> None:
-    producer, consumer = make("kv_producer", **LONG), make("kv_consumer")
-    params = prefill(producer, "p", PROMPT)
-    producer.engine.add("p", tokens(50, seed=2), REMOTE_DECODE, max_tokens=1)
-    producer.engine.abort("p")
-    consumer.decode("d", PROMPT, params)
-    assert consumer.engine.counted("failed_loads") == 0, "the lease is as it was"
-
-
-def test_a_reset_wakes_an_idle_engine_and_the_blocks_are_back_when_it_is_idle_again(make: Any) -> None:
-    producer = make("kv_producer", **LONG)
-    prefill(producer, "p", PROMPT)
-    assert not producer.engine.scheduler.reset_prefix_cache(False, True), "vLLM cannot while blocks are held"
-    producer.until(lambda: not producer.must_step)
-    assert producer.engine.is_whole
-    assert producer.engine.scheduler.reset_prefix_cache(False, True)
-
-
 def test_a_call_to_an_engine_that_was_idle_for_long_gets_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call to pause it, or to empty its prefix cache: what was read meanwhile is free after that."""
     producer, consumer = make("kv_producer", **LONG), make("kv_consumer")

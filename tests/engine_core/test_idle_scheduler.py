@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.handshake import LeaseName, Release, encode
 from tests.engine_core.test_producer import offered
 from tests.harness.core.scheduler import tokens
-from tests.scheduler.channel import client
-from tests.waiting import wait_until
 
 REMOTE_DECODE = {"do_remote_decode": True}
 
@@ -33,30 +30,6 @@ def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engi
     assert not engine.connector.has_pending_push_work()
 
 
-def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
-    make_engine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 0.5)
-    engine = make_engine(lease_s=0.3)
-    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    engine.step()
-    assert not engine.scheduler.has_requests()
-    time.sleep(0.6)
-    assert engine.used_blocks == 3, "no step, no end"
-    assert engine.scheduler.has_requests(), "a call after a while gets a step"
-    assert engine.step().orders is None, "in the first one the workers report what they received meanwhile"
-    assert engine.scheduler.has_requests()
-    step = engine.schedule()
-    assert step.ended == {"p"}
-    engine.finish(step)
-    assert engine.scheduler.has_requests(), "its workers have not acknowledged"
-    engine.step(over={"p"})
-    assert engine.is_whole
-    assert not engine.scheduler.has_requests()
-
-
 def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_expired(
     make_engine: Any,
 ) -> None:
@@ -76,27 +49,6 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
     assert engine.is_whole
     assert side.monitor.counters.total("leases_released", "done") == 1
     assert side.monitor.counters.total("leases_released", "expired") == 0
-
-
-def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
-    make_engine: Any,
-) -> None:
-    engine = make_engine(num_blocks=4)
-    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    engine.step()
-    ticket, channel = offered(engine, "p").kvferry, engine.connector.scheduler_side.channel
-    assert engine.free_blocks == 0
-    name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
-    with client(channel.local.port) as sock:
-        sock.send_multipart([b"", encode(Release(boot=ticket.boot, leases=(name,)))])
-        wait_until(lambda: not channel.listener.inbox.empty(), "the release has arrived")
-    assert not engine.scheduler.has_requests()
-    engine.add("new", tokens(40, seed=3), max_tokens=1)
-    step = engine.schedule()
-    assert step.computed == {}
-    engine.finish(step, over=step.ended)
-    assert engine.step().computed == {"new": 40}
 
 
 def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(make_engine: Any) -> None:

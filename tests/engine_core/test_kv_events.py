@@ -61,30 +61,6 @@ def test_nothing_is_published_before_the_load_is_good_and_then_all_of_it_once(co
     assert event.token_ids == PROMPT[: FULL_BLOCKS * BLOCK_TOKENS]
 
 
-def test_a_failed_load_is_published_when_its_prompt_has_been_computed_and_once(consumer: Engine) -> None:
-    events = Events(consumer)
-    consumer.add("d", PROMPT, offer(PROMPT), max_tokens=1)
-    consumer.step()
-    consumer.step(failed={"d"})
-    assert not events.all
-    computed = consumer.step()
-    assert computed.computed == {"d": len(PROMPT)}
-    assert len(events.stored()) == len(set(events.stored())) == FULL_BLOCKS
-    consumer.run()
-    assert len(events.all) == 1
-
-
-def test_a_prompt_that_is_aborted_while_it_is_loaded_is_never_published(consumer: Engine) -> None:
-    events = Events(consumer)
-    consumer.add("d", PROMPT, offer(PROMPT), max_tokens=1)
-    consumer.step()
-    consumer.abort("d")
-    consumer.step(loaded={"d"})
-    consumer.run()
-    assert consumer.is_whole
-    assert not events.all
-
-
 @pytest.mark.parametrize("window", [0, 48], ids=["one group", "two groups"])
 def test_both_engines_publish_the_same_blocks_of_the_same_groups(make: Any, window: int) -> None:
     shape = {"window": window, "num_blocks": 80}

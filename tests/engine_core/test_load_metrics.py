@@ -5,33 +5,19 @@ Two whole engines with real NIXL under them; the figures are those that vLLM's f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.metrics.tables import GAUGES, HISTOGRAMS
-from kvferry.worker.loads.results import StepResults
 from tests.engine_core.offers import offer
-from tests.harness.cache_engine import SETTINGS
-from tests.harness.caches import CacheShape
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens
-from tests.harness.rig import Rig
 
 PROMPT = tokens(100)
 BLOCKS = 7
 POOL = {"extra": {"staging_pool_bytes": 1 << 20}}
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    """Workers without schedulers, whose layouts can differ; nothing is staged between equal ones."""
-    made = Rig("memory")
-    yield made
-    made.close()
 
 
 def samples(engine: Engine, name: str) -> list[float]:
@@ -68,50 +54,6 @@ def test_a_direct_load_reports_its_plan_its_bytes_its_runs_and_its_producer(make
     )
     assert run == moved / descriptors
     assert moved == size
-
-
-@pytest.mark.parametrize(
-    ("direct_min_bytes", "plan"), [(1 << 20, "staged"), (1, "direct")], ids=["descriptors are dear", "they are cheap"]
-)
-def test_a_load_between_layouts_reports_its_plan_and_its_relayout(rig: Rig, direct_min_bytes: int, plan: str) -> None:
-    settings = replace(SETTINGS, staging_pool_bytes=16 << 10, direct_min_bytes=direct_min_bytes)
-    producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=settings)
-    consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=settings)
-    rig.transfer(producer, consumer)
-    reported = FerryStats.of_results(StepResults(load_records=consumer.seen.load_records), PeerLabels(1))
-    assert reported is not None
-    counters, measured = reported.data["counters"], reported.data["samples"]
-    assert counters["placed_loads"] == {plan: 1}
-    assert counters.get("staged_bytes") == (counters["planned_bytes"] if plan == "staged" else None)
-    if plan == "direct":
-        assert "relayout_s" not in measured
-        return
-    (relayout_s,), (read_s,) = measured["relayout_s"], measured["read_s"]
-    assert 0 < relayout_s <= read_s
-
-
-def test_the_stages_of_a_load_are_parts_of_its_time(make: Callable[..., Node]) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    hand_over(producer, consumer)
-    hand_over(producer, consumer, "again", tokens(50, seed=9))
-    stages = [samples(consumer.engine, name) for name in ("queue_s", "connecting_s", "fence_s", "read_s")]
-    for load, parts in zip(samples(consumer.engine, "load_s"), zip(*stages, strict=True), strict=True):
-        assert 0 < sum(parts) <= load
-    waits, whole = samples(consumer.engine, "order_wait_s"), samples(consumer.engine, "handover_s")
-    assert len(waits) == len(whole) == 2
-    assert all(0 < wait < handover for wait, handover in zip(waits, whole, strict=True))
-    assert not samples(consumer.engine, "relayout_s"), "nothing was staged"
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_handshake_is_reported_once_by_every_worker(make: Callable[..., Node], tp: int) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer", tp=tp)
-    for name in ("a", "b", "c"):
-        hand_over(producer, consumer, name, tokens(40, seed=ord(name)))
-    handshakes = samples(consumer.engine, "handshake_s")
-    assert len(handshakes) == tp
-    assert all(value > 0 for value in handshakes)
-    assert gauges(consumer.engine, "peers_now")[-1] == 1, "of the worker with most, not of all of them"
 
 
 def test_a_load_is_in_flight_until_it_has_ended(make: Callable[..., Node]) -> None:
@@ -173,41 +115,9 @@ def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., 
     assert gauges(consumer.engine, "staging_used_bytes")[-1] == 0
 
 
-def test_a_failed_load_is_reported_by_producer_once_that_is_known(make: Callable[..., Node]) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    for name in ("before", "good", "after"):
-        prompt = tokens(60, seed=len(name))
-        params: dict[str, Any] = producer.prefill(f"p-{name}", prompt)
-        if name != "good":
-            params = {**params, "kvferry": {**params["kvferry"], "mac": "0" * 64}}
-        consumer.engine.add(name, prompt, params, max_tokens=2)
-        consumer.answer(name)
-    consumer.step()
-    assert consumer.engine.counted("failed_loads", "mac") == 2
-    assert consumer.engine.counted("peer_failed_loads", "other") == 1, "clients cannot make labels"
-    assert consumer.engine.counted("peer_failed_loads", f"127.0.0.1:{producer.port}") == 1
-
-
-def test_without_labels_every_producer_is_another_one(make: Callable[..., Node]) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer", extra={"max_peer_labels": 0})
-    hand_over(producer, consumer)
-    assert consumer.engine.counted("peer_loads", "other") == consumer.engine.counted("peer_loads") == 1
-
-
 def test_every_sample_and_every_gauge_is_moved_by_a_handover(make: Callable[..., Node]) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     both = producer.engine.stats + consumer.engine.stats
     assert {name for stats in both for name in stats.get("samples", {})} == set(HISTOGRAMS) - {"relayout_s"}
     assert {name for stats in both for name in stats.get("gauges", {})} == set(GAUGES)
-
-
-def test_a_step_without_news_reports_nothing(make: Callable[..., Node]) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    hand_over(producer, consumer)
-    consumer.engine.add("local", tokens(20, seed=3), max_tokens=30)
-    consumer.step()
-    before = len(consumer.engine.stats)
-    for _ in range(10):
-        consumer.step()
-    assert len(consumer.engine.stats) == before

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.engine_core.offers import offer
@@ -46,25 +46,3 @@ def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: Engine) 
     assert [sample("kvferry_local_recomputes_total", reason=reason) for reason in reasons] == [1, 1, 1, 0]
     assert sample("kvferry_loads_total") == 2
     assert sample("kvferry_handover_seconds_count") == 1
-
-
-def test_figures_that_the_front_end_does_not_know_are_left_out(engine: Engine) -> None:
-    front_end = KVConnectorProm(engine.config, list(LABELS), {3: list(LABELS.values())})
-    front_end.observe({"counters": {"of_tomorrow": {"": 1}, "loads": {"red": 1, "": 1}}, "samples": {"x": [1.0]}}, 3)
-    assert sample("kvferry_loads_total") == 1
-
-
-def test_the_log_line_adds_an_interval_up(engine: Engine) -> None:
-    lines: list[str] = []
-    log = KVConnectorLogging(engine.config.kv_transfer_config)
-    for name in ("a", "b"):
-        engine.add(name, tokens(40, seed=ord(name)), offer(tokens(40, seed=ord(name))), max_tokens=1)
-        engine.step()
-        engine.step(loaded={name})
-        engine.run()
-    for stats in engine.stats:
-        log.observe(stats)
-    log.log(lambda text, *args: lines.append(text % args))
-    assert "loads=2" in lines[0]
-    log.log(lambda text, *args: lines.append(text % args))
-    assert len(lines) == 1

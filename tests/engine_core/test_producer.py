@@ -39,14 +39,6 @@ def test_an_answer_offers_all_tokens_but_the_one_that_was_sampled_last(
     assert len(params.remote_block_ids[0]) == -(-held // BLOCK_TOKENS)
 
 
-def test_all_of_the_answer_survives_a_router_that_turns_numbers_into_floats(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    text = json.dumps(engine.answers["p"].params)
-    assert read_params(json.loads(text, parse_int=float)) == read_params(json.loads(text))
-
-
 def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_last(make_engine: Any) -> None:
     engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)

@@ -91,3 +91,15 @@ def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhil
     engine.run()
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
+
+
+def test_an_engine_that_ends_does_not_wait_for_blocks_in_quarantine(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", policy="fail")
+    engine.add("d", PROMPT, offer(PROMPT))
+    engine.step()
+    engine.step(worker=report("d", w0={"d"}))
+    engine.step()
+    assert engine.scheduler.has_requests(), "while it serves, it steps until they are back"
+    engine.connector.scheduler_side._idle.drain.is_requested = True
+    engine.step()
+    assert not engine.scheduler.has_requests()

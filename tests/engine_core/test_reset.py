@@ -79,17 +79,6 @@ def test_a_prompt_that_is_computed_anew_after_a_reset_is_offered_under_another_e
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_a_prompt_that_has_not_begun_keeps_its_right_to_a_lease(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    assert reset(producer)
-    params = producer.answer("p").params
-    producer.step()
-    consumer.decode("d", PROMPT, params, producer)
-    assert consumer.engine.counted("failed_loads") == 0
-    assert consumer.engine.counted("loads") == 1
-
-
 def test_a_consumer_that_is_reset_computes_what_it_has_not_begun_to_load_and_gives_it_back(make: Any) -> None:
     """Its weights have changed: the producer's blocks are of the old ones."""
     producer, consumer = make("kv_producer"), make("kv_consumer")

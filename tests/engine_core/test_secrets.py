@@ -18,7 +18,6 @@ from tests.harness.core.scheduler import Engine, tokens
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 
 PROMPT = tokens(40)
-COUNT = 4
 
 
 @contextmanager

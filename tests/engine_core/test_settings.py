@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.worker.settings import WorkerSettings
@@ -61,3 +62,12 @@ def test_a_worker_knows_whether_peers_read_from_it(
     make: Callable[..., Node], role: str, extra: dict[str, bool], is_read_from: bool
 ) -> None:
     assert make(role, extra=extra).workers[0].worker_side._worker._first_contact._settings.is_read_from is is_read_from
+
+
+def test_another_child_that_hands_prompts_over_is_refused_by_the_type_of_its_handshake(make_engine: Any) -> None:
+    """vLLM gives all children of a MultiConnector the handshake of the first one that has any."""
+    stock = NixlHandshakePayload("hash", b"")
+    with pytest.raises(
+        InvalidConfig, match="connectors is 'NixlHandshakePayload'; expected one child that hands prompts"
+    ):
+        make_engine("kv_producer").connector.set_xfer_handshake_metadata_pp_aware({(0, 0): stock})

@@ -81,21 +81,6 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     assert consumer.engine.counted("failed_loads", "deadline") == config.get("tp", 1)
 
 
-def test_an_abort_of_a_load_that_hangs_gives_the_blocks_back_when_it_is_dead(make: Any, hanging: Hanging) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    consumer.decode("first", OTHER, producer.prefill("first", OTHER))
-    params = producer.prefill("p", PROMPT)
-    hanging.is_on = True
-    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
-    consumer.step()
-    consumer.engine.abort("d")
-    hanging.end_deadlines(consumer)
-    consumer.until(lambda: not consumer.engine.scheduler.requests)
-    assert consumer.engine.used_blocks == 3
-    hanging.is_on = False
-    consumer.until(lambda: consumer.engine.is_whole)
-
-
 def test_a_prompt_that_waits_for_blocks_longer_than_its_lease_is_loaded_all_the_same(make: Any) -> None:
     producer, consumer = make("kv_producer", extra={"kv_lease_duration": LEASE_S}), make("kv_consumer", num_blocks=8)
     long = tokens(70, seed=5)
@@ -113,13 +98,3 @@ def test_a_prompt_that_waits_for_blocks_longer_than_its_lease_is_loaded_all_the_
     assert consumer.engine.counted("local_recomputes", "load_failed") == 0
     assert consumer.engine.counted("heartbeats") > 0
     producer.until(lambda: producer.engine.is_whole)
-
-
-def test_a_producer_that_stalls_longer_than_its_lease_still_serves_it(make: Any) -> None:
-    """All of its threads stall, so its clock stops. An engine that is merely idle does not stall (`test_idle.py`)."""
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    params = producer.prefill("p", PROMPT)
-    producer.engine.connector.scheduler_side.leases.clock._last_s -= 3600.0  # it was wound an hour ago
-    producer.step()
-    consumer.decode("d", PROMPT, params)
-    assert consumer.engine.counted("local_recomputes", "load_failed") == 0

@@ -159,16 +159,6 @@ def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str,
     assert [one.stage for one in load.stages] == ["queued", "connecting"]
 
 
-def test_a_load_that_fails_a_request_is_not_called_a_recompute(make: Any, folder: Path, extra: dict[str, Any]) -> None:
-    failing = {"extra": {**extra, "handshake_timeout_s": 0.3}, "policy": "fail"}
-    producer, consumer = make("kv_producer"), make("kv_consumer", **failing)
-    params = producer.prefill("p", PROMPT)
-    producer.close()
-    decode(consumer, "d", PROMPT, params)
-    consumer.close()
-    assert events_about(events_of(folder, consumer), "d") == [*LOADED[:2], "Finished", "LoadReported good=False"]
-
-
 def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any]) -> None:
     producer = make("kv_producer", extra={**extra, "kv_lease_duration": 0.1})
     producer.prefill("unclaimed", PROMPT)
@@ -208,40 +198,6 @@ def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
     assert events_about(events, "loading") == [*LOADED[:2], "Finished", "LoadReported good=True"]
     over = [event.how for event in events_of(folder, producer) if event.request == "p1" and hasattr(event, "how")]
     assert over == ["release"]
-
-
-def test_a_prompt_that_is_here_already_is_not_loaded(make: Any, folder: Path, extra: dict[str, Any]) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer", extra=extra)
-    prompt = tokens(97)  # but for the last token whole blocks
-    decode(consumer, "before", prompt, None)
-    decode(consumer, "d", prompt, producer.prefill("p", prompt))
-    consumer.close()
-    events = events_of(folder, consumer)
-    assert events_about(events, "before") == []
-    assert events_about(events, "d") in (
-        ["DecodeArrived tokens=97", "DecodeScheduled", "Finished"],
-        [
-            "DecodeArrived tokens=97",
-            "LoadOrdered first_token=96 stop_token=97",
-            *LOADED[2:],
-            "DecodeScheduled",
-            "Finished",
-        ],
-    )
-
-
-def test_waiting_prompts_are_computed_here_after_a_reset(make: Any, folder: Path, extra: dict[str, Any]) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer", extra=extra)
-    consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=COUNT)
-    consumer.engine.connector.scheduler_side.reset()
-    consumer.answer("d")
-    consumer.close()
-    assert events_about(events_of(folder, consumer), "d") == [
-        "DecodeArrived tokens=100",
-        "Recomputed reason=reset",
-        "DecodeScheduled",
-        "Finished",
-    ]
 
 
 def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(

@@ -14,7 +14,6 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.connector.tracing import scheduler_events, worker_events
 from kvferry.worker.loads.results import Stage
 from tests.harness.core.scheduler import tokens
 
@@ -22,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = tokens(100)
 TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+ON = {"otlp_endpoint": "http://127.0.0.1:9/v1/traces"}
 HEADERS = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}
 
 
@@ -33,13 +33,6 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     return exporter
-
-
-@pytest.fixture
-def tracing_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if vLLM's `--otlp-traces-endpoint` were given."""
-    for part in (scheduler_events, worker_events):
-        monkeypatch.setattr(part, "has_opentelemetry_on", lambda config: True)
 
 
 def hand_over(make: Any, headers: dict[str, str] | None, **shape: Any) -> None:
@@ -59,12 +52,11 @@ def by_name(exported: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
     return found
 
 
-@pytest.mark.usefixtures("tracing_on")
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=["one worker", "two workers"])
 def test_both_engines_spans_are_children_of_the_requests_span(
     make: Any, exported: InMemorySpanExporter, shape: dict[str, Any]
 ) -> None:
-    hand_over(make, HEADERS, **shape)
+    hand_over(make, HEADERS, **ON, **shape)
     spans = by_name(exported)
     (lease,), (handover,), (wait,) = spans["kvferry.lease"], spans["kvferry.handover"], spans["kvferry.handover.wait"]
     for root in (lease, handover):
@@ -84,9 +76,8 @@ def test_both_engines_spans_are_children_of_the_requests_span(
         assert len(spans[f"kvferry.load.{stage.value}"]) == workers
 
 
-@pytest.mark.usefixtures("tracing_on")
 def test_without_a_trace_of_the_requests_each_engine_begins_one(make: Any, exported: InMemorySpanExporter) -> None:
-    hand_over(make, None)
+    hand_over(make, None, **ON)
     spans = by_name(exported)
     (lease,), (handover,) = spans["kvferry.lease"], spans["kvferry.handover"]
     assert (lease.parent, handover.parent) == (None, None)

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.messages import FerryWorkerMetadata
-from tests.engine_core.conversation import COUNT, FIRST, MORE, Conversation, settle
+from tests.engine_core.conversation import COUNT, FIRST, MORE, Conversation
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
 from tests.harness.core.toy_model import expected_tokens
 from tests.waiting import wait_until
@@ -78,22 +78,6 @@ def claim(talk: Conversation) -> None:
     talk.prefiller.engine.add("next", [*talk.text, *MORE], talk.offer, max_tokens=1)
     listener = talk.decoder.engine.connector.scheduler_side.channel.listener
     wait_until(lambda: not listener.inbox.empty(), "the claim has arrived")
-
-
-def test_an_offer_that_a_waiting_prefill_has_claimed_outlives_a_younger_unclaimed_one(make_both: Any) -> None:
-    prefiller, decoder = make_both(num_blocks=16), make_both(num_blocks=33, extra={"kv_lease_duration": 600})
-    talks = [Conversation(prefiller, decoder) for _ in range(2)]
-    for seed, talk in enumerate(talks, 20):
-        talk.turns = 10 * seed
-        talk.say(tokens(100, seed=seed))  # nine blocks of 32
-    claim(talks[0])
-    decoder.engine.add("big", tokens(300, seed=9), max_tokens=2)
-    decoder.answer("big")
-    assert decoder.engine.counted("turns_released", "evicted") == 1
-    assert prefiller.answer("next").tokens == expected_tokens([*talks[0].text, *MORE], 1)
-    settle(prefiller)
-    assert prefiller.engine.counted("turn_loads") == 1
-    assert prefiller.engine.counted("local_recomputes", "load_failed") == 0
 
 
 def test_an_offer_that_a_waiting_prefill_has_claimed_is_evicted_only_when_nothing_else_helps(begin: Any) -> None:

@@ -4,14 +4,12 @@ turn's answer to the next turn's prefill."""
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
 
 from tests.engine_core.conversation import COUNT, FIRST, MORE, Conversation, blocks
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
-from tests.harness.core.toy_model import expected_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -55,35 +53,12 @@ def test_a_second_turn_moves_only_what_the_first_did_not_in_either_direction(
     decoder.until(lambda: decoder.engine.is_whole)
 
 
-def test_only_the_answer_is_computed_by_the_decoder_alone(begin: Any) -> None:
-    """The prefiller computes what is new and the token that was sampled last; the decoder the last token again."""
-    prefiller, _, talk = begin()
-    talk.text += MORE
-    prefiller.engine.add("p", talk.text, talk.offer, max_tokens=1)
-    computed = 0
-    while prefiller.engine.answers["p"].finish_reason is None:
-        computed += prefiller.step().computed.get("p", 0)
-        time.sleep(0.001)
-    assert computed == 1 + len(MORE)
-    assert prefiller.engine.answers["p"].tokens == expected_tokens(talk.text, 1)
-
-
 def test_a_window_that_went_with_the_answer_is_read_back(begin: Any) -> None:
     prefiller, _, talk = begin(window=48)
     talk.say(MORE)
     talk.say(MORE)
     assert prefiller.engine.counted("turn_loads") == 2
     assert prefiller.engine.counted("local_recomputes") == 0
-
-
-def test_a_conversation_that_was_tokenised_anew_is_read_up_to_the_last_equal_digest(begin: Any) -> None:
-    prefiller, decoder, talk = begin(first=False)
-    talk.say(tokens(240), 60)
-    talk.text = [*talk.text[:280], *tokens(70, seed=8)]  # 299 tokens are offered, with digests of 256 and 299
-    params = talk.prefill("p")
-    assert blocks(prefiller) == (256 - 240) // BLOCK_TOKENS
-    talk.decode("d", params)
-    decoder.until(lambda: decoder.engine.counted("turns_released", "done") == 1)
 
 
 def test_a_turn_of_another_conversation_is_computed_and_leaves_the_offer_to_its_time(begin: Any) -> None:
@@ -182,14 +157,6 @@ def test_an_offer_that_cannot_be_used_costs_a_computation_and_no_lease(begin: An
     talk.say(MORE)
     assert prefiller.engine.counted("local_recomputes", reason) == 1
     assert decoder.engine.counted("local_recomputes") == 0, "the second turn was handed over"
-
-
-def test_what_routers_send_when_they_know_of_no_turn_asks_for_none(begin: Any) -> None:
-    prefiller, _, talk = begin(first=False)
-    nulls = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-    talk.offer = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(nulls)}
-    talk.say(FIRST)
-    assert prefiller.engine.counted("local_recomputes") == 0
 
 
 def test_without_the_option_no_answer_is_offered(begin: Any) -> None:

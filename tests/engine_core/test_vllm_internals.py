@@ -12,7 +12,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.block_pool import BlockPool
 
 from kvferry.connector.vllm_internals import EngineBlocks, cpu_attention_isa
-from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
+from kvferry.protocol.errors import UnsupportedVllm
 from tests.engine_core.test_idle import prefill
 from tests.harness.core.scheduler import tokens
 
@@ -71,7 +71,18 @@ def test_a_cpu_backend_without_its_instruction_set_stops_the_start(monkeypatch: 
         cpu_attention_isa(SimpleNamespace(head_size=64, dtype=torch.float32))
 
 
-def test_blocks_of_an_engine_that_was_not_bound_are_refused() -> None:
-    blocks = EngineBlocks()
-    with pytest.raises(LocalProtocolError):
-        blocks.of("r")
+def test_an_integrity_check_that_cannot_be_made_is_counted_in_every_step_and_logged_once(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def renamed() -> None:
+        raise AttributeError("no such thing in this vLLM")
+
+    node = make("kv_producer", extra={"debug_check_integrity": True})
+    with monkeypatch.context() as changed, caplog.at_level(logging.ERROR, "kvferry"):
+        changed.setattr(node.engine.connector.scheduler_side.leases, "check_integrity", renamed)
+        prefill(node, "p", tokens(40))
+    assert node.engine.answers["p"].params is not None
+    assert node.engine.counted("integrity_errors") > 1
+    (reported,) = caplog.records
+    assert "integrity check of the scheduler side failed" in reported.getMessage()
+    assert reported.exc_info, "an unexpected error is shown with its traceback"

@@ -7,10 +7,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-
-import torch
+from dataclasses import dataclass, replace
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -29,7 +26,6 @@ PROMPTS = 7
 TIMEOUT_S = 120.0
 """For whatever is over in milliseconds on a quiet machine. No load or handshake may end by its deadline: the fence is
 to decide, however slow the machine is."""
-_STEP_S = 0.001
 TOKENS = 11
 """Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each."""
 
@@ -58,7 +54,6 @@ class Counts:
     believed: int = 0
     good: int = 0
     cautious: int = 0
-    others: list[FailureReason] = field(default_factory=list)
 
     def add(self, consumer: Engine, load: OrderedLoad, seed: int) -> None:
         """One load that is over; its blocks are as it left them."""
@@ -72,8 +67,6 @@ class Counts:
         self.detected += changed and reason is FailureReason.FENCE
         self.good += not changed and reason is None
         self.cautious += not changed and reason is FailureReason.FENCE
-        if reason not in (None, FailureReason.FENCE):
-            self.others.append(reason)
 
 
 def checksum(engine: Engine, load: OrderedLoad, memory: list[Bytes] | None = None) -> str:
@@ -106,9 +99,9 @@ def gate_of(engine: Engine) -> GateFabric:
     return gate
 
 
-def producer_of(port: int | None = None) -> Engine:
+def producer_of() -> Engine:
     """Its leases end after 50 ms, and it has 24 blocks."""
-    return Engine("P", NixlFabric, shape=SHAPE, settings=replace(SETTINGS, lease_slots=64), lease_s=LEASE_S, port=port)
+    return Engine("P", NixlFabric, shape=SHAPE, settings=replace(SETTINGS, lease_slots=64), lease_s=LEASE_S)
 
 
 @contextlib.contextmanager
@@ -123,39 +116,6 @@ def consumer_of(placing: str) -> Iterator[Engine]:
         stack.callback(consumer.close)
         consumer.renewer.submit = lambda commands: None  # type: ignore[method-assign]
         yield consumer
-
-
-class Prefiller:
-    """Prompt after prompt, each with a content of its own; two steps long, as many at a time as there are blocks."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.seed = 0
-        self._running: list[str] = []
-
-    def turn(self) -> list[Offer]:
-        """One step; the offers that it brought."""
-        engine, blocks = self.engine, -(-TOKENS // self.engine.shape.group.block_tokens)
-        offers = [engine.finish_prefill(request_id) for request_id in self._running]
-        engine.step()
-        self._running = []
-        for _ in range(min(len(engine._free) // blocks, engine.leases.free_slots, 3)):
-            self.seed += 1
-            self._running.append(engine.start_prefill(TOKENS, self.seed))
-        return offers
-
-
-def prefill_for_ever(channel: Connection) -> None:
-    """The producer of the race in a process of its own: it sends its offers until the other end is closed.
-
-    Leases are not renewed, so every lease expires after 50 ms, and the next prompts overwrite its blocks.
-    """
-    torch.set_num_threads(1)
-    with contextlib.closing(producer_of()) as engine, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        prefiller = Prefiller(engine)
-        while not channel.poll(_STEP_S):
-            for offer in prefiller.turn():
-                channel.send((offer.params.to_json(), offer.seed))
 
 
 class Attack:

@@ -6,7 +6,7 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import zmq
 
@@ -19,9 +19,6 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0"
 _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
 HUGE_FRAME = _GREETING + b"\x04" + bytes([len(_READY)]) + _READY + b"\x01\x00" + b"\x02" + (1 << 40).to_bytes(8, "big")
 """A good greeting of ZMQ, then an answer that says that it has a terabyte."""
-
-Answer = Callable[[], list[bytes]]
-"""The frames of an answer; may wait."""
 
 
 @contextlib.contextmanager
@@ -50,25 +47,19 @@ def tcp_impostor(port: int, says: bytes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def zmq_impostor(port: int, answer: Answer, forward_to: int | None = None) -> Iterator[None]:
-    """A ROUTER that answers every `Hello`; what else it hears it hands on to the listener at `forward_to`."""
+def zmq_impostor(port: int, *answer: bytes) -> Iterator[None]:
+    """A ROUTER that answers every `Hello` with these frames."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.bind(channel_address(HOST, port))
     stopping = threading.Event()
 
     def serve() -> None:
-        behind = context.socket(zmq.DEALER)
-        if forward_to is not None:
-            behind.connect(channel_address(HOST, forward_to))
         while not stopping.is_set():
             if router.poll(20):
                 asker, empty, body = router.recv_multipart()
                 if isinstance(decode_request(body), Hello):
-                    router.send_multipart([asker, empty, *answer()])
-                elif forward_to is not None:
-                    behind.send_multipart([b"", body])
-        behind.close(linger=500)
+                    router.send_multipart([asker, empty, *answer])
         router.close(linger=0)
 
     thread = threading.Thread(target=serve)

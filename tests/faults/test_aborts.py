@@ -17,7 +17,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.harness.engine import SHAPE, Engine, OrderedLoad
 from tests.harness.fault_fabric import Point
-from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of, until_adds_up
+from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of
 from tests.waiting import wait_until
 
 STAGED = replace(SHAPE, axes="bth")
@@ -79,74 +79,6 @@ def test_aborted_in_a_read_that_takes_its_time(rig: Rig, shape: Any) -> None:
     assert check_end(rig, producer, consumer, load) is None
 
 
-def test_aborted_while_it_waits_for_its_turn(rig: Rig) -> None:
-    producer, consumer = rig.engine("P"), rig.engine("C", settings=replace(HASTY, max_loads=1))
-    rig.until_good(producer, consumer)
-    fabric = consumer.fabric
-    fabric.stuck = True
-    first, second = (consumer.load(producer.prefill(10, seed).params) for seed in (4, 5))
-    wait_until(lambda: fabric.reading(), "the first one reads", BOUND_S)
-    abort(consumer, second)
-    fabric.mend()
-    assert rig.until_over(consumer, first, BOUND_S) is None
-    consumer.free(first)
-    assert check_end(rig, producer, consumer, second) is None
-
-
-def test_aborted_while_the_handshake_waits_for_an_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = rig.engine("P"), rig.engine("C")
-    asked, answer = threading.Event(), threading.Event()
-    handshakes = consumer.worker._thread.registry._handshakes
-    handshake = handshakes._handshake
-
-    def slow(key: Any) -> Any:
-        asked.set()
-        assert answer.wait(BOUND_S)
-        return handshake(key)
-
-    monkeypatch.setattr(handshakes, "_handshake", slow)
-    load = consumer.load(producer.prefill(10, 4).params)
-    wait_until(asked.is_set, "the producer is asked", BOUND_S)
-    abort(consumer, load)
-    answer.set()
-    assert check_end(rig, producer, consumer, load) is None
-
-
-class Unreached:
-    """A point in the device's work that is reached when the test says so."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-
-    def reached(self) -> bool:
-        return self.is_over
-
-
-def test_aborted_while_its_tail_is_being_zeroed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not reported before the device has zeroed the blocks: until then the blocks are still written."""
-    producer, consumer = rig.engine("P"), rig.engine("C")
-    rig.until_good(producer, consumer)
-    mark = Unreached()
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            consumer.worker._thread.runner._context.tail_zeroing._clock, "mark", lambda: mark, raising=False
-        )
-        load = consumer.load(producer.prefill(10, 4).params)
-        rig.step_until(lambda: _is_zeroing(consumer), "its tail is being zeroed", BOUND_S)
-        abort(consumer, load)
-        for _ in range(5):
-            consumer.step()
-        assert load.request_id not in consumer.seen.loaded
-        mark.is_over = True
-        assert rig.until_over(consumer, load, BOUND_S) is None
-    assert check_end(rig, producer, consumer, load) is None
-
-
-def _is_zeroing(consumer: Engine) -> bool:
-    thread = consumer.worker._thread
-    return any(isinstance(load.zeroed, Unreached) for load in thread.runner.alive())
-
-
 def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: Rig) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C")
     rig.until_good(producer, consumer)
@@ -159,14 +91,3 @@ def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: Rig) -> None:
     producer.give_away(offer)
     consumer.fabric.stops.go()
     assert check_end(rig, producer, consumer, load) is FailureReason.FENCE
-
-
-def test_a_request_that_is_aborted_before_it_is_scheduled_gives_its_lease_back(rig: Rig) -> None:
-    producer, consumer = rig.engine("P"), rig.engine("C")
-    rig.until_good(producer, consumer)
-    params = producer.prefill(10, 4).params
-    assert consumer.loads.offer("offered", params, params.remote_num_tokens, 0.0) is None
-    consumer.loads.finished("offered")
-    rig.settle()
-    until_adds_up(consumer)
-    rig.until_good(producer, consumer)

@@ -7,36 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
-import secrets
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.worker.loads.load import Load
 from kvferry.worker.peers.peer import Peer
 from tests.faults.fence_attack import (
-    LEASE_S,
     PLACINGS,
     PROMPTS,
     Attack,
     Counts,
-    Prefiller,
     consumer_of,
-    gate_of,
-    prefill_for_ever,
     producer_of,
 )
-from tests.harness.children import Child
-from tests.harness.engine import Engine, OrderedLoad
-from tests.harness.gates import Hold
 
 CHANGED_LOADS = 200
-RACED_LOADS = 40
-LONGEST_RACE_S = 240.0
 HOLDS = {
     "direct": {"before the data": (0.0, False), "in the middle of it": (0.5, False), "after it": (1.0, False)},
     "staged": {
@@ -81,86 +66,3 @@ def test_with_half_a_fence_the_same_attack_shows_wrong_bytes(placing: str, monke
     counts = attack(placing, 2 * PROMPTS)
     print(f"{placing}, with half a fence: {counts}")
     assert counts.believed == counts.changed >= 2 * PROMPTS
-
-
-Offered = tuple[RemotePrefill, int]
-"""Params, and the seed of what they promise."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A producer that never stops.
-
-    Attributes:
-        offers: those that are new.
-        clock_s: by which its leases run out.
-    """
-
-    offers: Callable[[], list[Offered]]
-    clock_s: Callable[[], float]
-
-
-@contextlib.contextmanager
-def here() -> Iterator[Source]:
-    """In this process; every call is a step of it, and its clock goes on with its steps."""
-    with contextlib.closing(producer_of()) as engine:
-        prefiller = Prefiller(engine)
-        yield Source(lambda: [(offer.params, offer.seed) for offer in prefiller.turn()], lambda: engine.leases.clock_s)
-
-
-@contextlib.contextmanager
-def elsewhere() -> Iterator[Source]:
-    """In a process of its own."""
-    process = Child(prefill_for_ever)
-
-    def offers() -> list[Offered]:
-        arrived = process.drain()[-2 * PROMPTS :]  # older ones have ended long ago
-        read = [(read_params(params), seed) for params, seed in arrived]
-        return [(params, seed) for params, seed in read if isinstance(params, RemotePrefill)]
-
-    try:
-        yield Source(offers, time.monotonic)
-    finally:
-        code = process.end()
-    assert code == 0
-
-
-def race(source: Source, consumer: Engine, draw: random.Random) -> Counts:
-    """Load what is offered, every read delayed by up to three leases, until enough got other bytes than promised."""
-
-    def any_delay() -> Hold:
-        over_s, at_once = source.clock_s() + draw.uniform(0.0, 3 * LEASE_S), draw.choice((0.0, 0.5, 1.0))
-        return Hold(lambda: source.clock_s() >= over_s, at_once)
-
-    often = 0.1 if consumer.worker._memory.staging is not None else 0.8  # staged loads have many reads
-    gate_of(consumer).hold = lambda: any_delay() if draw.random() < often else None
-    counts, seen, loads = Counts(), consumer.seen, dict[str, tuple[OrderedLoad, int]]()
-    end_s = time.monotonic() + LONGEST_RACE_S
-    while counts.changed < RACED_LOADS or not counts.good:
-        assert time.monotonic() < end_s, f"not within {LONGEST_RACE_S:g} s: {counts}"
-        for params, seed in reversed(source.offers()):  # the latest first: it has most of its time left
-            if len(loads) < PROMPTS:
-                load = consumer.load(params)
-                loads[load.request_id] = load, seed
-        consumer.collect()
-        for name in [x for x in loads if seen.is_over(x) and x not in seen.alive]:
-            load, seed = loads.pop(name)
-            counts.add(consumer, load, seed)
-            consumer.free(load)
-        time.sleep(0.001)
-    return counts
-
-
-@pytest.mark.parametrize("placing", PLACINGS)
-@pytest.mark.parametrize("where", [here, elsewhere])
-def test_reads_that_race_the_next_owners_of_their_blocks_are_right_or_reported_failed(
-    where: Callable[[], contextlib.AbstractContextManager[Source]], placing: str
-) -> None:
-    seed = secrets.randbelow(10**6)
-    print(f"seed {seed}")
-    with where() as source, consumer_of(placing) as consumer:
-        counts = race(source, consumer, random.Random(seed))
-    print(f"{placing}, producer {where.__name__}: {counts}")
-    assert not counts.believed
-    assert counts.detected == counts.changed
-    assert not counts.others

@@ -24,7 +24,7 @@ def tcp(says: bytes) -> Listen:
 
 
 def answers(*frames: bytes) -> Listen:
-    return lambda port: zmq_impostor(port, lambda: list(frames))
+    return lambda port: zmq_impostor(port, *frames)
 
 
 IMPOSTORS: dict[str, tuple[Listen, str]] = {

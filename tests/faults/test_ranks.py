@@ -20,7 +20,7 @@ from tests.geometry.effects import number_names
 from tests.geometry.handmade import attention, pair, side
 from tests.geometry.pairs import Pair
 from tests.harness.cache_engine import wait_until_idle
-from tests.harness.fault_fabric import Delivery, Point
+from tests.harness.fault_fabric import Point
 from tests.harness.handover import load
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.waiting import step_until
@@ -191,7 +191,7 @@ def test_one_consumer_rank_that_cannot_tell_costs_all_producer_ranks_a_lease_and
     kind: str, sizes: tuple[int, int]
 ) -> None:
     with ranks(kind, *sizes) as rig:
-        rig.consumer.fabrics[0].delivery = Delivery.NEVER
+        rig.consumer.fabrics[0].loses_notifications = True
         reports = rig.load()
         assert set(reports.values()) == {None}
         assert REQUEST not in rig.producer.seen.sent, "one rank has not been notified"

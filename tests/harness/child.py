@@ -27,7 +27,7 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
-from tests.harness.fault_fabric import Delivery, Point
+from tests.harness.fault_fabric import Point
 from tests.harness.integrity import check_worker
 
 SOCKETS_S = 0.3
@@ -71,7 +71,6 @@ class State:
         files, tasks: file descriptors and threads, those that only fetch descriptions apart.
         threads: names of kvferry's threads that live.
         broken: what the integrity checks say.
-        counts: what its worker counted besides.
     """
 
     in_hand: Counter[str]
@@ -81,7 +80,6 @@ class State:
     tasks: int
     threads: list[str]
     broken: list[str]
-    counts: dict[str, int]
 
 
 @dataclass
@@ -135,9 +133,8 @@ class Server:
             self.engine.step()
             self._answer_loads()
 
-    def prefill(self, tokens: int, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
-        offer = self.engine.prefill(tokens, seed)
-        return self.engine.changed(offer, **changes).to_json()
+    def prefill(self, tokens: int, seed: int) -> dict[str, Any]:
+        return self.engine.prefill(tokens, seed).params.to_json()
 
     def give_away(self, request_id: str) -> None:
         self.engine.give_away(self.engine.offers[request_id])
@@ -156,9 +153,6 @@ class Server:
         source = _remote(params)
         return self.engine.loads.offer(request_id, source, source.remote_num_tokens, 0.0)
 
-    def finish(self, request_id: str) -> None:
-        self.engine.loads.finished(request_id)
-
     def stop_at(self, point: Point) -> None:
         self.engine.fabric.stops.stop_at(point, lambda reached: self._say(None, reached))
 
@@ -167,9 +161,6 @@ class Server:
 
     def go(self) -> None:
         self.engine.fabric.stops.go()
-
-    def deliver(self, delivery: Delivery) -> None:
-        self.engine.fabric.delivery = delivery
 
     def state(self) -> State:
         engine, worker = self.engine, self.engine.worker
@@ -198,7 +189,6 @@ class Server:
             tasks=len(list(Path("/proc/self/task").iterdir())) - fetching,
             threads=sorted(name for name in names if name.startswith("kvferry") and "handshake" not in name),
             broken=list(self._broken()),
-            counts=dict(+engine.seen.counts),
         )
 
     def _say(self, number: int | None, what: object) -> None:

@@ -42,13 +42,6 @@ class Child:
         except ConnectionResetError:
             raise EOFError("the process has ended") from None
 
-    def drain(self) -> list[Any]:
-        """All messages that are here; `EOFError` when there is none and the process has ended."""
-        found = []
-        while self._channel.poll():
-            found.append(self.receive())
-        return found
-
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
         state = Path(f"/proc/{self._process.pid}/stat")

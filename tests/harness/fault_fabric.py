@@ -1,7 +1,7 @@
 """A fabric in front of the real or the fake one, which counts its calls and goes wrong on demand.
 
 Calls raise; reads stop at a point, so that an event "in the middle of a read" happens exactly there, or never complete;
-notifications are lost, doubled and reordered.
+notifications are lost.
 """
 
 from __future__ import annotations
@@ -38,15 +38,6 @@ class Point(str, enum.Enum):
     IN_READ = "the data is on its way"
     SECOND_FENCE = "the data is here; the slot is about to be read again"
     DONE = "both slots were good; the producer is about to be notified"
-
-
-class Delivery(str, enum.Enum):
-    """Delivery of this worker's notifications."""
-
-    ONCE = "once"
-    NEVER = "never"
-    TWICE = "twice"
-    REVERSED = "two by two, the second one first"
 
 
 class Stops:
@@ -114,7 +105,7 @@ class FaultFabric:
         calls: by method name, how often it was called; data reads also as `post_data_read`.
         faults: by method name, the error and the numbers of the calls that raise it; see `fail`.
         on_data_read: called once, on the worker's thread, before the next data read is posted.
-        delivery: what becomes of the notifications.
+        loses_notifications: whether the notifications that it sends get lost.
         stuck: no data read completes as long as this is set.
         dead: raised by every call but `close`, when set.
         stops: points at which its worker stands still. Which point a slot read is, is known as long as loads come one
@@ -140,11 +131,10 @@ class FaultFabric:
     def mend(self) -> None:
         """Nothing goes wrong any more."""
         self.on_data_read: Callable[[], None] | None = None
-        self.delivery = Delivery.ONCE
+        self.loses_notifications = False
         self.stuck = False
         self.dead: Callable[[], Exception] | None = None
         self.faults: dict[str, tuple[Callable[[], Exception], range]] = {}
-        self._kept: tuple[PeerAgent, bytes] | None = None
         self.stops.clear()
 
     def fail(self, method: str, error: Callable[[], Exception], times: int = 1, *, first: int | None = None) -> None:
@@ -246,12 +236,9 @@ class FaultFabric:
 
     def notify(self, peer: PeerAgent, message: bytes) -> None:
         self.stops.at(Point.DONE)
-        if self.delivery is Delivery.REVERSED and self._kept is None:
-            self._kept = (peer, message)
-            return
-        for to, sent in self._sent(peer, message):
+        if not self.loses_notifications:
             self._called("notify")
-            self.inner.notify(to, sent)
+            self.inner.notify(peer, message)
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         self._called("take_notifications")
@@ -268,12 +255,6 @@ class FaultFabric:
     def is_slot_list(self, local: LocalDescriptors) -> bool:
         """Whether these descriptors are those of slot reads."""
         return local in self._slot_lists
-
-    def _sent(self, peer: PeerAgent, message: bytes) -> list[tuple[PeerAgent, bytes]]:
-        """The notifications that are sent in place of one."""
-        kept, self._kept = self._kept, None
-        copies = {Delivery.NEVER: 0, Delivery.TWICE: 2}.get(self.delivery, 1)
-        return [(peer, message)] * copies + ([kept] if kept is not None else [])
 
     def _called(self, method: str) -> None:
         number = self.calls[method]

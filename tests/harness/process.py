@@ -10,7 +10,7 @@ from tests.harness import child
 from tests.harness.cache_engine import free_port
 from tests.harness.child import Start, State
 from tests.harness.children import START_S, Child
-from tests.harness.fault_fabric import Delivery, Point
+from tests.harness.fault_fabric import Point
 
 SLACK_S = 15.0
 """Slack for every bound on a busy machine."""
@@ -48,9 +48,9 @@ class EngineProcess(Child):
         """Give a command and wait for its answer."""
         return self.answer(self.order(do, **arguments))
 
-    def prefill(self, tokens: int, seed: int, **changes: Any) -> dict[str, Any]:
-        """Prefill and hold; the params. `changes` get the producer's MAC."""
-        params: dict[str, Any] = self.ask("prefill", tokens=tokens, seed=seed, changes=changes)
+    def prefill(self, tokens: int, seed: int) -> dict[str, Any]:
+        """Prefill and hold; the params."""
+        params: dict[str, Any] = self.ask("prefill", tokens=tokens, seed=seed)
         return params
 
     def load(self, params: dict[str, Any], seed: int) -> int:
@@ -60,10 +60,6 @@ class EngineProcess(Child):
     def state(self) -> State:
         state: State = self.ask("state")
         return state
-
-    def deliver(self, delivery: Delivery) -> None:
-        """Set the delivery of its notifications from now on."""
-        self.ask("deliver", delivery=delivery)
 
     def stop_at(self, point: Point) -> None:
         """Make its next load stop at a point."""

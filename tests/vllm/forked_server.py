@@ -137,26 +137,16 @@ def small_server(
     core: str,
     transfer: Transfer,
     logs: Path,
-    *,
-    block_size: int | None = None,
-    blocks: int = 64,
     args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
 ) -> ForkedServer:
-    """A server of a small Llama that takes tokens only; not started yet.
-
-    Args:
-        block_size, blocks: tokens of a block, and blocks of the cache.
-    """
+    """A server of a small Llama that takes tokens only; not started yet."""
     spec = EngineSpec(
         name,
         str(small_model("small-llama-4", default_cache_dir())),
         devices=(core,),
-        block_size=block_size,
         max_model_len=1024,
         transfer=transfer,
-        extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", str(blocks), *args),
-        extra_env=dict(env or {}),
+        extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", "64", *args),
     )
     return ForkedServer(spec, logs)
 

@@ -36,41 +36,6 @@ def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pai
     )
 
 
-def test_the_plan_is_logged_once_and_the_requests_life_with_its_ids(pair: Pair) -> None:
-    producers = set()
-    for prompt in (long_prompt("The first of two"), long_prompt("The second of two")):
-        params = pair.prefill(prompt)
-        producers.add(params["remote_engine_id"])
-        assert pair.decode(prompt, params).status_code == 200
-    log = pair.consumer.log_path.read_text()
-    (producer,) = producers
-    assert len(re.findall(rf"INFO .*kvferry: .*plan producer={producer} tp0 reads tp0: {2 * LAYERS} tensors", log)) == 1
-    loaded = re.findall(r"DEBUG .*kvferry: req=(\S+) peer=\S+ loaded tokens 0…\d+: \d+ B", log)
-    offered = re.findall(r"DEBUG .*kvferry: req=(\S+): \d+ of \d+ tokens are held by engine", log)
-    assert len(loaded) >= 2
-    assert set(loaded) <= set(offered)
-
-
-def test_the_same_prompt_again_moves_only_what_the_decoder_does_not_have(pair: Pair) -> None:
-    prompt = long_prompt("Twice the same")
-    first = text_of(pair.hand_over(prompt))
-    before = pair.consumer.metrics()
-    assert text_of(pair.hand_over(prompt)) == first
-    moved = pair.consumer.metrics() - before
-    assert moved.total("vllm:kvferry_planned_bytes_total") == BLOCK_BYTES  # the last block, which is not full
-    assert moved.total("vllm:kvferry_local_recomputes_total") == 0
-
-
-def test_a_prompt_that_was_aborted_before_it_was_decoded_gives_its_blocks_back(pair: Pair) -> None:
-    before = pair.producer.metrics()
-    pair.prefill(long_prompt("Never decoded"))
-    wait_until(
-        lambda: (pair.producer.metrics() - before).total("vllm:kvferry_leases_released_total", how="expired") == 1,
-        "an unused lease runs out",
-    )
-    assert (pair.producer.metrics() - before).total("vllm:nixl_num_kv_expired_reqs_total") == 1
-
-
 def test_a_batch_through_the_router_answers_every_prompt_with_its_own_text(pair: Pair, logs: Path) -> None:
     prompts = [long_prompt("Alpha"), long_prompt("Beta")]
     want = [pair.plain(pair.producer, prompt) for prompt in prompts]

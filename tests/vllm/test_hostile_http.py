@@ -7,9 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-import pytest
-
 from tests.vllm.pair import Change, Pair, long_prompt, text_of
 
 
@@ -47,66 +44,24 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def fast_pair(pair: Pair) -> Pair:
-    """The pair, after a first contact with the peer."""
-    assert pair.hand_over(long_prompt("Warm up")).status_code == 200
-    return pair
-
-
 AT_ONCE = 8
-"""Requests in flight: as many prompts, good and bad, are in one batch of the engines."""
+"""Requests in flight: one after the other they take minutes, and no engine serves one client only."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a case: the producer's own answer, that to bad params, and the consumer's own afterwards."""
+def test_bad_params_are_counted_by_what_is_wrong_with_them(pair: Pair) -> None:
+    """Their prompts are answered right, and the prefix cache is not poisoned."""
 
-    want: str
-    answer: httpx.Response
-    later: str
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """Of all cases, and what the consumer counted meanwhile, by reason."""
-
-    of_case: dict[str, Outcome]
-    recomputes: dict[str, float]
-
-
-@pytest.fixture(scope="module")
-def outcomes(fast_pair: Pair) -> Outcomes:
-    """All cases, several at once: one after the other they take minutes, and no engine serves one client only."""
-    pair = fast_pair
-
-    def ask(case: Case) -> Outcome:
+    def ask(case: Case) -> None:
         prompt = long_prompt(case.name, 12)
         want = pair.plain(pair.producer, prompt)
         answer = pair.hand_over(prompt, case.change)
-        return Outcome(want, answer, pair.plain(pair.consumer, prompt))
+        assert answer.status_code == 200, (case.name, answer.text)
+        assert text_of(answer) == want, case.name
+        assert pair.plain(pair.consumer, prompt) == want, f"{case.name}: the prefix cache was poisoned"
 
+    assert pair.hand_over(long_prompt("Warm up")).status_code == 200
     before = pair.consumer.metrics()
     with ThreadPoolExecutor(AT_ONCE) as clients:
-        found = list(clients.map(ask, CASES))
+        list(clients.map(ask, CASES))
     counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
-    return Outcomes({case.name: outcome for case, outcome in zip(CASES, found, strict=True)}, counted)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bad_params_are_answered_right_by_computing_the_prompt_here(outcomes: Outcomes, case: Case) -> None:
-    outcome = outcomes.of_case[case.name]
-    assert outcome.answer.status_code == 200, outcome.answer.text
-    assert text_of(outcome.answer) == outcome.want
-    assert outcome.later == outcome.want, "the prefix cache was poisoned"
-
-
-def test_bad_params_are_counted_by_what_is_wrong_with_them(outcomes: Outcomes) -> None:
-    assert outcomes.recomputes == Counter(case.counted for case in CASES)
-
-
-@pytest.mark.parametrize("value", ["text", ["list"], 7], ids=["a string", "a list", "a number"])
-def test_params_that_are_no_object_are_refused_by_the_server(fast_pair: Pair, value: Any) -> None:
-    answer = fast_pair.decode("Hello", value)
-    assert answer.status_code == 400
-    assert fast_pair.plain(fast_pair.consumer, "Hello there") is not None
+    assert counted == Counter(case.counted for case in CASES)

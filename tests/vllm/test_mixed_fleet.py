@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,23 +15,10 @@ from scripts.accuracy.engines import EngineSpec, Transfer
 from tests.vllm.conftest import START_S
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import Pair, long_prompt, text_of
+from tests.waiting import wait_until
 
 CALM_STOCK = "bench.stock_calm"
 PROMPTS = [long_prompt(f"Mixed {number}", 6 + 6 * number) for number in range(3)]
-
-
-def test_a_kvferry_decoder_computes_what_a_stock_producer_prefilled(pair: Pair, model: Path, logs: Path) -> None:
-    spec = EngineSpec("stock-prefill", str(model), transfer=Transfer("kv_producer", module=CALM_STOCK))
-    want = [pair.plain(pair.producer, prompt) for prompt in PROMPTS]
-    before = pair.consumer.metrics()
-    with ForkedServer(spec, logs) as stock:
-        stock.wait_ready(START_S)
-        mixed = Pair(stock, pair.consumer)
-        got = [text_of(mixed.hand_over(prompt)) for prompt in PROMPTS]
-    assert got == want
-    counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
-    assert counted == {"foreign_params": float(len(PROMPTS))}
-    assert [pair.plain(pair.consumer, prompt) for prompt in PROMPTS] == want
 
 
 def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(pair: Pair, model: Path, logs: Path) -> None:
@@ -61,14 +49,20 @@ def other_weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_a_producer_with_other_weights_is_refused_by_name(pair: Pair, other_weights: Path, logs: Path) -> None:
+    """On a busy machine a handshake may take too long to come to a plan: then a later prompt is the one refused."""
     spec = replace(pair.producer.spec, name="other-weights", model=str(other_weights))
-    prompt = long_prompt("Other weights")
-    want = pair.plain(pair.producer, prompt)
     before = pair.consumer.metrics()
+
+    def is_refused() -> bool:
+        prompt = long_prompt(f"Other weights {next(numbers)}")
+        want = pair.plain(pair.producer, prompt)
+        assert text_of(mixed.hand_over(prompt)) == want
+        return (pair.consumer.metrics() - before).total("vllm:kvferry_failed_loads_total", reason="plan") > 0
+
     with ForkedServer(spec, logs) as other:
         other.wait_ready(START_S)
-        answer = Pair(other, pair.consumer).hand_over(prompt)
-    assert text_of(answer) == want
-    failed = (pair.consumer.metrics() - before).by_label("vllm:kvferry_failed_loads_total", "reason")
-    assert failed == {"plan": 1.0}
+        mixed, numbers = Pair(other, pair.consumer), itertools.count()
+        wait_until(is_refused, "the pair is refused", timeout_s=START_S)
+    counted = pair.consumer.metrics() - before
+    assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
     assert "model.fingerprint: producer 'weights:" in pair.consumer.log_path.read_text()

@@ -115,6 +115,7 @@ def vllm_config(
     max_tokens: int = 512,
     max_step_tokens: int = 128,
     states: int = 0,
+    otlp_endpoint: str | None = None,
 ) -> Any:
     """The configuration that the command line would make, for the scheduler and for a worker."""
     config = VllmConfig(
@@ -138,6 +139,7 @@ def vllm_config(
         ),
         shutdown_timeout=shutdown_timeout,
     )
+    config.observability_config.otlp_traces_endpoint = otlp_endpoint
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core resolves it
     if states:
