@@ -133,20 +133,6 @@ def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make:
     assert consumer.engine.counted("failed_loads") == 0
 
 
-def test_two_leases_of_one_prompt_share_their_blocks_and_the_last_of_them_gives_them_back(make: Any) -> None:
-    producer, consumer = make("kv_producer", **LONG), make("kv_consumer")
-    first = prefill(producer, "p1", PROMPT)
-    second = prefill(producer, "p2", PROMPT)
-    shared = set(first["remote_block_ids"][0]) & set(second["remote_block_ids"][0])
-    assert len(shared) == 6, "the second was a hit on blocks that are held"
-    consumer.decode("d1", PROMPT, first)
-    producer.until(lambda: producer.engine.counted("leases_released", "done") == 1)
-    assert producer.engine.used_blocks == 7, "the six, and the second one's own tail"
-    consumer.engine.scheduler.reset_prefix_cache()
-    consumer.decode("d2", PROMPT, second)
-    producer.until(lambda: producer.engine.is_whole)
-
-
 def test_a_call_to_an_engine_that_was_idle_for_long_gets_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call to pause it, or to empty its prefix cache: what was read meanwhile is free after that."""
     producer, consumer = make("kv_producer", **LONG), make("kv_consumer")
