@@ -6,6 +6,7 @@ python -m scripts.generate_docs --check    # exit 1 when something is out of dat
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -199,16 +200,19 @@ def output_of(arguments: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Write or check the pages."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.generate_docs", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is out of date")
+    check = parser.parse_args().check
     stale = {page: wanted for page, wanted in pages().items() if not page.exists() or page.read_text() != wanted}
     for page, wanted in stale.items():
-        if "--check" in arguments:
+        if check:
             print(f"{page} is out of date: run `python -m scripts.generate_docs`", file=sys.stderr)
         else:
             page.write_text(wanted)
-    return int("--check" in arguments and bool(stale))
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

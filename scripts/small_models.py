@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,27 +176,22 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
 }
 
 
-MULTIMODAL = "small-multimodal"
-ADAPTER = "small-adapter"
-ADAPTED = "small-llama-4"
-
-
 def small_model(name: str, cache_dir: Path) -> Path:
-    """The folder of one of `SMALL_MODELS`, of `MULTIMODAL` or of `ADAPTER`, made when it is not there. Runs beside
-    others may make it at the same time.
+    """The folder of one of `SMALL_MODELS`, made when it is not there.
 
     Raises:
         KeyError: there is none of that name.
     """
+    model = SMALL_MODELS[name]
+    return made_once(name, cache_dir, lambda folder: _make(model, folder))
+
+
+def made_once(name: str, cache_dir: Path, make: Callable[[Path], None]) -> Path:
+    """The folder of a model that `make` fills when it is not there. Runs beside others may do so at the same time."""
     folder = cache_dir / "models" / f"{name}-{_FORMAT}"
     if not folder.exists():
-        from scripts.small_extras import make_adapter, make_multimodal
-
         with whole(folder) as partial:
-            if name in SMALL_MODELS:
-                _make(SMALL_MODELS[name], partial)
-            else:
-                {MULTIMODAL: make_multimodal, ADAPTER: make_adapter}[name](partial)
+            make(partial)
     return folder
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts.small_extras import IMAGE_PIXELS
-from scripts.small_models import ADAPTER, FIRST_TOKEN, MULTIMODAL, VOCABULARY, default_cache_dir, small_model
+from scripts.small_models import FIRST_TOKEN, VOCABULARY, default_cache_dir, small_model
 from tests.vllm.forked_engine import EngineFailed, ForkedEngine, hand_over, start
 from tests.vllm.forked_engine_child import Answer, EngineSpec
+from tests.vllm.model_extras import IMAGE_PIXELS, adapter, multimodal
 from tests.vllm.model_kinds import DRAFTED, EXACT, GDN, K_AND_V, LLAMA, Kind
 
 _rng = random.Random(5)
@@ -126,25 +126,25 @@ def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within
 
 def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
     """A request is served from another's blocks only with the same adapter and the same salt."""
-    adapter = str(small_model(ADAPTER, default_cache_dir()))
+    lora = str(adapter())
     settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     prompt = PROMPTS[6]
     with ExitStack() as running:
         specs = [LLAMA.spec("adapted", **settings), LLAMA.spec("adapted-too", cores="1", **settings)]
         producer, consumer = start(running, logs, specs)
-        plain, adapted = consumer.answer(prompt), consumer.answer(prompt, lora=adapter)
+        plain, adapted = consumer.answer(prompt), consumer.answer(prompt, lora=lora)
         assert plain.tokens != adapted.tokens
         for more, expected in (
             ({}, plain),
-            ({"lora": adapter}, adapted),
+            ({"lora": lora}, adapted),
             ({"salt": "pepper"}, plain),
-            ({"lora": adapter, "salt": "pepper"}, adapted),
+            ({"lora": lora, "salt": "pepper"}, adapted),
         ):
             found, read = hand_over(producer, consumer, prompt, **more)
             assert (difference(found, expected) < NOISE, read) == (True, LLAMA.needed(prompt)), more
         others: list[tuple[dict[str, Any], dict[str, Any], Answer]] = [
-            ({"lora": adapter}, {}, plain),
-            ({}, {"lora": adapter}, adapted),
+            ({"lora": lora}, {}, plain),
+            ({}, {"lora": lora}, adapted),
             ({"salt": "pepper"}, {"salt": "salt"}, plain),
             ({"salt": "pepper"}, {}, plain),
         ]
@@ -165,7 +165,7 @@ def test_images_belong_to_what_is_handed_over(logs: Path) -> None:
     pixels = numbers.integers(0, 256, (2, IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
     first, second = (Image.fromarray(each) for each in pixels)
     prompt = PROMPTS[1]
-    model = str(small_model(MULTIMODAL, default_cache_dir()))
+    model = str(multimodal())
     settings: dict[str, Any] = {"max_model_len": 512, "skip_tokenizer_init": False}
     with ExitStack() as running:
         specs = [

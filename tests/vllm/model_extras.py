@@ -1,4 +1,4 @@
-"""The extras of `scripts.small_models`: a multimodal model and a LoRA adapter."""
+"""A multimodal model and a LoRA adapter of random weights, kept beside the models of `scripts.small_models`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.small_models import ADAPTED, FIRST_TOKEN, SMALL_MODELS, VOCABULARY
+from scripts.small_models import FIRST_TOKEN, SMALL_MODELS, VOCABULARY, default_cache_dir, made_once
 
 IMAGE_PIXELS = 28
 IMAGE_TOKENS = 8
@@ -38,9 +38,18 @@ _TEXT: Mapping[str, Any] = {
 }
 
 
-def make_multimodal(folder: Path) -> None:
+def multimodal() -> Path:
     """A BLIP-2-like model: prompts begin with the 8 tokens of an image. Its processor needs no torchvision; its
     tokenizer has words `w4` to `w1023`, each its own id."""
+    return made_once("small-multimodal", default_cache_dir(), _make_multimodal)
+
+
+def adapter() -> Path:
+    """A LoRA adapter of random weights for `small-llama-4`."""
+    return made_once("small-adapter", default_cache_dir(), _make_adapter)
+
+
+def _make_multimodal(folder: Path) -> None:
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -71,12 +80,11 @@ def make_multimodal(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def make_adapter(folder: Path) -> None:
-    """A LoRA adapter of random weights for `small-llama-4`."""
+def _make_adapter(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    settings = SMALL_MODELS[ADAPTED].settings
+    settings = SMALL_MODELS["small-llama-4"].settings
     heads = {"q_proj": settings["num_attention_heads"], "v_proj": settings["num_key_value_heads"]}
     numbers = torch.Generator().manual_seed(0)
     weights = {}
