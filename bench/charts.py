@@ -14,7 +14,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from bench.figures import Chart, Series, shown
+from bench.figures import Chart, Series, shown, shown_bytes
 
 _STYLE = Path(__file__).parent / "charts.mplstyle"
 _NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -49,7 +49,7 @@ def _scale(axes: Axes, name: Literal["x", "y"], log: bool, label: str) -> None:
         set_scale("log")
         axis.set_major_locator(LogLocator(4) if powers_of_two else LogLocator(10, subs=(1.0, 3.0)))
         axis.set_minor_locator(NullLocator())
-    text_of = _bytes if powers_of_two else shown
+    text_of = shown_bytes if powers_of_two else shown
     axis.set_major_formatter(FuncFormatter(lambda value, _: text_of(float(value))))
 
 
@@ -64,10 +64,3 @@ def _beyond(series: Series) -> list[list[float]] | None:
     y, low, high = _numbers(series.y), _numbers(series.low or series.y), _numbers(series.high or series.y)
     below = [max(0.0, value - least) for value, least in zip(y, low, strict=True)]
     return [below, [max(0.0, most - value) for value, most in zip(y, high, strict=True)]]
-
-
-def _bytes(number: float) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if number >= 1 << power:
-            return f"{shown(number / (1 << power))} {unit}"
-    return f"{shown(number)} B"

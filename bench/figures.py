@@ -184,6 +184,14 @@ def shown(cell: Cell, digits: int = 4) -> str:
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
+def shown_bytes(number: float) -> str:
+    """With a unit."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 1 << power:
+            return f"{shown(number / (1 << power))} {unit}"
+    return f"{shown(number)} B"
+
+
 def spread(samples: Sequence[float], digits: int = 3) -> str:
     """The range of some samples, as `1.2 … 3.4`; `–` for none."""
     return f"{shown(min(samples), digits)} … {shown(max(samples), digits)}" if samples else "–"

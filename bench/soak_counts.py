@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.soak_schedule import Fault
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_EVERY_S = 5.0
 
 
 @dataclass
@@ -63,20 +64,15 @@ class Sample:
 
 @dataclass
 class Gauges:
-    """Samples of one soak.
+    """Samples of one soak."""
 
-    Attributes:
-        every_s: between two of them.
-    """
-
-    every_s: float = 5.0
     samples: list[Sample] = field(default_factory=list)
     _start_s: float = field(default_factory=time.monotonic)
 
     def poll(self, requests: int, *, now: bool = False) -> bool:
         """Take a sample if it is time. Returns whether it was."""
         at_s = time.monotonic() - self._start_s
-        if not now and self.samples and at_s < self.samples[-1].at_s + self.every_s:
+        if not now and self.samples and at_s < self.samples[-1].at_s + _EVERY_S:
             return False
         gc.collect()
         resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])

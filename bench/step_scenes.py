@@ -26,10 +26,6 @@ class Scene:
     fabric: FabricKind = "memory"
 
     @property
-    def blocks_held(self) -> int:
-        return self.leases * self.lease_blocks
-
-    @property
     def blocks_in_flight(self) -> int:
         return self.loads * self.load_blocks
 

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.figures import Cell, Chart, Results, Series, Table, Target, publish
+from bench.figures import Cell, Chart, Results, Series, Table, Target, publish, shown_bytes
 from bench.provenance import begin
 from bench.transfer_engines import Bench, Lease, huge_bytes_at, two_processes, use_huge_pages
 from bench.transfer_loads import Loads, connected
 from bench.transfer_rivals import BareNixl, memory_copies, pieces_of
-from bench.transfer_shapes import MIB, Scenario, equal_shards, other_layout, shown_bytes, unequal_shards
+from bench.transfer_shapes import MIB, Scenario, equal_shards, other_layout, unequal_shards
 
 RUNS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, MIB)
 SIZES = tuple(size * MIB for size in (1, 4, 16, 64, 256))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bench.figures import shown_bytes
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.protocol.handshake import CacheGroup, ModelFacts
 
@@ -151,11 +152,3 @@ def other_layout(cell_bytes: int, most_bytes: int, pool_bytes: int, *, staged: b
         pool_bytes=pool_bytes,
         staged=staged,
     )
-
-
-def shown_bytes(num_bytes: int) -> str:
-    """With a unit."""
-    for unit, size in (("MiB", MIB), ("KiB", 1024)):
-        if num_bytes >= size and num_bytes % size == 0:
-            return f"{num_bytes // size} {unit}"
-    return f"{num_bytes} B"
