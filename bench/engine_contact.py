@@ -26,8 +26,9 @@ from bench.serve_load import NO_LOGPROBS, Ask, hand_over, make_cases, run_all, t
 from bench.serve_setups import CALM, KVFERRY, Setup, short, start_all
 from scripts.accuracy.client import Client
 from scripts.accuracy.engines import EngineSpec, Transfer
+from scripts.accuracy.model import default_cache_dir
 from scripts.accuracy.settings import ROOT
-from scripts.small_models import FIRST_TOKEN, VOCABULARY, default_cache_dir, small_model
+from tests.vllm.small_models import FIRST_TOKEN, VOCABULARY, small_model
 
 MODEL, LAYERS, BLOCKS = "small-deep", 30, 5500
 LIMIT = 0.25

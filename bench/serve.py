@@ -23,9 +23,8 @@ from bench.provenance import begin
 from bench.serve_figures import SetupFigures
 from bench.serve_measure import LENGTHS, Amounts, measure
 from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, Setup, short, started
-from scripts.accuracy.model import ConversionFailed, prepare
+from scripts.accuracy.model import ConversionFailed, default_cache_dir, prepare
 from scripts.accuracy.settings import DEFAULT_MODEL, ROOT
-from scripts.small_models import default_cache_dir
 
 FULL = {
     SINGLE.name: Amounts(routed=200, direct=0, crowd=32),

@@ -48,7 +48,6 @@ class Answer:
     prompt_tokens: int = 0
     first_token_s: float | None = None
     gaps_s: tuple[float, ...] = ()
-    total_s: float = 0.0
     error: str = ""
     params: Mapping[str, Any] | None = None
 
@@ -115,11 +114,10 @@ class Client:
         started_s = time.monotonic()
         try:
             url = base_url + path_of(case)
-            answer = await self._stream(url, body) if case.stream else _whole(await self._http.post(url, json=body))
+            return await self._stream(url, body) if case.stream else _whole(await self._http.post(url, json=body))
         except httpx.TransportError as error:
             waited_s = time.monotonic() - started_s
             raise NoAnswer(f"{case.name}: no answer from {base_url} after {waited_s:.1f} s ({error!r})") from error
-        return replace(answer, total_s=time.monotonic() - started_s)
 
     async def ask_all(self, base_url: str, cases: Sequence[Case], at_once: int) -> list[Answer]:
         """All of them, so many at a time; answers in the cases' order. Raises like `ask`."""

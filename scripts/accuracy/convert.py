@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from scripts.accuracy.model import whole
 from scripts.accuracy.settings import TINY_MODELS
-from scripts.small_models import whole
 
 _NOT_KEPT = {"architectures", "model_type", "_name_or_path", "quantization_config", "transformers_version"}
 _llama: Any = LlamaForCausalLM

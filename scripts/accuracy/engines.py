@@ -2,7 +2,7 @@
 
 Tests use it too:
 
-    spec = EngineSpec(name="d", model=str(path), cores=("0",), transfer=Transfer("kv_consumer", side_channel_port=port))
+    spec = EngineSpec(name="d", model=str(path), devices=("0",), transfer=Transfer("kv_consumer"))
     with Engine(spec, log_dir=tmp_path) as engine:
         engine.wait_ready(300)
         httpx.post(engine.base_url + "/v1/completions", json={"model": spec.served_name, …})
@@ -31,7 +31,6 @@ class Transfer:
     Attributes:
         role: `kv_producer`, `kv_consumer` or `kv_both`.
         module: module of the class; `stock` for the connector that comes with vLLM.
-        side_channel_port: 0 for a free one.
         engine_id: empty for one that vLLM draws at every start.
         buffer_device: `cpu` to transfer through host memory; empty for vLLM's default.
     """
@@ -41,8 +40,6 @@ class Transfer:
     connector: str = "NixlConnector"
     failure_policy: str = "recompute"
     extra_config: Mapping[str, Any] = field(default_factory=dict)
-    side_channel_host: str = "127.0.0.1"
-    side_channel_port: int = 0
     engine_id: str = ""
     buffer_device: str = ""
 
@@ -154,7 +151,7 @@ class EngineSpec:
         if self.layout:
             added["VLLM_KV_CACHE_LAYOUT"] = self.layout
         if self.transfer is not None:
-            added["VLLM_NIXL_SIDE_CHANNEL_HOST"] = self.transfer.side_channel_host
+            added["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             added["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
         return {**added, **self.extra_env}
 
@@ -164,10 +161,8 @@ class Engine(Server):
 
     def __init__(self, spec: EngineSpec, log_dir: Path) -> None:
         self.spec = spec
-        wanted = spec.transfer.side_channel_port if spec.transfer else 0
-        port, side_channel = free_ports(2)
+        port, self.side_channel_port = free_ports(2)
         self.port = spec.port or port
-        self.side_channel_port = wanted or side_channel
         super().__init__(
             name=f"engine {spec.name}",
             command=spec.arguments(self.port),

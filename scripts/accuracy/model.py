@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,28 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
         if done.returncode:
             raise ConversionFailed(f"{gguf} could not be converted:\n{done.stderr[-4000:]}")
     return str(folders[name])
+
+
+def default_cache_dir() -> Path:
+    """Where all models of this project are kept."""
+    return Path(os.environ.get("KVFERRY_CACHE_DIR") or "~/.cache/kvferry").expanduser()
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """A folder that appears under its name when it is complete, so that a half-made one is never used."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        try:
+            os.rename(partial, target)
+        except OSError:
+            if not target.exists():
+                raise  # not that another run was quicker
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _is_made(folder: Path) -> bool:

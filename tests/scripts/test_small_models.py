@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.small_models import small_model, whole
+from scripts.accuracy.model import whole
+from tests.vllm.small_models import small_model
 
 pytest.importorskip("transformers")
 

@@ -30,9 +30,10 @@ import httpx
 from scripts.accuracy.devices import free_ports
 from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.metrics import Scrape, scrape
+from scripts.accuracy.model import default_cache_dir
 from scripts.accuracy.processes import ServerFailed, tail
-from scripts.small_models import default_cache_dir, small_model
 from tests.forkserver import forkserver
+from tests.vllm.small_models import small_model
 
 _TERM_S = 20.0
 _POLL_S = 0.1

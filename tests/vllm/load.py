@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from scripts.small_models import FIRST_TOKEN, VOCABULARY
+from tests.vllm.small_models import FIRST_TOKEN, VOCABULARY
 
 ANSWER_TOKENS = 8
 TIMEOUT_S = 180.0

@@ -1,4 +1,4 @@
-"""A multimodal model and a LoRA adapter of random weights, kept beside the models of `scripts.small_models`."""
+"""A multimodal model and a LoRA adapter of random weights, kept beside the models of `small_models`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.small_models import FIRST_TOKEN, SMALL_MODELS, VOCABULARY, default_cache_dir, made_once
+from scripts.accuracy.model import default_cache_dir
+from tests.vllm.small_models import FIRST_TOKEN, SMALL_MODELS, VOCABULARY, made_once
 
 IMAGE_PIXELS = 28
 IMAGE_TOKENS = 8

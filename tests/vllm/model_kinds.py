@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from scripts.small_models import default_cache_dir, small_model
+from scripts.accuracy.model import default_cache_dir
 from tests.vllm.forked_engine_child import EngineSpec
+from tests.vllm.small_models import small_model
 
 CORES = {1: "0", 2: "0|1"}
 

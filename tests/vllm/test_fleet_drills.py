@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from scripts.accuracy.engines import Router
-from scripts.small_models import default_cache_dir, small_model
+from scripts.accuracy.model import default_cache_dir
 from tests.vllm.fleet import Fleet, check_idle, outage, prefill, running
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.load import TIMEOUT_S, Kind, Load, Outage, Outcome, Tokens, ask, judge, prompt_of
+from tests.vllm.small_models import small_model
 
 FEW = 5
 LONG = 1500

@@ -1,6 +1,6 @@
 """Every kind of model that vLLM's CPU engine serves: what one engine prefilled, another decodes as it would alone.
 
-Models of random weights (`scripts.small_models`) on real engines (`forked_engine`). The control is the decoder itself,
+Models of random weights (`small_models`) on real engines (`forked_engine`). The control is the decoder itself,
 asked without params before anything was handed over. `docs/compatibility.md` names these tests.
 """
 
@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts.small_models import FIRST_TOKEN, VOCABULARY, default_cache_dir, small_model
+from scripts.accuracy.model import default_cache_dir
 from tests.vllm.forked_engine import EngineFailed, ForkedEngine, hand_over, start
 from tests.vllm.forked_engine_child import Answer, EngineSpec
 from tests.vllm.model_extras import IMAGE_PIXELS, adapter, multimodal
 from tests.vllm.model_kinds import DRAFTED, EXACT, GDN, K_AND_V, LLAMA, Kind
+from tests.vllm.small_models import FIRST_TOKEN, VOCABULARY, small_model
 
 _rng = random.Random(5)
 LENGTHS = (4, 31, 127, 128, 129, 200, 300, 420)

@@ -6,14 +6,12 @@ repository. They have no tokenizer: prompts are token ids below `VOCABULARY`.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from scripts.accuracy.model import whole
 
 VOCABULARY = 1024
 FIRST_TOKEN = 3
@@ -193,28 +191,6 @@ def made_once(name: str, cache_dir: Path, make: Callable[[Path], None]) -> Path:
         with whole(folder) as partial:
             make(partial)
     return folder
-
-
-def default_cache_dir() -> Path:
-    """Where all models of this project are kept."""
-    return Path(os.environ.get("KVFERRY_CACHE_DIR") or "~/.cache/kvferry").expanduser()
-
-
-@contextmanager
-def whole(target: Path) -> Iterator[Path]:
-    """A folder that appears under its name when it is complete, so that a half-made one is never used."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        try:
-            os.rename(partial, target)
-        except OSError:
-            if not target.exists():
-                raise  # not that another run was quicker
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _make(made_of: SmallModel, folder: Path) -> None:
