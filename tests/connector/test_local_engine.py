@@ -16,6 +16,7 @@ from kvferry.connector.engine.local_engine import LocalEngine, block_spans
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, LeaseName
+from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from tests.connector.caches import config_of, full, group
 from tests.harness.core.configs import vllm_config
@@ -65,6 +66,13 @@ def finished(tokens: int) -> Request:
     return request
 
 
+def built(
+    builder: ParamsBuilder, request: Request, block_ids: tuple[list[int], ...], lease: Lease
+) -> RemotePrefill | None:
+    """The params of all complete tokens of a request."""
+    return builder.build(request, block_ids, builder.num_complete_tokens(request, lease.use), lease, 30.0)
+
+
 @pytest.mark.parametrize(("dcp", "spans"), [(1, (16, 16)), (2, (32, 16)), (4, (64, 16))])
 def test_ranks_that_share_tokens_out_widen_the_blocks_of_sharded_groups_only(dcp: int, spans: tuple[int, int]) -> None:
     assert block_spans(cache(latent(), window()), dcp) == spans
@@ -75,7 +83,7 @@ def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(tokens: 
     """vLLM clips by the local size, so the step in flight's block is still in its list."""
     params_builder = ParamsBuilder(local_engine(), cache(latent()))
     ids = list(range(10, 20))
-    params = params_builder.build(finished(tokens), (ids,), LEASE, 30.0)
+    params = built(params_builder, finished(tokens), (ids,), LEASE)
     assert params is not None
     assert params.remote_block_ids == (tuple(ids[:blocks]),)
     assert (params.kvferry.held_from, params.dcp_size) == ((0,), 2)
@@ -87,7 +95,7 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
         CacheGroup(policy="window", block_tokens=16, window_tokens=40),
     )
     params_builder = ParamsBuilder(local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
-    params = params_builder.build(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LEASE, 30.0)
+    params = built(params_builder, finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LEASE)
     assert params is not None
     assert params.remote_block_ids == ((1, 2, 3, 4), (8, 9, 10, 11))
     assert params.kvferry.held_from == (0, 48)
@@ -96,7 +104,7 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
 @pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])
 def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: LeaseUse, tokens: int) -> None:
     builder, lease = ParamsBuilder(local_engine(left_out=2), cache(latent())), replace(LEASE, use=use)
-    params = builder.build(finished(100), ([1, 2, 3, 4],), lease, 30.0)
+    params = built(builder, finished(100), ([1, 2, 3, 4],), lease)
     assert params is not None
     assert (params.remote_num_tokens, len(params.kvferry.digests)) == (tokens, 1)
 

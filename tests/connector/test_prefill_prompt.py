@@ -131,5 +131,5 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
         intake.receive(request)
-        assert (leases.unfinished(request.request_id) is not None, request.num_prompt_tokens) == (taken, left)
+        assert (leases.running(request.request_id) is not None, request.num_prompt_tokens) == (taken, left)
         assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})

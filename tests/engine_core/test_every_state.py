@@ -159,11 +159,6 @@ def computing(scene: Scene) -> None:
     scene.producer.step()
 
 
-def finished(scene: Scene) -> None:
-    intended(scene)
-    scene.producer.answer(scene.prefill)
-
-
 def held(scene: Scene) -> None:
     scene.producer.prefill(scene.prefill, scene.prompt)
 
@@ -176,7 +171,6 @@ def ending(scene: Scene) -> None:
 LEASES: dict[LeaseState, tuple[Callable[[Scene], None], bool]] = {
     LeaseState.INTENDED: (intended, False),
     LeaseState.COMPUTING: (computing, True),
-    LeaseState.FINISHED: (finished, False),
     LeaseState.HELD: (held, False),
     LeaseState.ENDING: (ending, False),
 }
@@ -184,7 +178,7 @@ LEASES: dict[LeaseState, tuple[Callable[[Scene], None], bool]] = {
 
 @pytest.fixture(scope="module", params=[{}, {"overlap": True}, {"tp": 2}], ids=["plain", "overlapping", "two ranks"])
 def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
-    config: dict[str, Any] = {"num_blocks": 60, "extra": ALWAYS, **request.param}
+    config: dict[str, Any] = {"num_blocks": 60, "max_step_tokens": 100, "extra": ALWAYS, **request.param}
     producer, consumer = Node("kv_producer", **config), Node("kv_consumer", **config)
     yield producer, consumer
     producer.close()
@@ -241,7 +235,7 @@ def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_agai
     scene.end()
 
 
-@pytest.mark.parametrize("state", LeaseState, ids=lambda state: state.value)
+@pytest.mark.parametrize("state", LEASES, ids=lambda state: state.value)
 def test_a_prefill_that_is_aborted_holds_nothing_and_one_that_was_answered_is_still_handed_over(
     scene: Scene, state: LeaseState
 ) -> None:

@@ -39,12 +39,14 @@ def test_an_answer_offers_all_tokens_but_the_one_that_was_sampled_last(
     assert len(params.remote_block_ids[0]) == -(-held // BLOCK_TOKENS)
 
 
-def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_last(make_engine: Any) -> None:
-    engine = make_engine()
+def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_that_completes_the_prompt(
+    make_engine: Any,
+) -> None:
+    engine = make_engine(max_step_tokens=30)
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     first, second, third = engine.step().orders, engine.step().orders, engine.step().orders
-    assert [len(first.opens), len(first.holds)] == [1, 0]
-    assert [hold.request_id for hold in second.holds] == ["p"]
+    assert [len(first.opens), len(first.completions)] == [1, 0]
+    assert [hold.request_id for hold in second.completions] == ["p"]
     assert third is None
 
 

@@ -160,12 +160,13 @@ def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str,
 
 
 def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any]) -> None:
-    producer = make("kv_producer", extra={**extra, "kv_lease_duration": 0.1})
+    producer = make("kv_producer", overlap=True, extra={**extra, "kv_lease_duration": 0.1})
     producer.prefill("unclaimed", PROMPT)
     producer.until(lambda: producer.engine.is_whole)
     producer.engine.add("aborted", tokens(50, seed=3), {"do_remote_decode": True}, max_tokens=1)
-    producer.engine.schedule()
+    producer.step()
     producer.engine.abort("aborted")
+    producer.until(lambda: producer.engine.is_whole)
     producer.close()
     events = events_of(folder, producer)
     begun = ["PrefillArrived tokens=100", "PrefillScheduled", "ParamsGiven tokens=100"]

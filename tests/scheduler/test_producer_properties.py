@@ -104,7 +104,7 @@ class ProducerHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data(), use=st.sampled_from(LeaseUse))
     def intend_again(self, data: st.DataObject, use: LeaseUse) -> None:
-        assert not self.ledger.intend(self.some(data, "intended", "computing", "finished", "held", "ending"), use)
+        assert not self.ledger.intend(self.some(data, "intended", "computing", "complete", "held", "ending"), use)
 
     @precondition(lambda self: self.has("computing"))
     @rule(data=st.data())
@@ -119,7 +119,7 @@ class ProducerHistories(RuleBasedStateMachine):
         assert held is not None
         lease = self.model[request_id]
         assert int(held.name.epoch, 16) == lease.epoch
-        lease.phase, lease.slot = "finished", held.slot
+        lease.phase, lease.slot = "complete", held.slot
 
     @precondition(lambda self: self.has("intended", "computing"))
     @rule(data=st.data())
@@ -130,10 +130,10 @@ class ProducerHistories(RuleBasedStateMachine):
         if lease.announced:
             self.must_end.add(lease.epoch)
 
-    @precondition(lambda self: self.has("finished", "held"))
+    @precondition(lambda self: self.has("complete", "held"))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        request_id = self.some(data, "finished", "held")
+        request_id = self.some(data, "complete", "held")
         lease = self.model[request_id]
         assert self.ledger.release(self.name_of(request_id)) == (not lease.doomed)
         self.doom(lease)
@@ -144,10 +144,10 @@ class ProducerHistories(RuleBasedStateMachine):
             lease.phase = "ending"
             self.must_end.add(lease.epoch)
 
-    @precondition(lambda self: self.has("finished", "held"))
+    @precondition(lambda self: self.has("complete", "held"))
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
-        request_id = self.some(data, "finished", "held")
+        request_id = self.some(data, "complete", "held")
         assert self.ledger.renew(self.name_of(request_id))
         lease = self.model[request_id]
         lease.deadline_s = max(lease.deadline_s, self.clock_s + LEASE_S)
@@ -166,7 +166,7 @@ class ProducerHistories(RuleBasedStateMachine):
 
     @rule()
     def release_all(self) -> None:
-        doomed = [lease for lease in self.model.values() if lease.phase in ("finished", "held") and not lease.doomed]
+        doomed = [lease for lease in self.model.values() if lease.phase in ("complete", "held") and not lease.doomed]
         assert self.ledger.release_all("reset") == len(doomed)
         for lease in doomed:
             self.doom(lease)
@@ -186,14 +186,14 @@ class ProducerHistories(RuleBasedStateMachine):
         live = [(name, lease) for name, lease in live if lease.phase != "intended"]
         unreported = {lease.epoch for _, lease in live if not lease.announced}
         assert {int(opened.epoch, 16) for opened in orders.opens} == unreported
-        finished = {name for name, lease in live if lease.phase == "finished"}
+        finished = {name for name, lease in live if lease.phase == "complete"}
         assert {hold.request_id for hold in orders.holds} == finished
         slots = {int(opened.epoch, 16): opened.slot for opened in orders.opens}
         self.must_end = set()
         for _, lease in live:
             lease.announced = True
             lease.slot = slots.get(lease.epoch, lease.slot)
-            if lease.phase == "finished":
+            if lease.phase == "complete":
                 lease.phase, lease.deadline_s = "held", self.clock_s + FIRST_S[lease.use]
                 if lease.doomed:
                     self.doom(lease)

@@ -49,7 +49,7 @@ def producer_in(state: LeaseState) -> ProducerLedger:
         return ledger
     lease = ledger.finish(REQUEST)
     assert lease is not None
-    if state is LeaseState.FINISHED:
+    if state is LeaseState.COMPLETE:
         return ledger
     ledger.take_orders(0.0)
     if state is LeaseState.ENDING:
@@ -83,7 +83,7 @@ def contents(ledger: ProducerLedger | ConsumerLedger) -> dict[str, object]:
 
 
 LEASE_CALLS: dict[LeaseEvent, Callable[[ProducerLedger], object]] = {
-    LeaseEvent.FINISH: lambda ledger: ledger.finish(REQUEST),
+    LeaseEvent.COMPLETE: lambda ledger: ledger.finish(REQUEST),
     LeaseEvent.ABANDON: lambda ledger: ledger.abandon(REQUEST),
     LeaseEvent.SENT: lambda ledger: ledger.sent(REQUEST),
 }

@@ -125,7 +125,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.scheduler_side.tracing.scheduled(scheduler_output)
-        return self.scheduler_side.build_metadata(is_idle=not scheduler_output.total_num_scheduled_tokens)
+        return self.scheduler_side.build_metadata(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.update(connector_output)
@@ -180,7 +180,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: consumers read the blocks where they are."""
 
     def wait_for_save(self) -> None:
-        """Does nothing, as `save_kv_layer`."""
+        """Waits for nothing; vLLM calls it when it has launched all of the step's work."""
+        self.worker_side.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self.worker_side.take_results()

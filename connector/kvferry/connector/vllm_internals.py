@@ -72,9 +72,13 @@ class EngineBlocks:
         """References to a block, those of `keep` included."""
         return int(self._bound.block_pool.blocks[block].ref_cnt)
 
+    def table(self, request_id: str) -> tuple[list[int], ...]:
+        """The block table of a request: a list of blocks per cache group."""
+        return tuple(self._bound.get_block_ids(request_id))
+
     def of(self, request_id: str) -> tuple[int, ...]:
         """The blocks of a request, each once, without the null block."""
-        return distinct_blocks(self._bound.get_block_ids(request_id))
+        return distinct_blocks(self.table(request_id))
 
     def keep(self, blocks: Sequence[int]) -> None:
         """Add a reference on each block, which keeps it out of the pool."""

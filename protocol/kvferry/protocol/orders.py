@@ -42,7 +42,7 @@ class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
-    """The request has finished and its blocks are held: write `epoch | READY` when the device has written them.
+    """The request's blocks are held: write `epoch | READY` when the device has written them.
 
     Attributes:
         blocks: per cache group its scheduler blocks, for workers that must copy them first; empty for the others.
@@ -94,19 +94,25 @@ class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that changed since the last step."""
+    """Everything that changed since the last step.
+
+    Attributes:
+        holds: of requests whose blocks were written in earlier steps.
+        completions: of requests whose prompt this step completes: their blocks are written when it has ended.
+    """
 
     version: Literal[1] = ORDERS_VERSION
     boot: Hex128
     ends: tuple[LeaseEnd, ...] = ()
     opens: tuple[LeaseOpen, ...] = ()
     holds: tuple[LeaseHold, ...] = ()
+    completions: tuple[LeaseHold, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     prewarms: tuple[Prewarm, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.ends or self.opens or self.holds or self.loads or self.prewarms)
+        return bool(self.ends or self.opens or self.holds or self.completions or self.loads or self.prewarms)
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,18 +121,20 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         opens: as in `StepOrders`.
         loads: ids of the requests to be loaded.
+        completes: whether there are `completions`: the end of the step must be marked.
     """
 
     version: Literal[1] = ORDERS_VERSION
     boot: Hex128
     opens: tuple[LeaseOpen, ...] = ()
     loads: tuple[str, ...] = ()
+    completes: bool = False
 
     @classmethod
     def of(cls, orders: StepOrders) -> OrdersHead:
         """The head of these orders."""
-        loads = tuple(load.request_id for load in orders.loads)
-        return cls(version=orders.version, boot=orders.boot, opens=orders.opens, loads=loads)
+        loads, completes = tuple(load.request_id for load in orders.loads), bool(orders.completions)
+        return cls(version=orders.version, boot=orders.boot, opens=orders.opens, loads=loads, completes=completes)
 
 
 class FailureReason(str, enum.Enum):

@@ -88,6 +88,7 @@ def next_orders(
         ends=tuple(due.ends),
         opens=tuple(due.opens),
         holds=tuple(due.holds),
+        completions=tuple(due.completions),
         loads=loads.take_orders(),
         prewarms=loads.prewarms.take(),
     )

@@ -1,7 +1,7 @@
 """A producer worker's leases: the table of words that consumers read, and the consumers' notifications.
 
-A held lease becomes READY when the device has finished with its blocks and, where peers read a copy of the caches, they
-have been copied.
+A lease is held from the step on that completes its prompt. It becomes READY when the device has finished that step and,
+where peers read a copy of the caches, the blocks have been copied.
 
 Leases are opened by the step thread, at once: to a consumer that reads the slot before that, the lease has ended.
 Everything else is done by the transfer thread; both use a lock. A word is cleared before its request is reported, so a
@@ -57,7 +57,7 @@ class _Lease:
     Attributes:
         request_id: the request, once it is held.
         mark: of a hold that is not READY: reached when everything that may write the blocks has finished; later, when
-            they have been copied.
+            they have been copied. None until the step ends that completes the prompt.
         waves: blocks that have yet to be copied.
     """
 
@@ -133,11 +133,11 @@ class LeaseTable:
             self._leases[order.slot] = _Lease(epoch)
             self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
 
-    def hold(self, order: LeaseHold, mark: DeviceMark) -> str | None:
-        """Hold the blocks of a request that has ended.
+    def hold(self, order: LeaseHold, mark: DeviceMark | None) -> str | None:
+        """Hold the blocks of a request whose prompt is complete, or will be when the present step ends.
 
         Args:
-            mark: reached when everything that may write the blocks has finished.
+            mark: reached when everything that may write the blocks has finished; None until `complete`.
 
         Returns:
             The request, if all workers had reported already: its lease is over.
@@ -149,8 +149,21 @@ class LeaseTable:
                 return None
             lease.request_id, lease.mark, lease.waves = order.request_id, mark, waves
             self._held.add(order.slot)
-            self._pending[order.slot] = lease
+            if mark is not None:
+                self._pending[order.slot] = lease
             return self._finish_if_complete(order.slot, lease)
+
+    def complete(self, order: LeaseHold, mark: DeviceMark) -> None:
+        """The step that completes the prompt of a held lease has been launched.
+
+        Args:
+            mark: reached when that step has finished.
+        """
+        with self._lock:
+            lease = self._find(order.slot, order.epoch)
+            if lease is not None:
+                lease.mark = mark
+                self._pending[order.slot] = lease
 
     def advance(self) -> bool:
         """Set the held leases READY whose mark is reached, or begin to copy their blocks. Returns whether there were

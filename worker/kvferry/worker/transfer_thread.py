@@ -22,7 +22,7 @@ import torch
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
+from kvferry.protocol.orders import FailureReason, LeaseHold, OrdersHead, decode_orders
 from kvferry.worker.caches import DeviceMark, use_device
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
@@ -96,6 +96,7 @@ class TransferThread:
         self._gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
         self._integrity = WorkerIntegrity(context, self._table, self.runner, self.results, settings.check_integrity)
+        self._completing: tuple[LeaseHold, ...] = ()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._backoff_s = _MIN_BACKOFF_S
         self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
@@ -115,6 +116,14 @@ class TransferThread:
         for opened in head.opens:
             self._table.open(opened)
         self._inbox.put(partial(self._carry_out, head, frame, mark, time.monotonic()))
+
+    def complete(self, mark: DeviceMark) -> None:
+        """The step of the orders submitted last has been launched, and they have completions. Returns at once.
+
+        Args:
+            mark: reached when that step has finished.
+        """
+        self._inbox.put(partial(self._complete, mark))
 
     def wake(self) -> None:
         """Make the thread look for work; may be called from any thread."""
@@ -210,6 +219,8 @@ class TransferThread:
             self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
         sent = [self._table.end(end) for end in orders.ends]
         sent += [self._table.hold(hold, mark) for hold in orders.holds]
+        sent += [self._table.hold(hold, None) for hold in orders.completions]
+        self._completing = orders.completions
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
         for order in orders.loads:
@@ -217,6 +228,11 @@ class TransferThread:
         for prewarm in orders.prewarms:
             add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
             add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)
+
+    def _complete(self, mark: DeviceMark) -> None:
+        completing, self._completing = self._completing, ()
+        for hold in completing:
+            self._table.complete(hold, mark)
 
     def _lose(self, head: OrdersHead) -> None:
         """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""

@@ -103,20 +103,23 @@ class ParamsBuilder:
         """The blocks into which the first `shared_tokens` tokens of a request are loaded, per transferred group."""
         return self._local.without_scratch(self._kv_cache_config.select_transfer_block_ids(block_ids), shared_tokens)
 
-    def build(
-        self, request: Request, block_ids: tuple[list[int], ...], lease: Lease, lease_s: float
-    ) -> RemotePrefill | None:
-        """The signed params of an ended request; None if it failed or has no tokens whose cache is complete.
+    def num_complete_tokens(self, request: Request, use: LeaseUse) -> int:
+        """The tokens of an ended request whose cache is complete; 0 if it failed.
 
         The token that was sampled last has no cache, and tokens of a step in flight may have none. An answer's last
         tokens were computed from drafts by the modules of a multi-token predictor, so they are left out.
         """
-        if request.status not in _ENDED_WELL:
-            return None
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
-        left_out = self._local.left_out if lease.use is LeaseUse.TURN else 0  # a prompt's were left out at its intake
-        num_tokens = max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
-        prompt = prompt_of(request, num_tokens)
+        if not has_ended_well(request):
+            return 0
+        computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+        left_out = self._local.left_out if use is LeaseUse.TURN else 0  # a prompt's were left out at its intake
+        return max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
+
+    def build(
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int, lease: Lease, lease_s: float
+    ) -> RemotePrefill | None:
+        """The signed params of a request's first `num_tokens` tokens; None if it has no blocks for them."""
+        prompt = prompt_of(request, num_tokens) if num_tokens else None
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
             return None
@@ -146,7 +149,7 @@ class ParamsBuilder:
         )
         return sign_params(unsigned, self._local.mac_key)
 
-    def _transferable(self, block_ids: tuple[list[int], ...], num_tokens: int) -> Blocks:
+    def _transferable(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.
 
         vLLM may have one more block, for the token of a step that was in flight when the request stopped.
@@ -156,5 +159,10 @@ class ParamsBuilder:
         return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in clipped)
 
 
-def _leading_nulls(ids: list[int]) -> int:
+def has_ended_well(request: Request) -> bool:
+    """Whether a request that has ended was neither aborted nor has failed."""
+    return request.status in _ENDED_WELL
+
+
+def _leading_nulls(ids: Sequence[int]) -> int:
     return next((index for index, block in enumerate(ids) if block), len(ids))

@@ -15,10 +15,11 @@ from kvferry.connector.scheduler_side.idle import Drain, IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
+from kvferry.connector.scheduler_side.offers import Offers
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
-from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
+from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
@@ -77,7 +78,8 @@ class SchedulerSide:
         self.leases.observer = self.loads.observer = self.tracing
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
         self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing)
-        self._params_builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
+        builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
+        self._offers = Offers(local, self.leases, self.blocks, builder)
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
         self.eviction = LeaseEviction(
@@ -121,13 +123,14 @@ class SchedulerSide:
         if is_intended and not self.leases.open(request.request_id):
             slots = self.leases.slots
             logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
+        self._offers.opened(request)
         self._intake.allocated(request.request_id)
         prompt = self.loads.get(request.request_id)
         if prompt is not None:
             was_offered = prompt.state is LoadState.OFFERED
             local: tuple[Sequence[int], ...] = ()
             if num_external_tokens:
-                local = self._params_builder.load_blocks(blocks.get_block_ids(), prompt.shared_tokens)
+                local = self._offers.builder.load_blocks(blocks.get_block_ids(), prompt.shared_tokens)
             self.loads.allocated(request.request_id, num_external_tokens, local)
             if was_offered and prompt.state is LoadState.LOADING:
                 self.monitor.counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
@@ -146,29 +149,28 @@ class SchedulerSide:
         self.tracing.finished(request.request_id)
         self.channel.flush()
         self._intake.allocated(request.request_id)
-        lease = self.leases.unfinished(request.request_id)
-        if lease is None:
-            return False, None
-        params = self._params_builder.build(request, block_ids, lease, self.leases.lease_s)
-        is_late = self._idle.drain.has_begun and lease.use is LeaseUse.TURN
-        if params is None or is_late:
+        lease = self.leases.running(request.request_id)
+        if lease is not None and lease.use is LeaseUse.TURN and self._idle.drain.has_begun:
             self.leases.abandon(request.request_id)
+        params = self._offers.finished(request, block_ids)
+        if params is None:
             return False, None
-        worker_blocks = self._params_builder.worker_blocks(params)
-        self.leases.finish(request.request_id, worker_blocks, distinct_blocks(block_ids))
-        num_tokens = params.remote_num_tokens
+        slot, num_tokens = params.kvferry.lease_slot, params.remote_num_tokens
+        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, slot, num_tokens)
+        if lease is None:
+            return False, params.to_json()  # a consumer has read it already
         self.tracing.params_given(lease, num_tokens)
-        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, num_tokens)
         return False, params.to_json(is_turn=lease.use is LeaseUse.TURN)
 
     # Hooks of a step.
 
-    def build_metadata(self, *, is_idle: bool) -> FerryMetadata:
+    def build_metadata(self, num_tokens: Mapping[str, int]) -> FerryMetadata:
         """All changes since the last step, for the workers.
 
         Args:
-            is_idle: whether no token is scheduled in this step.
+            num_tokens: scheduled in this step, by request.
         """
+        self._offers.scheduled(num_tokens)
         self.channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
         asks = self._idle.begin_step()
         self.eviction.evict()
@@ -180,7 +182,7 @@ class SchedulerSide:
         if orders:
             self.tracing.ordered(orders.loads)
             metadata = FerryMetadata(encode_head(orders), encode_orders(orders))  # once for all workers
-        is_idle = is_idle and self._idle.is_alone
+        is_idle = not num_tokens and self._idle.is_alone
         return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
 
     def update(self, output: KVConnectorOutput) -> None:

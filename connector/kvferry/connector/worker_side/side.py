@@ -87,6 +87,11 @@ class WorkerSide:
         if metadata.head and self._worker is not None:
             self._worker.carry_out(metadata.head, metadata.frame)
 
+    def end_step(self) -> None:
+        """The step's forward pass has been launched, drafters included."""
+        if self._worker is not None:
+            self._worker.end_step()
+
     def take_results(self) -> KVConnectorTransferResults:
         """The loads that ended since the last step. `take_stats` and `take_metadata` return the step's other results.
 

@@ -1,7 +1,7 @@
 """A lease, one request's claim on a slot: its transition table, which `ledger.py` executes, its record, its orders.
 
-            open                finish                announce               sent
- INTENDED ───────→ COMPUTING ───────────→ FINISHED ───────────→ HELD ────────────────→ (gone)
+            open                complete              announce               sent
+ INTENDED ───────→ COMPUTING ───────────→ COMPLETE ───────────→ HELD ────────────────→ (gone)
      │ abandon         │ abandon                                 │ end (expiry, release)
      ↓                 ↓                                         ↓          sent
    (gone)            (gone)                                    ENDING ───────────────→ (gone)
@@ -25,10 +25,10 @@ class LeaseState(TableEnum):
     """The request has arrived, and gets a slot when it is scheduled."""
     COMPUTING = "computing"
     """The request runs; the slot is COMPUTING in every worker's lease table."""
-    FINISHED = "finished"
-    """The request has ended and its blocks are kept; not announced to the workers yet, so no deadline."""
+    COMPLETE = "complete"
+    """Its blocks are complete, or will be when the next step ends, and are kept; not announced to the workers yet."""
     HELD = "held"
-    """Announced to the workers; the deadline counts."""
+    """Announced to the workers; the deadline counts once the request has ended."""
     ENDING = "ending"
     """Reads are not allowed any more; the workers clear their slots and report."""
 
@@ -37,7 +37,7 @@ class LeaseEvent(TableEnum):
     """Events of a lease."""
 
     OPEN = "open"
-    FINISH = "finish"
+    COMPLETE = "complete"
     ABANDON = "abandon"
     ANNOUNCE = "announce"
     END = "end"
@@ -47,9 +47,9 @@ class LeaseEvent(TableEnum):
 LEASE_TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.INTENDED, LeaseEvent.OPEN): LeaseState.COMPUTING,
     (LeaseState.INTENDED, LeaseEvent.ABANDON): None,
-    (LeaseState.COMPUTING, LeaseEvent.FINISH): LeaseState.FINISHED,
+    (LeaseState.COMPUTING, LeaseEvent.COMPLETE): LeaseState.COMPLETE,
     (LeaseState.COMPUTING, LeaseEvent.ABANDON): None,
-    (LeaseState.FINISHED, LeaseEvent.ANNOUNCE): LeaseState.HELD,
+    (LeaseState.COMPLETE, LeaseEvent.ANNOUNCE): LeaseState.HELD,
     (LeaseState.HELD, LeaseEvent.END): LeaseState.ENDING,
     (LeaseState.HELD, LeaseEvent.SENT): None,
     (LeaseState.ENDING, LeaseEvent.SENT): None,
@@ -74,10 +74,11 @@ class Lease:
 
     Attributes:
         name: its name in messages and orders; without a slot while INTENDED.
-        held_s: when the hold was announced to the workers, on the ledger's clock.
-        deadline_s: on the same clock; meaningful while HELD.
+        is_running: whether its request has not ended.
+        held_s: when it was held and the request had ended, on the ledger's clock; until then when it was announced.
+        deadline_s: on the same clock; meaningful while HELD, if the request has ended.
         claimed_until_s: on the same clock; until then a consumer waits for it, since it has renewed the lease.
-        block_ids: the request's blocks, each once, on which the lease has a reference; () until FINISHED.
+        block_ids: the request's blocks, each once, on which the lease has a reference; () until COMPLETE.
         acks: workers that have acknowledged its end.
         ended_by: why the lease ends (`release`, `expired`, …), set when that is decided.
     """
@@ -86,6 +87,7 @@ class Lease:
     use: LeaseUse = LeaseUse.PROMPT
     state: LeaseState = LeaseState.INTENDED
     name: LeaseName = _NO_SLOT
+    is_running: bool = True
     held_s: float = 0.0
     deadline_s: float = 0.0
     claimed_until_s: float = 0.0
@@ -98,8 +100,8 @@ class Lease:
         return self.name.slot
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the request has ended, and the lease keeps its blocks."""
+    def keeps_blocks(self) -> bool:
+        """Whether the lease has references on the request's blocks."""
         return self.state not in (LeaseState.INTENDED, LeaseState.COMPUTING)
 
     @property
@@ -122,6 +124,7 @@ class LeaseOrders:
     ends: list[LeaseEnd] = field(default_factory=list)
     opens: list[LeaseOpen] = field(default_factory=list)
     holds: list[LeaseHold] = field(default_factory=list)
+    completions: list[LeaseHold] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.ends or self.opens or self.holds)
+        return bool(self.ends or self.opens or self.holds or self.completions)

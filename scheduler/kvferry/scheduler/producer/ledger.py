@@ -95,10 +95,10 @@ class ProducerLedger:
         """The number of slots without a lease."""
         return len(self._free)
 
-    def unfinished(self, request_id: str) -> Lease | None:
+    def running(self, request_id: str) -> Lease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
         lease = self._by_request.get(request_id)
-        return None if lease is None or lease.has_ended else lease
+        return lease if lease is not None and lease.is_running else None
 
     def leases(self, *states: LeaseState) -> list[Lease]:
         """The leases in one of these states."""
@@ -131,24 +131,40 @@ class ProducerLedger:
         self._counters.add(f"{lease.use.value}_refused")
         return False
 
-    def finish(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
-        """The request has succeeded: keep its blocks. None when it has no lease.
+    def complete(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
+        """The next step completes the request's blocks: keep them from now on. None when it has no lease.
+
+        So vLLM can give none of them away, whatever becomes of the request, before the workers have ended the lease.
 
         Args:
             worker_blocks: the blocks that are sent to the workers.
             block_ids: all blocks that stay out of the pool, without duplicates.
         """
         lease = self._by_request.get(request_id)
+        if lease is not None:
+            self._orders.completions.append(self._keep(lease, worker_blocks, block_ids))
+        return lease
+
+    def finish(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
+        """The request has succeeded, and no step completed its blocks before: keep them. None when it has no lease.
+
+        Args:
+            worker_blocks, block_ids: as in `complete`.
+        """
+        lease = self._by_request.get(request_id)
         if lease is None:
             return None
-        self._advance(lease, LeaseEvent.FINISH)
-        lease.block_ids = block_ids
-        self.block_references.keep(lease)
-        slot, epoch = lease.slot, lease.name.epoch
-        self._orders.holds.append(LeaseHold(request_id=request_id, slot=slot, epoch=epoch, blocks=worker_blocks))
+        self._orders.holds.append(self._keep(lease, worker_blocks, block_ids))
+        lease.is_running = False
         if lease.use is LeaseUse.TURN:
             self._counters.add("turns_offered")
         return lease
+
+    def request_ended(self, lease: Lease) -> None:
+        """The request of a lease whose blocks are kept has ended: its deadline begins."""
+        lease.is_running = False
+        if lease.is_readable:
+            self._start_deadline(lease)
 
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
         """The request was aborted, has failed or must not be read: its blocks are not kept. No-op without a lease."""
@@ -216,12 +232,13 @@ class ProducerLedger:
         if may_expire and clock_s >= self._next_due_s:
             self._expire(clock_s)
         orders, self._orders = self._orders, LeaseOrders()
-        for hold in orders.holds:
+        for hold in (*orders.holds, *orders.completions):
             lease = self._by_request[hold.request_id]
             self._advance(lease, LeaseEvent.ANNOUNCE)
             lease.held_s = clock_s
-            lease.deadline_s = clock_s + self._first_s[lease.use]
-            self._next_due_s = min(self._next_due_s, lease.deadline_s)
+            lease.deadline_s = math.inf
+            if not lease.is_running:
+                self._start_deadline(lease)
             if lease.ended_by:
                 # Released before its hold was announced: the hold goes out now, its end in the next step.
                 self._advance(lease, LeaseEvent.END)
@@ -271,11 +288,11 @@ class ProducerLedger:
         """
         slots = sorted([lease.slot for lease in self._by_name.values()] + self._free)
         states = Counter(lease.state.value for lease in self._by_request.values())
-        kept, ended = self.block_references.num_requests, sum(x.has_ended for x in self._by_request.values())
-        if slots != list(range(self.slots)) or kept != ended:
+        kept, keeping = self.block_references.num_requests, sum(x.keeps_blocks for x in self._by_request.values())
+        if slots != list(range(self.slots)) or kept != keeping:
             raise LocalProtocolError(
                 f"lease table: {dict(states)}, {len(self._by_name)} leased and {len(self._free)} free of {self.slots} "
-                f"slots, {kept} leases keep blocks, {ended} requests have ended"
+                f"slots, {kept} leases keep blocks, {keeping} must"
             )
         self.block_references.check_integrity()
 
@@ -288,6 +305,18 @@ class ProducerLedger:
                 self.end(lease, "expired")
         earliest_s = min((lease.deadline_s for lease in held if lease.is_readable), default=math.inf)
         self._next_due_s = max(earliest_s, clock_s + len(held) * SCAN_S)
+
+    def _keep(self, lease: Lease, worker_blocks: Blocks, block_ids: tuple[int, ...]) -> LeaseHold:
+        self._advance(lease, LeaseEvent.COMPLETE)
+        lease.block_ids = block_ids
+        self.block_references.keep(lease)
+        return LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.name.epoch, blocks=worker_blocks)
+
+    def _start_deadline(self, lease: Lease) -> None:
+        """A held lease's request has ended: its time begins."""
+        lease.held_s = self.clock_s
+        lease.deadline_s = max(lease.claimed_until_s, self.clock_s + self._first_s[lease.use])
+        self._next_due_s = min(self._next_due_s, lease.deadline_s)
 
     def _advance(self, lease: Lease, event: LeaseEvent) -> None:
         after = next_state(LEASE_TRANSITIONS, lease.state, event, lease)

@@ -1,0 +1,107 @@
+"""A prompt's blocks are held from the step on that completes it, and readable as soon as that step has run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.ids import SlotState
+from tests.harness.core.node import Node, ferry_of
+from tests.harness.core.scheduler import tokens
+
+PROMPT = tokens(140, seed=3)
+REMOTE_DECODE = {"do_remote_decode": True}
+CHUNKED: dict[str, Any] = {"overlap": True, "max_step_tokens": 100, "num_blocks": 40}
+
+
+def begun(make: Any, **config: Any) -> Node:
+    """A producer whose second step, which completes the prompt, has run and is not answered."""
+    producer: Node = make("kv_producer", **{**CHUNKED, **config})
+    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    producer.step()
+    assert slot_states(producer) == [SlotState.COMPUTING]
+    producer.step()
+    assert producer.engine.answers["p"].params is None
+    return producer
+
+
+def slot_states(node: Node) -> list[SlotState]:
+    """The state in every word of the first worker that is not empty."""
+    words = ferry_of(node.workers[0]).worker_side._worker._memory.table.words
+    return [SlotState(int(word) & 15) for word in words if word]
+
+
+def preempt(node: Node, name: str) -> None:
+    scheduler = node.engine.scheduler
+    request = scheduler.requests[name]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
+    scheduler.prev_step_scheduled_req_ids.discard(name)
+
+
+def until_ready(node: Node) -> None:
+    end_s = time.monotonic() + 30
+    while slot_states(node) != [SlotState.READY]:
+        assert time.monotonic() < end_s, slot_states(node)
+        time.sleep(0.001)
+
+
+def test_blocks_are_readable_before_the_step_that_completes_them_is_answered(make: Any) -> None:
+    producer, consumer = begun(make), make("kv_consumer")
+    until_ready(producer)
+    params = producer.answer("p").params
+    consumer.decode("d", PROMPT, params)
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def test_blocks_are_not_readable_before_the_end_of_the_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr("kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None)
+        producer = begun(make)
+        worker = ferry_of(producer.workers[0]).worker_side._worker
+        worker.check_integrity()  # the transfer thread has taken the orders
+        assert slot_states(producer) == [SlotState.COMPUTING]
+    ferry_of(producer.workers[0]).worker_side.end_step()
+    until_ready(producer)
+
+
+def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_blocks_away(make: Any) -> None:
+    producer, consumer = begun(make), make("kv_consumer")
+    (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    preempt(producer, "p")
+    producer.engine.add("other", tokens(400, seed=4), max_tokens=2)
+    producer.until(lambda: bool(producer.engine.answers["other"].tokens))
+    assert not {*producer.engine.block_ids("other")} & {*lease.block_ids}
+    params = producer.answer("p").params
+    assert params is not None
+    assert params["remote_block_ids"] == [list(lease.block_ids)]
+    consumer.decode("d", PROMPT, params)
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def test_a_request_that_is_aborted_after_its_last_step_frees_its_blocks_when_the_workers_have_ended_its_lease(
+    make: Any,
+) -> None:
+    producer = begun(make)
+    until_ready(producer)
+    producer.engine.abort("p")
+    assert producer.engine.used_blocks == 9
+    assert slot_states(producer) == [SlotState.READY]
+    producer.until(lambda: producer.engine.is_whole)
+    assert slot_states(producer) == []
+    assert producer.engine.counted("leases_released", "abandoned") == 1
+
+
+def test_a_lease_does_not_expire_while_its_request_runs(make: Any) -> None:
+    lease_s = 0.3
+    producer = begun(make, extra={"kv_lease_duration": lease_s})
+    leases = producer.engine.connector.scheduler_side.leases
+    began_s = leases.clock_s
+    while leases.clock_s < began_s + 2 * lease_s:
+        time.sleep(0.01)  # the listener's thread winds the clock
+    assert producer.answer("p").params is not None
+    assert producer.engine.counted("leases_released", "expired") == 0
+    producer.until(lambda: producer.engine.is_whole)
+    assert producer.engine.counted("leases_released", "expired") == 1
