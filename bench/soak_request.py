@@ -37,7 +37,7 @@ def life(fleet: Fleet, script: Script) -> Life:
     while True:
         producer = fleet.producers[script.producer]
         count = -(-script.tokens // producer.block_tokens)
-        if len(producer.free) >= count and producer.leases.free_slots:
+        if len(producer.free) >= count and producer.leases.slots.free:
             break
         yield
     blocks = producer.take(count)

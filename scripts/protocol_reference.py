@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from kvferry.protocol import description_json, geometry, handshake, ids, notifications, params
+from kvferry.protocol import asks, description_json, geometry, handshake, ids, notifications, params
 
 Message = type[msgspec.Struct]
 PARTS: dict[str, tuple[Message, ...]] = {
@@ -22,6 +22,11 @@ PARTS: dict[str, tuple[Message, ...]] = {
         handshake.LeaseName,
         handshake.EngineDescription,
         handshake.Refused,
+        asks.Ask,
+        asks.Question,
+        asks.Unask,
+        asks.Answers,
+        asks.Answer,
     ),
     "description": (
         handshake.ModelFacts,
@@ -128,6 +133,12 @@ def _shown(kind: types.Type) -> str:
             words = " ".join(f"{word} {_number(bound)}" for word, bound in bounds if bound is not None)
             name = "integer" if isinstance(kind, types.IntType) else "number"
             return f"{name}, {words}" if words else name
+        case types.UnionType():
+            return " or ".join(map(_shown, kind.types))
+        case types.EnumType():
+            return ", ".join(f"`{member.value}`" for member in kind.cls)
+        case types.BoolType() | types.DictType() | types.NoneType():
+            return {types.BoolType: "true or false", types.DictType: "map", types.NoneType: "null"}[type(kind)]
     raise TypeError(f"a type that the reference cannot show: {kind!r}")
 
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class NixlConnector(FerryConnector):
-    """Overwrites all registered caches when a prompt is to be held for a decoder, before it may be read."""
+    """Overwrites all registered caches when the last step of a prompt for a decoder has run, before it may be read."""
 
     _caches: tuple[torch.Tensor, ...] = ()
+    _completes = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -28,9 +29,13 @@ class NixlConnector(FerryConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         orders = isinstance(connector_metadata, FerryMetadata) and connector_metadata.frame
-        if orders and decode_orders(orders).holds:
+        self._completes = bool(orders and decode_orders(orders).completions)
+        super().bind_connector_metadata(connector_metadata)
+
+    def wait_for_save(self) -> None:
+        if self._completes:
             for index, cache in enumerate(self._caches):
                 # Numbers of a usual size: the model goes on and says something else.
                 generator = torch.Generator().manual_seed(index)
                 cache.copy_(torch.randn(cache.shape[1:], generator=generator).to(cache))
-        super().bind_connector_metadata(connector_metadata)
+        super().wait_for_save()

@@ -13,13 +13,16 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
+from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
+from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
 
@@ -119,7 +122,8 @@ def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, Consu
         offers_turns=False,
         **changed,
     )
-    intake = RequestIntake(local, ProducerLedger(4, 30.0, counters), loads, counters, None, SchedulerTracing())
+    leases, asking = ProducerLedger(4, 30.0, counters), Asking(EngineLoop(), may_wait=False, recomputes=True)
+    intake = RequestIntake(local, leases, loads, counters, None, SchedulerTracing(), asking, AskedPrompts())
     return intake, loads, counters
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvferry.protocol.ids import SlotState
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
+from tests.harness.integrity import check_worker
 
 PROMPT = tokens(140, seed=3)
 REMOTE_DECODE = {"do_remote_decode": True}
@@ -61,7 +62,7 @@ def test_blocks_are_not_readable_before_the_end_of_the_step(make: Any, monkeypat
         changed.setattr("kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None)
         producer = begun(make)
         worker = ferry_of(producer.workers[0]).worker_side._worker
-        worker.check_integrity()  # the transfer thread has taken the orders
+        check_worker(worker)  # the transfer thread has taken the orders
         assert slot_states(producer) == [SlotState.COMPUTING]
     ferry_of(producer.workers[0]).worker_side.end_step()
     until_ready(producer)

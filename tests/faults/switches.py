@@ -149,7 +149,7 @@ def renew_nothing(_: Function) -> Function:
     def renew(ledger: Any, name: Any, _received_s: float | None = None) -> bool:
         from kvferry.scheduler.producer.lease import LeaseState
 
-        lease = ledger._by_name.get(name)
+        lease = ledger.slots.find(name)
         return lease is not None and lease.state is not LeaseState.ENDING
 
     return renew

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
-from kvferry.scheduler.producer.ledger import SCAN_S, ProducerLedger
+from kvferry.scheduler.producer.lease import SCAN_S, Deadlines, Lease
+from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
 
 LEASES = 500
@@ -15,13 +18,13 @@ STEP_S = 1e-3
 def test_leases_that_expire_one_by_one_are_not_all_visited_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were held a step apart, and no consumer reads them."""
     visits: list[float] = []
-    expire = ProducerLedger._expire
+    find_due = Deadlines.due
 
-    def counted(ledger: ProducerLedger, clock_s: float) -> None:
+    def counted(deadlines: Deadlines, held: Iterable[Lease], clock_s: float) -> list[Lease]:
         visits.append(clock_s)
-        expire(ledger, clock_s)
+        return find_due(deadlines, held, clock_s)
 
-    monkeypatch.setattr(ProducerLedger, "_expire", counted)
+    monkeypatch.setattr(Deadlines, "due", counted)
     ledger = ProducerLedger(LEASES, LEASE_S, Counters())
     for number in range(LEASES):
         ledger.open(f"r{number}")

@@ -17,6 +17,7 @@ from kvferry.connector.config_values import (
     Range,
     address_of,
     addresses,
+    choice,
     hosts,
     name,
     names,
@@ -77,6 +78,12 @@ class FerryConfig:
         whole(0, 1 << 30),
         "missing tokens of the last turn from which the prefiller reads them from the decoder; fewer are computed",
         peer=True,
+    )
+    streaming: str = _option(
+        "auto",
+        choice("auto", "off"),
+        "whether routers may send both legs of a request at once, so that decoders ask for a prompt while it is "
+        "prefilled: `auto`, once a decoder that can ask has connected; `off`, never",
     )
     lease_slots: int = _option(
         0, whole(0, 1 << 20), "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024"

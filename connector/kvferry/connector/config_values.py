@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,17 @@ def number(low: float, high: float) -> Range:
 def whole(low: int, high: int) -> Range:
     """A whole number."""
     return Range(low, high, is_whole=True)
+
+
+def choice(*values: str) -> Callable[[str, Any], str]:
+    """One of these words."""
+
+    def check(key: str, value: Any) -> str:
+        if value not in values:
+            raise InvalidConfig(key, value, " or ".join(map(repr, values)))
+        return str(value)
+
+    return check
 
 
 def share(key: str, value: Any) -> float:

@@ -205,6 +205,10 @@ class EngineLoop:
         """Wake the loop, so that it checks whether it must step."""
         self._try(lambda core: core.input_queue.put_nowait((_wakeup(), None)))
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait on the loop's own thread until there is input for it (`wake` is input too), at most `timeout_s`."""
+        self._try(lambda core: _wait_until_filled(core.input_queue, timeout_s))
+
     @property
     def is_paused(self) -> bool:
         """Whether the engine is paused. vLLM's loop asks this through the connector before it sleeps, so it is here
@@ -238,8 +242,14 @@ def _find_core() -> Any:
     if len(cores) != 1:
         raise LookupError(f"{len(cores)} engine cores run in this process")
     (core,) = cores.values()
-    _ = core.is_scheduler_paused, core.input_queue.put_nowait, _wakeup()
+    _ = core.is_scheduler_paused, core.input_queue.put_nowait, core.input_queue.not_empty, _wakeup()
     return core
+
+
+def _wait_until_filled(waiting: Any, timeout_s: float) -> None:
+    with waiting.not_empty:
+        if not waiting.queue:
+            waiting.not_empty.wait(timeout_s)
 
 
 def _wakeup() -> Any:

@@ -9,6 +9,8 @@ of a REQ socket: an empty frame, then the message.
     Renew{leases}                         →      (no answer)
     Release{lease}                        →      (no answer)
 
+and the questions of `kvferry.protocol.asks`.
+
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
 message type is only sent to peers whose `version` knows it; anything else raises `CHANNEL_VERSION`.
 """
@@ -20,6 +22,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.protocol.asks import Answers, Ask, Unask
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
@@ -46,11 +49,13 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         version: of the side channel.
         engine_id: the engine that the asker expects at this address, or `?` for any.
         asker: engine id of the sender, for the receiver's log.
+        asks: whether the sender asks for prompts that are named without a ticket.
     """
 
     version: Positive = CHANNEL_VERSION
     engine_id: Text
     asker: Text
+    asks: bool = False
 
 
 class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +94,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
 
 
-Request = Hello | Renew | Release
+Request = Hello | Renew | Release | Ask | Unask
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +231,7 @@ def channel_address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
-def encode(message: Request | Reply | WorkerDescription) -> bytes:
+def encode(message: Request | Reply | WorkerDescription | Answers) -> bytes:
     """Any message of the side channel as one frame."""
     return _encoder.encode(message)
 

@@ -88,7 +88,7 @@ class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             host=source.remote_host,
             port=source.remote_port,
-            engine_id=source.remote_engine_id,
+            engine_id=source.engine_id,
             boot=source.kvferry.boot,
         )
 
@@ -99,6 +99,7 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         holds: of requests whose blocks were written in earlier steps.
         completions: of requests whose prompt this step completes: their blocks are written when it has ended.
+        fails: requests to be reported as failed loads without a read: their prefill has failed.
     """
 
     version: Literal[1] = ORDERS_VERSION
@@ -108,11 +109,13 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     holds: tuple[LeaseHold, ...] = ()
     completions: tuple[LeaseHold, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
+    fails: tuple[str, ...] = ()
     prewarms: tuple[Prewarm, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.ends or self.opens or self.holds or self.completions or self.loads or self.prewarms)
+        leases = self.ends or self.opens or self.holds or self.completions
+        return bool(leases or self.loads or self.fails or self.prewarms)
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +151,7 @@ class FailureReason(str, enum.Enum):
     FENCE = "fence"
     TRANSFER = "transfer"
     DEADLINE = "deadline"
+    PREFILL = "prefill"
     ORDERS = "orders"
 
 

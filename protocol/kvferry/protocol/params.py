@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvferry.protocol.asks import boot_of, engine_of
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.ids import BlockId, Count, Hex128, Hex256, HexEpoch, Port, Positive, Size, SlotIndex, Text
@@ -47,6 +48,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         digests: `kvferry.protocol.digests.digest_chain` of the tokens in the blocks.
         mac: `kvferry.protocol.params_mac.sign_params` over the params, all fields of the ticket included.
         held_from: per cache group the first token that its blocks hold; empty if the producer does not give it.
+        opens_within_s: the producer's workers may open the slot as late as this after the ticket was given; 0 if they
+            have opened it. The mac does not cover it.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31)]
@@ -57,6 +60,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     digests: Annotated[tuple[Hex128, ...], Meta(min_length=1, max_length=MAX_DIGESTS)]
     mac: Hex256
     held_from: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
+    opens_within_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,13 +68,13 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         do_remote_prefill, do_remote_decode: the requested transfer; swapped in a turn's offer.
-        remote_engine_id: the producer.
+        remote_engine_id: the producer, with its boot (`announced_id`).
         remote_request_id: the producer's id of the request, not the client's.
         remote_block_ids: one list per cache group: scheduler blocks, in the order of the tokens that they hold.
         remote_host, remote_port: the producer's side channel.
         tp_size, pp_size, dcp_size: the producer's parallel sizes, for routers; the plan uses the description's.
         remote_num_tokens: tokens whose KV the blocks hold.
-        transfer_mode: `pull`, the consumer reads.
+        transfer_mode: the consumer always reads; `push` makes routers send both legs of the next requests at once.
         kvferry: the ticket.
     """
 
@@ -85,23 +89,31 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: Size = 1
     dcp_size: Size = 1
     remote_num_tokens: Positive
-    transfer_mode: Literal["pull"] = "pull"
+    transfer_mode: Literal["pull", "push"] = "pull"
     kvferry: Ticket
 
-    def to_json(self, *, is_turn: bool = False) -> dict[str, Any]:
+    @property
+    def engine_id(self) -> str:
+        """The producer."""
+        return engine_of(self.remote_engine_id)
+
+    def to_json(self, *, is_turn: bool = False, at_once: bool = False, opens_within_s: float = 0.0) -> dict[str, Any]:
         """Plain objects (dict, list, int, float, str) for the HTTP answer.
 
         Args:
+            at_once: whether routers may send both legs of later requests at once. The mac does not cover it.
             is_turn: the object is for the prefill of the conversation's next turn, not for a decoder: it gets the flags
                 that routers send with a prompt to be prefilled. The mac covers neither flag.
         """
         ticket = msgspec.structs.asdict(self.kvferry)
         ticket |= {"digests": list(self.kvferry.digests), "held_from": list(self.kvferry.held_from)}
+        ticket["opens_within_s"] = opens_within_s
         plain = msgspec.structs.asdict(self)
         plain |= {
             "do_remote_prefill": not is_turn,
             "do_remote_decode": is_turn,
             "remote_block_ids": list(map(list, self.remote_block_ids)),
+            "transfer_mode": "push" if at_once else "pull",
             "kvferry": ticket,
         }
         return plain
@@ -114,10 +126,33 @@ class RemoteDecode(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
+class NamedPrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that another engine prefills at this moment, from a router that sends both legs at once: the producer is
+    named, and has to be asked for the ticket.
+
+    Attributes:
+        remote_engine_id: the producer, with its boot (`announced_id`).
+        remote_host, remote_port: its side channel.
+        remote_request_id: a part of the id of both legs, if the router sends it.
+        transfer_id: the same on both legs, where routers send one.
+    """
+
+    remote_engine_id: Text
+    remote_host: Text
+    remote_port: Port
+    remote_request_id: Text | None = None
+    transfer_id: Text | None = None
+
+    @property
+    def engine_id(self) -> str:
+        """The producer."""
+        return engine_of(self.remote_engine_id)
+
+
 _FIELDS, _TICKET_FIELDS = (frozenset(of.__struct_fields__) for of in (RemotePrefill, Ticket))
 
 
-def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
+def read_params(raw: object) -> RemotePrefill | NamedPrefill | RemoteDecode | None:
     """Read the `kv_transfer_params` of a request.
 
     Args:
@@ -141,7 +176,21 @@ def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
         raise InvalidParams("do_remote_decode", True, "false, since do_remote_prefill is true")
     if decode:
         return RemoteDecode()
-    return _read_remote_prefill(raw) if prefill else None
+    if not prefill:
+        return None
+    return _read_named_prefill(raw) if _is_named(raw) else _read_remote_prefill(raw)
+
+
+def _is_named(raw: Mapping[str, Any]) -> bool:
+    """Whether there is no ticket, from an engine that answers questions. Other engines may end over a question."""
+    engine_id = raw.get("remote_engine_id")
+    has_ticket = bool(raw.get("kvferry") or raw.get("remote_block_ids"))
+    return not has_ticket and isinstance(engine_id, str) and boot_of(engine_id) is not None
+
+
+def _read_named_prefill(raw: Mapping[str, Any]) -> NamedPrefill:
+    plain = {key: _integral(raw[key]) for key in NamedPrefill.__struct_fields__ if key in raw}
+    return as_type(plain, NamedPrefill, InvalidParams)
 
 
 def read_turn(raw: Mapping[str, Any]) -> RemotePrefill | None:
@@ -159,6 +208,12 @@ def read_turn(raw: Mapping[str, Any]) -> RemotePrefill | None:
         InvalidParams: it is not usable; the error names the field.
     """
     return _read_remote_prefill(raw) if raw.get("remote_block_ids") else None
+
+
+def read_transfer_id(raw: object) -> str | None:
+    """The `transfer_id` in params that `read_params` has read; None without a usable one."""
+    found = raw.get("transfer_id") if isinstance(raw, Mapping) else None
+    return found if isinstance(found, str) and 0 < len(found) <= 512 else None
 
 
 def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:

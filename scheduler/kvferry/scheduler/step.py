@@ -71,7 +71,13 @@ class LeaseInbox:
 
 
 def next_orders(
-    leases: ProducerLedger, loads: ConsumerLedger, boot: str, now_s: float, *, may_expire: bool = True
+    leases: ProducerLedger,
+    loads: ConsumerLedger,
+    boot: str,
+    now_s: float,
+    fails: tuple[str, ...] = (),
+    *,
+    may_expire: bool = True,
 ) -> StepOrders:
     """Orders of both ledgers since the last step, for every worker of this engine.
 
@@ -80,6 +86,7 @@ def next_orders(
     Args:
         boot: this engine's.
         now_s: from any monotonic clock.
+        fails: as in `StepOrders`.
         may_expire: False while workers may have ended leases that they have not reported yet.
     """
     due = leases.take_orders(now_s, may_expire=may_expire)
@@ -90,6 +97,7 @@ def next_orders(
         holds=tuple(due.holds),
         completions=tuple(due.completions),
         loads=loads.take_orders(),
+        fails=fails,
         prewarms=loads.prewarms.take(),
     )
 

@@ -223,6 +223,7 @@ class TransferThread:
         self._completing = orders.completions
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
+            results.failed.update(dict.fromkeys(orders.fails, FailureReason.PREFILL))
         for order in orders.loads:
             self.runner.add(order, mark, arrived_s, head.boot)
         for prewarm in orders.prewarms:

@@ -59,6 +59,14 @@ def is_alone(vllm_config: VllmConfig) -> bool:
     return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
 
 
+def sibling_ports(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Side channels of this engine's other data-parallel ranks on this host."""
+    parallel, base = vllm_config.parallel_config, envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    first = parallel.data_parallel_index - (parallel.data_parallel_rank_local or 0)
+    ranks = range(first, first + parallel.data_parallel_size_local)
+    return tuple(base + rank for rank in ranks if rank != parallel.data_parallel_index)
+
+
 def lease_slots(config: FerryConfig, vllm_config: VllmConfig) -> int:
     """Slots of the lease table. Scheduler and workers of one engine must use the same number."""
     return config.lease_slots or max(1024, 4 * vllm_config.scheduler_config.max_num_seqs)

@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.scheduler_side.asking import Asking, Settled, is_ticket
 from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.plan.tokens import held_from, reaches_back
+from kvferry.protocol.asks import request_key
 from kvferry.protocol.digests import shared_tokens
-from kvferry.protocol.errors import ForeignParams, InvalidParams
+from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
+from kvferry.protocol.params import (
+    NamedPrefill,
+    RemoteDecode,
+    RemotePrefill,
+    read_params,
+    read_transfer_id,
+    read_turn,
+)
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
@@ -32,6 +42,8 @@ class RequestIntake:
 
     Args:
         allowed: the hosts that params may name; None for any.
+        asking: for prompts whose producers must be asked.
+        asked: prompts that other engines may ask for.
     """
 
     def __init__(
@@ -42,6 +54,8 @@ class RequestIntake:
         counters: Counters,
         allowed: AllowedHosts | None,
         tracing: SchedulerTracing,
+        asking: Asking,
+        asked: AskedPrompts,
     ) -> None:
         self._own_leases: dict[str, LeaseName] = {}
         self._local = local
@@ -50,6 +64,8 @@ class RequestIntake:
         self._counters = counters
         self._allowed = allowed
         self._tracing = tracing
+        self._asking = asking
+        self._asked = asked
 
     def receive(self, request: Request) -> None:
         """Read the request's params before vLLM does, and remove unusable ones."""
@@ -57,6 +73,8 @@ class RequestIntake:
             params = read_params(request.kv_transfer_params)
             if isinstance(params, RemoteDecode):
                 self._accept_prefill(request)
+            elif isinstance(params, NamedPrefill):
+                self._accept_named_prompt(request, params)
             elif params is not None:
                 self._accept_remote_prompt(request, params)
         except ForeignParams as foreign:
@@ -68,6 +86,36 @@ class RequestIntake:
             logger.exception("req=%s: an internal error in its params", request.request_id)
             self._compute_here(request, "invalid_params", repr(error))
 
+    def answered(self, settled: Settled, request: Request | None) -> None:
+        """A question is settled.
+
+        Args:
+            request: None if it has ended.
+        """
+        answer = settled.answer
+        try:
+            params = read_params(answer.params) if answer is not None and is_ticket(answer) else None
+            if request is None or not settled.waits:
+                if isinstance(params, RemotePrefill):
+                    self._loads.decline(params)
+            elif isinstance(params, RemotePrefill):
+                self._accept_remote_prompt(request, params)
+            elif answer is None:
+                self._compute_here(request, "prompt_unknown", "no producer has said that it prefills it")
+            elif answer.reason == "other_prompt":
+                self._compute_here(request, "other_prompt", "the producer prefills another one under this id")
+            elif answer.reason == "no_lease":
+                self._compute_here(request, "no_lease", "the producer had no slot for it, or cannot share it")
+            elif self._asking.recomputes:
+                self._compute_here(request, "prefill_failed", "the producer's request was aborted or has failed")
+            else:
+                logger.warning("req=%s fails: the producer's request was aborted or has failed", request.request_id)
+                self._counters.add("failed_requests")
+                self._asking.failing.add(request.request_id)
+        except InputError as invalid:
+            if request is not None and settled.waits:
+                self._compute_here(request, "invalid_params", str(invalid))
+
     def allocated(self, request_id: str) -> None:
         """The request has its own references on its blocks, or is over: release this engine's lease that kept them."""
         name = self._own_leases.pop(request_id, None)
@@ -75,24 +123,48 @@ class RequestIntake:
             self._leases.release(name)
 
     def _accept_prefill(self, request: Request) -> None:
+        prompt = prompt_of(request, request.num_prompt_tokens)
+        num_tokens = request.num_prompt_tokens
         if not self._local.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
         elif request.resumable or not has_tokens(request) or not leave_out(request, self._local.left_out):
             self._counters.add("prefills_kept")
             logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
         else:
-            self._intend(request, LeaseUse.PROMPT)
+            if self._intend(request, LeaseUse.PROMPT) and prompt is not None:
+                key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
+                self._asked.arrived(request.request_id, key, prompt, num_tokens)
             self._tracing.prefill_arrived(request)
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
             turn = read_turn(request.kv_transfer_params or {})
             if turn is not None:
                 self._accept_turn(request, turn)
 
+    def _accept_named_prompt(self, request: Request, source: NamedPrefill) -> None:
+        """A producer that prefills this prompt now, or has: it is asked for the ticket."""
+        prompt = prompt_of(request, request.num_prompt_tokens)
+        confirmed = source.remote_request_id
+        if not self._local.is_consumer:
+            self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
+        elif source.engine_id == self._local.engine_id:
+            self._compute_here(request, "local_engine", "the params name this engine itself")
+        elif not self._may_connect(request, source.remote_host):
+            return
+        elif prompt is None:
+            self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
+        elif source.transfer_id is None and confirmed is not None and confirmed not in request.request_id:
+            self._compute_here(request, "prompt_unknown", f"its id does not contain the producer's, {confirmed!r}")
+        elif not self._asking.ask(request, source, prompt):
+            self._compute_here(request, "too_many_questions", "too many prompts are being asked for")
+        elif request.abort_immediately or request.get_skip_reading_prefix_cache():
+            self._asking.finished(request.request_id)  # the ticket is given back when it comes
+            self._compute_here(request, "not_wanted", "it was rejected, or must not read cached prefixes")
+
     def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
         """The router names a decoder that holds the last turn, which this prefill may load."""
-        if turn.remote_engine_id == self._local.engine_id:
+        if turn.engine_id == self._local.engine_id:
             self._keep_own(request, turn)
-        elif not self._may_connect(request, turn):
+        elif not self._may_connect(request, turn.remote_host):
             return
         elif self._local.takes_turns:
             self._accept_remote_prompt(request, turn, is_turn=True)
@@ -109,13 +181,13 @@ class RequestIntake:
 
     def _accept_remote_prompt(self, request: Request, source: RemotePrefill, *, is_turn: bool = False) -> None:
         prompt = prompt_of(request, source.remote_num_tokens)
-        if source.remote_engine_id == self._local.engine_id:
+        if source.engine_id == self._local.engine_id:
             self._keep_own(request, source)
         if not is_turn and not self._local.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
-        elif source.remote_engine_id == self._local.engine_id:
+        elif source.engine_id == self._local.engine_id:
             self._compute_here(request, "local_engine", "the params name this engine itself")
-        elif not self._may_connect(request, source):
+        elif not self._may_connect(request, source.remote_host):
             return
         elif prompt is None:
             self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
@@ -129,11 +201,11 @@ class RequestIntake:
             if self._local.offers_turns and not is_turn and not request.resumable:
                 self._expect_another_turn(request)
 
-    def _may_connect(self, request: Request, source: RemotePrefill) -> bool:
-        """Whether the host in the params is allowed. If not, nothing is sent to it: no load and no release."""
-        if self._allowed is None or self._allowed.allow(source.remote_host):
+    def _may_connect(self, request: Request, host: str) -> bool:
+        """Whether the host in the params is allowed. If not, nothing is sent to it: not even a question."""
+        if self._allowed is None or self._allowed.allow(host):
             return True
-        self._compute_here(request, "host_not_allowed", f"allowed_hosts does not list {source.remote_host!r}")
+        self._compute_here(request, "host_not_allowed", f"allowed_hosts does not list {host!r}")
         return False
 
     def _expect_another_turn(self, request: Request) -> None:
@@ -141,9 +213,11 @@ class RequestIntake:
         if self._loads.state(request.request_id) is not None:
             self._intend(request, LeaseUse.TURN)
 
-    def _intend(self, request: Request, use: LeaseUse) -> None:
-        if not self._leases.intend(request.request_id, use):
+    def _intend(self, request: Request, use: LeaseUse) -> bool:
+        is_intended = self._leases.intend(request.request_id, use)
+        if not is_intended:
             logger.warning("req=%s is served without a lease: one by its id has not ended", request.request_id)
+        return is_intended
 
     def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
         if self._local.is_all_or_nothing and shared < source.remote_num_tokens:
@@ -163,7 +237,7 @@ class RequestIntake:
             request.request_id,
             shared,
             request.num_prompt_tokens,
-            source.remote_engine_id,
+            source.engine_id,
             source.remote_request_id,
             source.kvferry.lease_slot,
         )

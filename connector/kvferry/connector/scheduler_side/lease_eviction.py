@@ -235,7 +235,7 @@ class LeaseEviction:
         free, leased = self._blocks.num_free, len(references)
         slots_short = False
         if offers_turns:
-            slots_short = self._leases.free_slots + len(references.ending) < self._leases.slots / _RESERVED
+            slots_short = self._leases.slots.free + len(references.ending) < self._leases.slots.count / _RESERVED
         is_kept = leased <= cap and not slots_short
         if is_kept and free >= longest + reserve:
             self.requests.end_stall()

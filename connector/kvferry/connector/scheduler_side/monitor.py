@@ -117,7 +117,7 @@ class EngineMonitor:
             "prompts_waiting_now": loads.waiting,
             "leases_computing_now": len(self._leases) - references.num_requests,
             "leases_held_now": references.num_requests,
-            "lease_slots": self._leases.slots,
+            "lease_slots": self._leases.slots.count,
             "leased_blocks_now": len(references),
             "leased_fraction_now": len(references) / usable if usable > 0 else 0.0,
             "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),

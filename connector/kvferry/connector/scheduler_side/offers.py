@@ -15,6 +15,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_ended_well
 from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
 from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
+_OPENS_WITHIN_S = 10.0
+"""The workers get the orders of a step when the one before it has run, if steps overlap; a ticket is given earlier."""
+
 _READ_OR_HELD = ("", "done")
 """`Lease.ended_by` of a lease that has not ended, or that a consumer has read already."""
 
@@ -30,14 +34,23 @@ _READ_OR_HELD = ("", "done")
 class Offers:
     """The offers of one engine.
 
+    Args:
+        asked: the prompts that other engines may ask for.
+
     Attributes:
         builder: of the params.
     """
 
     def __init__(
-        self, local: LocalEngine, leases: ProducerLedger, blocks: EngineBlocks, builder: ParamsBuilder
+        self,
+        local: LocalEngine,
+        leases: ProducerLedger,
+        blocks: EngineBlocks,
+        builder: ParamsBuilder,
+        asked: AskedPrompts,
     ) -> None:
         self.builder = builder
+        self._asked = asked
         self._leases = leases
         self._blocks = blocks
         self._holds_early = not any(group.policy == "state" for group in local.groups)
@@ -47,6 +60,8 @@ class Offers:
     def opened(self, request: Request) -> None:
         """The request is scheduled, and its lease has a slot."""
         lease = self._leases.running(request.request_id)
+        if lease is None:
+            self._asked.over(request.request_id, "no_lease")
         is_prefill = lease is not None and lease.use is LeaseUse.PROMPT and request.max_tokens == 1
         if is_prefill and self._holds_early:
             self._prefilling[request.request_id] = request
@@ -73,7 +88,15 @@ class Offers:
         """The request has ended: the params of its blocks, which are held; None if they are not."""
         self._prefilling.pop(request.request_id, None)
         if request.request_id in self._built:
-            return self._complete_prompt(request)
+            params = self._complete_prompt(request)
+        else:
+            params = self._finish(request, block_ids)
+            if params is not None:
+                self._asked.ticket(request.request_id, params.to_json())
+        self._asked.over(request.request_id, "" if params is not None else "ended")
+        return params
+
+    def _finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> RemotePrefill | None:
         lease = self._leases.running(request.request_id)
         if lease is None:
             return None
@@ -98,3 +121,4 @@ class Offers:
         if params is not None:
             self._leases.complete(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
             self._built[request.request_id] = params, lease
+            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S))

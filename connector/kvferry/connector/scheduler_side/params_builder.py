@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.plan.tokens import held_from
+from kvferry.protocol.asks import announced_id
 from kvferry.protocol.digests import Media, Prompt, digest_chain
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_params
@@ -136,7 +137,7 @@ class ParamsBuilder:
             ),
         )
         unsigned = RemotePrefill(
-            remote_engine_id=self._local.engine_id,
+            remote_engine_id=announced_id(self._local.boot, self._local.engine_id),
             remote_request_id=request.request_id,
             remote_block_ids=blocks,
             remote_host=self._local.host,

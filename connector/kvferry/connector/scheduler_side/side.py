@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_workers, uses_host_buffer
+from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_workers, sibling_ports, uses_host_buffer
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
+from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.scheduler_side.idle import Drain, IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
@@ -19,17 +20,18 @@ from kvferry.connector.scheduler_side.offers import Offers
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
-from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.connector.vllm_internals import EngineBlocks, EngineLoop
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -68,18 +70,21 @@ class SchedulerSide:
             workers=workers,
             pool=self.blocks,
         )
+        recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self.loads = ConsumerLedger(
             counters,
             config.kv_recompute_threshold,
             pool=self.blocks,
-            recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
+            recomputes=recomputes,
         )
         self.tracing = scheduler_tracing(vllm_config, config, local)
         self.leases.observer = self.loads.observer = self.tracing
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
-        self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing)
+        asking = Asking(EngineLoop(), may_wait=is_alone(vllm_config), recomputes=recomputes)
+        asked = AskedPrompts(sibling_ports(vllm_config))
+        self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing, asking, asked)
         builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
-        self._offers = Offers(local, self.leases, self.blocks, builder)
+        self._offers = Offers(local, self.leases, self.blocks, builder, asked)
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
         self.eviction = LeaseEviction(
@@ -95,7 +100,8 @@ class SchedulerSide:
         )
         facts = facts_of(vllm_config, config)
         try:
-            self.channel = SideChannel(local, facts, config, self.leases, self.loads, counters, self._idle.poll)
+            tick = self._idle.poll
+            self.channel = SideChannel(local, facts, config, self.leases, self.loads, counters, tick, asking, asked)
         except BaseException:
             self.tracing.close()
             raise
@@ -111,8 +117,15 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step, if the
         request needs a lease and a slot may be free by then."""
+        if request.request_id in self.channel.asking.questions:
+            self.channel.asking.wait(len(self.eviction.requests.by_id))
+            self._take_answers()
+            if request.request_id in self.channel.asking.questions:
+                return None
+        if request.request_id in self.channel.asking.failing:
+            return 1
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
-        if is_intended and not self.leases.free_slots and self._idle.has_news:
+        if is_intended and not self.leases.slots.free and self._idle.has_news:
             return None
         return self.loads.matched_tokens(request.request_id, num_local_tokens)
 
@@ -121,10 +134,11 @@ class SchedulerSide:
         self.eviction.requests.admitted(request)
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.open(request.request_id):
-            slots = self.leases.slots
+            slots = self.leases.slots.count
             logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
         self._offers.opened(request)
         self._intake.allocated(request.request_id)
+        self.channel.asking.allocated(request.request_id)
         prompt = self.loads.get(request.request_id)
         if prompt is not None:
             was_offered = prompt.state is LoadState.OFFERED
@@ -145,6 +159,7 @@ class SchedulerSide:
             core, as long as they are held. So the lease has a reference of its own on each block.
         """
         self.loads.finished(request.request_id)
+        self.channel.asking.finished(request.request_id)
         self.eviction.requests.remove(request.request_id)
         self.tracing.finished(request.request_id)
         self.channel.flush()
@@ -158,9 +173,10 @@ class SchedulerSide:
         slot, num_tokens = params.kvferry.lease_slot, params.remote_num_tokens
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, slot, num_tokens)
         if lease is None:
-            return False, params.to_json()  # a consumer has read it already
+            return False, params.to_json(at_once=self.channel.announces)  # a consumer has read it already
         self.tracing.params_given(lease, num_tokens)
-        return False, params.to_json(is_turn=lease.use is LeaseUse.TURN)
+        is_turn = lease.use is LeaseUse.TURN
+        return False, params.to_json(is_turn=is_turn, at_once=self.channel.announces and not is_turn)
 
     # Hooks of a step.
 
@@ -171,12 +187,14 @@ class SchedulerSide:
             num_tokens: scheduled in this step, by request.
         """
         self._offers.scheduled(num_tokens)
+        self._take_answers()
         self.channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
         asks = self._idle.begin_step()
         self.eviction.evict()
         may_expire = not self._idle.is_waking  # otherwise leases that were read while idle would count as expired
         boot, now_s = self.channel.local.boot, time.monotonic()
-        orders = next_orders(self.leases, self.loads, boot, now_s, may_expire=may_expire)
+        fails = self.channel.asking.take_fails()
+        orders = next_orders(self.leases, self.loads, boot, now_s, fails, may_expire=may_expire)
         self.monitor.poll()
         metadata = _NOTHING
         if orders:
@@ -240,3 +258,11 @@ class SchedulerSide:
         self.loads.give_all_back()
         self.channel.close()
         self.tracing.close()
+
+    # Helpers.
+
+    def _take_answers(self) -> None:
+        """Apply the answers to questions: their requests load with the ticket, or are computed here."""
+        for settled in self.channel.asking.take():
+            self._intake.answered(settled, self.eviction.requests.by_id.get(settled.request_id))
+        self.channel.flush()

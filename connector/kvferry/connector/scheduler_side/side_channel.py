@@ -18,12 +18,16 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.config_values import address_of
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
+from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.protocol.asks import announced_id
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.side_channel.asker import Asker
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.side_channel.server import SideChannelListener
@@ -42,6 +46,7 @@ class SideChannel:
 
     Attributes:
         local: this engine.
+        asking: its own questions.
         listener: None if no engine reads from this one.
         renewer: None if this engine reads from no other.
 
@@ -58,6 +63,8 @@ class SideChannel:
         loads: ConsumerLedger,
         counters: Counters,
         tick: Callable[[], None],
+        asking: Asking,
+        asked: AskedPrompts,
     ) -> None:
         secrets = secrets_from_environment()
         self.local = local
@@ -66,10 +73,13 @@ class SideChannel:
         self._leases = leases
         self._loads = loads
         self._counters = counters
+        self.asking = asking
+        self._streams = config.streaming == "auto"
+        self._asker: Asker | None = None
         self._found: collections.deque[Prewarm] = collections.deque()
         self._loop = EngineLoop()
         self._is_searching = False
-        self.listener = self._listen(secrets, tick) if local.is_read_from else None
+        self.listener = self._listen(secrets, tick, asked) if local.is_read_from else None
         try:
             self.renewer = LeaseRenewer(counters, secrets) if local.reads else None
         except BaseException:
@@ -77,10 +87,19 @@ class SideChannel:
                 self.listener.close()
             raise
         self._prewarmer: PeerPrewarmer | None = None
+        if self.renewer is not None:
+            self._asker = Asker(
+                self.renewer.client, announced_id(local.boot, local.engine_id), counters, asking.on_answer
+            )
         if self.renewer is not None and config.prewarm_peers:
             peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
             client = self.renewer.client
             self._prewarmer = PeerPrewarmer(client, peers, local.engine_id, self._on_producer, timeout_s)
+
+    @property
+    def announces(self) -> bool:
+        """Whether routers may send both legs of a request at once: a consumer that can ask has shaken hands."""
+        return self._streams and self.listener is not None and self.listener.has_askers
 
     def publish(self, handshakes: Iterable[object]) -> None:
         """Take the workers' descriptions, and answer handshakes from now on.
@@ -121,9 +140,11 @@ class SideChannel:
             self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
 
     def flush(self) -> None:
-        """Pass the consumer ledger's commands to the thread that sends them."""
+        """Pass commands and questions to the thread that sends them."""
         if self.renewer is not None and (commands := self._loads.take_commands()):
             self.renewer.submit(commands)
+        if self._asker is not None and (asks := self.asking.questions.take_commands()):
+            self._asker.submit(asks)
 
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""
@@ -132,7 +153,7 @@ class SideChannel:
             if part is not None:
                 part.close()
 
-    def _listen(self, secrets: Secrets, tick: Callable[[], None]) -> SideChannelListener:
+    def _listen(self, secrets: Secrets, tick: Callable[[], None], asked: AskedPrompts) -> SideChannelListener:
         local, leases = self.local, self._leases
         if not secrets and not _is_loopback(local.host):
             logger.warning(
@@ -143,9 +164,9 @@ class SideChannel:
             )
 
         def knows(boot: str, name: LeaseName) -> bool:
-            return boot == local.boot and leases.knows(name)
+            return boot == local.boot and name in leases.slots
 
-        return SideChannelListener(local.host, local.port, self._counters, secrets, leases.clock, tick, knows)
+        return SideChannelListener(local.host, local.port, self._counters, secrets, leases.clock, tick, knows, asked)
 
     def _on_producer(self, producer: Prewarm) -> None:
         """Called on the client's thread."""

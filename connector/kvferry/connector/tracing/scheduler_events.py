@@ -80,7 +80,7 @@ class SchedulerTracing(Observer):
             DecodeArrived,
             request.request_id,
             lease=LeaseName(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch),
-            producer=source.remote_engine_id,
+            producer=source.engine_id,
             remote_request=source.remote_request_id,
             tokens=shared_tokens,
             traceparent=_traceparent(request),

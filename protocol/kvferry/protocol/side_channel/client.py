@@ -66,16 +66,19 @@ class SideChannelClient:
     # For any thread that may wait.
 
     def fetch_description(
-        self, host: str, port: int, engine_id: str, asker: str, timeout_s: float
+        self, host: str, port: int, engine_id: str, asker: str, timeout_s: float, *, asks: bool = False
     ) -> EngineDescription:
         """The description of the engine that answers at an address.
+
+        Args:
+            asks: whether the asker is an engine that asks for prompts, see `Hello`.
 
         Raises:
             PeerRefused: the answer was a refusal, or as `exchange`.
             HandshakeFailed: as `exchange`.
             InvalidMessage: the answer is not one of the protocol's.
         """
-        hello = Hello(engine_id=engine_id, asker=asker)
+        hello = Hello(engine_id=engine_id, asker=asker, asks=asks)
         reply = decode_reply(self.exchange(host, port, encode(hello), timeout_s))
         if isinstance(reply, Refused):
             raise PeerRefused(f"{host}:{port} {refusal(reply)}")

@@ -11,11 +11,18 @@ The blocks of a request are freed when every worker has acknowledged the end of 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.ids import Epoch, epoch_to_text
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.scheduler.state import TableEnum
+
+SCAN_S = 10e-6
+"""Wait per held lease until deadlines are checked again: a hundred times what the check costs."""
 
 
 class LeaseState(TableEnum):
@@ -128,3 +135,78 @@ class LeaseOrders:
 
     def __bool__(self) -> bool:
         return bool(self.ends or self.opens or self.holds or self.completions)
+
+
+class LeaseSlots:
+    """The slots of the lease table: each is free or belongs to exactly one lease. `in` may be used on any thread.
+
+    Args:
+        draw_epoch: fresh epochs.
+    """
+
+    def __init__(self, count: int, draw_epoch: Callable[[], Epoch]) -> None:
+        self.count = count
+        self._draw_epoch = draw_epoch
+        self._free = list(range(count - 1, -1, -1))
+        self._by_name: dict[LeaseName, Lease] = {}
+
+    def __contains__(self, name: LeaseName) -> bool:
+        return name in self._by_name
+
+    @property
+    def free(self) -> int:
+        """The number of slots without a lease."""
+        return len(self._free)
+
+    def find(self, name: LeaseName) -> Lease | None:
+        """The lease of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def take(self, lease: Lease) -> LeaseOpen:
+        """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
+        lease.name = LeaseName(slot=self._free.pop(), epoch=epoch_to_text(self._draw_epoch()))
+        self._by_name[lease.name] = lease
+        return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)
+
+    def give_back(self, lease: Lease) -> None:
+        """The lease is over."""
+        del self._by_name[lease.name]
+        self._free.append(lease.slot)
+
+    def check_integrity(self) -> None:
+        """Raises `LocalProtocolError` if a slot is neither free nor leased, or both."""
+        if sorted([lease.slot for lease in self._by_name.values()] + self._free) != list(range(self.count)):
+            raise LocalProtocolError(
+                f"lease table: {len(self._by_name)} leased and {len(self._free)} free of {self.count} slots"
+            )
+
+
+class Deadlines:
+    """Deadlines of held leases whose requests have ended.
+
+    Args:
+        lease_s: lifetime of a held lease without a renewal.
+        turn_s: the same for a turn's lease.
+    """
+
+    def __init__(self, lease_s: float, turn_s: float) -> None:
+        self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: turn_s}
+        self._next_due_s = math.inf
+
+    def start(self, lease: Lease, clock_s: float) -> None:
+        """The time of a lease begins."""
+        lease.held_s = clock_s
+        lease.deadline_s = max(lease.claimed_until_s, clock_s + self._first_s[lease.use])
+        self._next_due_s = min(self._next_due_s, lease.deadline_s)
+
+    def may_be_due(self, clock_s: float) -> bool:
+        """Whether a deadline may have passed; its lease may have been renewed or ended since."""
+        return clock_s >= self._next_due_s
+
+    def due(self, held: Iterable[Lease], clock_s: float) -> list[Lease]:
+        """The held leases whose deadline has passed. A renewal only adds time, so none of the others is due before the
+        earliest deadline that is found here."""
+        readable = [lease for lease in held if lease.is_readable]
+        earliest_s = min((x.deadline_s for x in readable if x.deadline_s > clock_s), default=math.inf)
+        self._next_due_s = max(earliest_s, clock_s + len(readable) * SCAN_S)
+        return [lease for lease in readable if lease.deadline_s <= clock_s]

@@ -1,7 +1,5 @@
-"""The producer's ledger: which request's blocks are leased under which slot, and until when.
-
-No I/O, no clock: the caller passes the time. A slot is free or belongs to exactly one lease.
-"""
+"""The producer's ledger: which request's blocks are leased under which slot, and until when. No I/O, no clock: the
+caller passes the time."""
 
 from __future__ import annotations
 
@@ -11,31 +9,37 @@ from collections.abc import Callable, Iterable
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, epoch_to_text, new_epoch
-from kvferry.protocol.orders import LeaseHold, LeaseOpen
+from kvferry.protocol.ids import Epoch, new_epoch
+from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import Blocks
 from kvferry.scheduler.block_references import BlockPool, BlockReferences
-from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseOrders, LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import (
+    LEASE_TRANSITIONS,
+    Deadlines,
+    Lease,
+    LeaseEvent,
+    LeaseOrders,
+    LeaseSlots,
+    LeaseState,
+    LeaseUse,
+)
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters, Observer, next_state
-
-SCAN_S = 10e-6
-"""Wait per held lease until deadlines are checked again: a hundred times what the check costs."""
 
 
 class ProducerLedger:
     """All leases of one engine, in one table by request; names, deadlines and blocks are indices of it.
 
     Args:
-        slots: size of every worker's lease table.
+        slots, draw_epoch: see `LeaseSlots`.
         lease_s: lifetime of a held lease without a renewal.
         turn_s: the same for a turn's lease; a renewal never shortens it.
         workers: the number of workers of this engine, in all pipeline stages and replicas; ids begin at 0.
         pool: the engine's block pool, see `BlockReferences`.
-        draw_epoch: fresh epochs.
         counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
 
     Attributes:
+        slots: slots of the lease table.
         block_references: references of leases on blocks, after the end of their requests.
         clock: seconds that this process was awake; every step winds it.
         observer: called for every lease that is opened, and for every one that is over.
@@ -52,33 +56,25 @@ class ProducerLedger:
         workers: int = 1,
         pool: BlockPool | None = None,
     ) -> None:
-        self.slots = slots
+        self.slots = LeaseSlots(slots, draw_epoch)
         self.lease_s = lease_s
         self.block_references = BlockReferences(pool)
         self.clock = AwakeClock(lease_s / HEARTBEATS_PER_LEASE)
         self.observer = Observer()
-        self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: lease_s if turn_s is None else turn_s}
+        self._deadlines = Deadlines(lease_s, lease_s if turn_s is None else turn_s)
         self._workers = range(workers)
         self._counters = counters
-        self._draw_epoch = draw_epoch
-        self._free = list(range(slots - 1, -1, -1))
         self._by_request: dict[str, Lease] = {}
-        self._by_name: dict[LeaseName, Lease] = {}
-        self._next_due_s = math.inf
         self._orders = LeaseOrders()
 
     def __len__(self) -> int:
         """The number of leases that have a slot."""
-        return self.slots - len(self._free)
+        return self.slots.count - self.slots.free
 
     def state(self, request_id: str) -> LeaseState | None:
         """The state of a request's lease; None without a lease."""
         lease = self._by_request.get(request_id)
         return lease.state if lease else None
-
-    def knows(self, name: LeaseName) -> bool:
-        """Whether there is such a lease. May be called from any thread."""
-        return name in self._by_name
 
     @property
     def clock_s(self) -> float:
@@ -88,12 +84,7 @@ class ProducerLedger:
     @property
     def needs_step(self) -> bool:
         """Whether a step has something to do: orders, ended leases that the workers report, or leases that expire."""
-        return bool(self._orders or self.block_references.ending) or self.clock_s >= self._next_due_s
-
-    @property
-    def free_slots(self) -> int:
-        """The number of slots without a lease."""
-        return len(self._free)
+        return bool(self._orders or self.block_references.ending) or self._deadlines.may_be_due(self.clock_s)
 
     def running(self, request_id: str) -> Lease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
@@ -117,11 +108,9 @@ class ProducerLedger:
         """A request is scheduled: its lease, intended or new, gets a slot; further calls change nothing. False if no
         slot is free, or `intend` would refuse: the request is served without a transfer."""
         lease = self._by_request.setdefault(request_id, Lease(request_id, use))
-        if lease.state is LeaseState.INTENDED and self._free:
+        if lease.state is LeaseState.INTENDED and self.slots.free:
             self._advance(lease, LeaseEvent.OPEN)
-            lease.name = LeaseName(slot=self._free.pop(), epoch=epoch_to_text(self._draw_epoch()))
-            self._by_name[lease.name] = lease
-            self._orders.opens.append(LeaseOpen(slot=lease.slot, epoch=lease.name.epoch))
+            self._orders.opens.append(self.slots.take(lease))
             self._counters.add(f"{lease.use.value}_opened")
             self.observer.lease_opened(lease)
         elif lease.state is LeaseState.INTENDED:
@@ -140,10 +129,7 @@ class ProducerLedger:
             worker_blocks: the blocks that are sent to the workers.
             block_ids: all blocks that stay out of the pool, without duplicates.
         """
-        lease = self._by_request.get(request_id)
-        if lease is not None:
-            self._orders.completions.append(self._keep(lease, worker_blocks, block_ids))
-        return lease
+        return self._keep(request_id, worker_blocks, block_ids, self._orders.completions)
 
     def finish(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
         """The request has succeeded, and no step completed its blocks before: keep them. None when it has no lease.
@@ -151,20 +137,18 @@ class ProducerLedger:
         Args:
             worker_blocks, block_ids: as in `complete`.
         """
-        lease = self._by_request.get(request_id)
-        if lease is None:
-            return None
-        self._orders.holds.append(self._keep(lease, worker_blocks, block_ids))
-        lease.is_running = False
-        if lease.use is LeaseUse.TURN:
-            self._counters.add("turns_offered")
+        lease = self._keep(request_id, worker_blocks, block_ids, self._orders.holds)
+        if lease is not None:
+            lease.is_running = False
+            if lease.use is LeaseUse.TURN:
+                self._counters.add("turns_offered")
         return lease
 
     def request_ended(self, lease: Lease) -> None:
         """The request of a lease whose blocks are kept has ended: its deadline begins."""
         lease.is_running = False
         if lease.is_readable:
-            self._start_deadline(lease)
+            self._deadlines.start(lease, self.clock_s)
 
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
         """The request was aborted, has failed or must not be read: its blocks are not kept. No-op without a lease."""
@@ -184,7 +168,7 @@ class ProducerLedger:
     def renew(self, name: LeaseName, received_s: float | None = None) -> bool:
         """Extend the lease to at least `lease_s` after `received_s` (the ledger's clock; now when None). False when
         there is no such lease."""
-        lease = self._by_name.get(name)
+        lease = self.slots.find(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._counters.add("renewals_unknown")
             return False
@@ -197,7 +181,7 @@ class ProducerLedger:
 
         The epoch of a lease that is still computing was never published, so its release counts as unknown.
         """
-        lease = self._by_name.get(name)
+        lease = self.slots.find(name)
         if lease is None or lease.state is LeaseState.COMPUTING or lease.ended_by:
             self._counters.add("releases_unknown")
             return False
@@ -229,8 +213,9 @@ class ProducerLedger:
             may_expire: whether all received renewals have been applied: one that arrived in time must prevent expiry.
         """
         clock_s = self.clock.wind(now_s)
-        if may_expire and clock_s >= self._next_due_s:
-            self._expire(clock_s)
+        if may_expire and self._deadlines.may_be_due(clock_s):
+            for lease in self._deadlines.due(self.block_references.held.values(), clock_s):
+                self.end(lease, "expired")
         orders, self._orders = self._orders, LeaseOrders()
         for hold in (*orders.holds, *orders.completions):
             lease = self._by_request[hold.request_id]
@@ -238,7 +223,7 @@ class ProducerLedger:
             lease.held_s = clock_s
             lease.deadline_s = math.inf
             if not lease.is_running:
-                self._start_deadline(lease)
+                self._deadlines.start(lease, clock_s)
             if lease.ended_by:
                 # Released before its hold was announced: the hold goes out now, its end in the next step.
                 self._advance(lease, LeaseEvent.END)
@@ -275,7 +260,7 @@ class ProducerLedger:
         self.block_references.free(lease)
         how = lease.ended_by = lease.ended_by or "done"
         self._counters.add(f"{lease.use.value}_released", how)
-        if lease.use is LeaseUse.PROMPT and how in ("done", "release"):
+        if lease.use is LeaseUse.PROMPT and how in ("done", "release") and not lease.is_running:
             self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
         self.observer.lease_over(lease, how)
 
@@ -286,37 +271,24 @@ class ProducerLedger:
         Raises:
             LocalProtocolError: with the sums.
         """
-        slots = sorted([lease.slot for lease in self._by_name.values()] + self._free)
+        self.slots.check_integrity()
         states = Counter(lease.state.value for lease in self._by_request.values())
         kept, keeping = self.block_references.num_requests, sum(x.keeps_blocks for x in self._by_request.values())
-        if slots != list(range(self.slots)) or kept != keeping:
-            raise LocalProtocolError(
-                f"lease table: {dict(states)}, {len(self._by_name)} leased and {len(self._free)} free of {self.slots} "
-                f"slots, {kept} leases keep blocks, {keeping} must"
-            )
+        if kept != keeping:
+            raise LocalProtocolError(f"leases: {dict(states)}, {kept} keep blocks, {keeping} must")
         self.block_references.check_integrity()
 
-    def _expire(self, clock_s: float) -> None:
-        """End the held leases whose deadline has passed. A renewal only adds time, so none of the others is due before
-        the earliest deadline that is found here."""
-        held = [lease for lease in self.block_references.held.values() if lease.is_readable]
-        for lease in held:
-            if lease.deadline_s <= clock_s:
-                self.end(lease, "expired")
-        earliest_s = min((lease.deadline_s for lease in held if lease.is_readable), default=math.inf)
-        self._next_due_s = max(earliest_s, clock_s + len(held) * SCAN_S)
-
-    def _keep(self, lease: Lease, worker_blocks: Blocks, block_ids: tuple[int, ...]) -> LeaseHold:
-        self._advance(lease, LeaseEvent.COMPLETE)
-        lease.block_ids = block_ids
-        self.block_references.keep(lease)
-        return LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.name.epoch, blocks=worker_blocks)
-
-    def _start_deadline(self, lease: Lease) -> None:
-        """A held lease's request has ended: its time begins."""
-        lease.held_s = self.clock_s
-        lease.deadline_s = max(lease.claimed_until_s, self.clock_s + self._first_s[lease.use])
-        self._next_due_s = min(self._next_due_s, lease.deadline_s)
+    def _keep(
+        self, request_id: str, worker_blocks: Blocks, block_ids: tuple[int, ...], orders: list[LeaseHold]
+    ) -> Lease | None:
+        lease = self._by_request.get(request_id)
+        if lease is not None:
+            self._advance(lease, LeaseEvent.COMPLETE)
+            lease.block_ids = block_ids
+            self.block_references.keep(lease)
+            epoch = lease.name.epoch
+            orders.append(LeaseHold(request_id=request_id, slot=lease.slot, epoch=epoch, blocks=worker_blocks))
+        return lease
 
     def _advance(self, lease: Lease, event: LeaseEvent) -> None:
         after = next_state(LEASE_TRANSITIONS, lease.state, event, lease)
@@ -325,5 +297,4 @@ class ProducerLedger:
             return
         del self._by_request[lease.request_id]
         if lease.state is not LeaseState.INTENDED:
-            del self._by_name[lease.name]
-            self._free.append(lease.slot)
+            self.slots.give_back(lease)

@@ -95,7 +95,7 @@ async def _find(client: SideChannelClient, host: str, port: int, asker: str) -> 
     """
     connection = await client.connect(host, port, MAX_REPLY_BYTES)
     try:
-        await connection.send(encode(Hello(engine_id=UNKNOWN_ENGINE, asker=asker)))
+        await connection.send(encode(Hello(engine_id=UNKNOWN_ENGINE, asker=asker, asks=True)))
         answer = decode_without_workers(await connection.receive())
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))

@@ -1,6 +1,7 @@
 """The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
 
-It answers `Hello` with this engine's description and puts renewals and releases into an inbox. It also winds the clock
+It answers `Hello` with this engine's description, questions about prompts with their progress, again whenever that
+changes, and puts renewals and releases into an inbox. It also winds the clock
 of leases, since an idle engine takes no steps. With secrets it serves only peers that have one of them. No input ends
 the thread: an invalid message is counted, answered with `Refused` where an answer is possible, and dropped. All that
 waits is bounded: leases, answers and log lines.
@@ -18,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from kvferry.protocol.asks import Ask, Unask
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -33,6 +35,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
 from kvferry.scheduler.state import AwakeClock, Counters
 from kvferry.scheduler.step import LeaseInbox, LeaseMessage
@@ -54,6 +57,10 @@ class SideChannelListener:
         tick: called on the listener's thread after every winding; it must not wait.
         knows: called on the listener's thread with boot and name: whether there is such a lease. Messages about other
             leases are counted and dropped here, so that a flood cannot make a step longer than the leases require.
+        asked: the prompts that peers ask for.
+
+    Attributes:
+        has_askers: whether an engine that asks for prompts has shaken hands.
 
     Raises:
         InvalidConfig: the address cannot be bound, or ZMQ has no CURVE; the text names the setting to change.
@@ -69,8 +76,13 @@ class SideChannelListener:
         clock: AwakeClock | None = None,
         tick: Callable[[], None] = lambda: None,
         knows: Callable[[str, LeaseName], bool] = lambda boot, name: True,
+        asked: AskedPrompts | None = None,
     ) -> None:
         self.inbox = LeaseInbox()
+        self._news = os.eventfd(0, os.EFD_NONBLOCK)
+        self._asked = asked or AskedPrompts()
+        self._asked.wake = self._wake
+        self.has_askers = False
         self._clock = clock
         self._tick = tick
         self._knows = knows
@@ -79,6 +91,7 @@ class SideChannelListener:
         try:
             self._socket = GuardedSocket(host, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one)
         except zmq.ZMQError as refused:
+            os.close(self._news)
             raise InvalidConfig(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT",
                 f"{host}:{port}",
@@ -86,12 +99,14 @@ class SideChannelListener:
             ) from None
         self._stop = os.eventfd(0)
         self._socket.watch(self._stop)
+        self._socket.watch(self._news)
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
             self._socket.close()
             os.close(self._stop)
+            os.close(self._news)
             raise
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
         logger.info("side channel listens on %s %s", channel_address(host, port), secured)
@@ -107,6 +122,8 @@ class SideChannelListener:
         os.eventfd_write(self._stop, 1)
         self._thread.join(_JOIN_S)
         os.close(self._stop)
+        self._news, news = -1, self._news
+        os.close(news)
 
     def _serve(self) -> None:
         period_ms = math.ceil(self._clock.period_s * 1000) if self._clock is not None else None
@@ -114,6 +131,8 @@ class SideChannelListener:
             self._wind()
             self._socket.guarded(self._tick)
             self._socket.serve(ready)
+            if self._news in ready:
+                self._socket.guarded(self._send_changes)
         self._socket.close()
 
     def _wind(self) -> float | None:
@@ -131,8 +150,22 @@ class SideChannelListener:
             return
         if isinstance(request, Hello):
             self._socket.send(asker, self._answer_hello(request))
+        elif isinstance(request, Ask):
+            self._socket.send(asker, encode(self._asked.ask(asker, request)))
+        elif isinstance(request, Unask):
+            self._asked.unask(request)
         else:
             self._keep(request)
+
+    def _wake(self) -> None:
+        """Called on the engine's thread."""
+        if self._news >= 0:
+            os.eventfd_write(self._news, 1)
+
+    def _send_changes(self) -> None:
+        os.eventfd_read(self._news)
+        for peer, answers in self._asked.changes():
+            self._socket.send(peer, encode(answers))
 
     def _keep(self, message: LeaseMessage) -> None:
         known = tuple(name for name in message.leases if self._knows(message.boot, name))
@@ -152,6 +185,7 @@ class SideChannelListener:
             return encode(Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION)))
         if hello.engine_id not in (description.engine_id, UNKNOWN_ENGINE):
             return encode(Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id))
+        self.has_askers |= hello.asks
         self._counters.add("handshakes_served")
         logger.debug("side channel: described this engine to %s", hello.asker)
         return answer

@@ -192,7 +192,7 @@ class Load:
     def _check_fence(self, peer: Peer, *, wait_until_ready: bool) -> Steps:
         """Read the lease's slot on every producer worker: only `epoch | READY` on all of them is good.
 
-        Before the data is read, a slot that is still COMPUTING is read again.
+        Before the data is read, a slot that is still COMPUTING is read again, and so is one that may not be open yet.
         """
         ticket = self.order.source.kvferry
         epoch = epoch_from_text(ticket.lease_epoch)
@@ -203,6 +203,7 @@ class Load:
             yield
         self.entries = entries
         words = self.context.slot_reads.words
+        was_open = False
         while True:
             words[list(self.entries)] = 0
             handles = [self._read_slot(route, entry) for route, entry in zip(peer.routes, self.entries, strict=True)]
@@ -210,7 +211,10 @@ class Load:
             found = {int(words[entry]) for entry in self.entries}
             if found == {ready}:
                 return
-            if not (wait_until_ready and found <= {ready, computing}):
+            is_open = found <= {ready, computing}
+            may_open = not was_open and time.monotonic() < self.record.ordered_s + ticket.opens_within_s
+            was_open |= is_open
+            if not (wait_until_ready and (is_open or may_open)):
                 when = "before" if wait_until_ready else "after"
                 raise LoadFailed(FailureReason.FENCE, f"the lease had ended {when} the read")
             again_s = time.monotonic() + _ASK_AGAIN_S

@@ -186,7 +186,7 @@ class FirstContact:
         own, timeout_s = self._engine.engine_id, self._settings.handshake_timeout_s
         if key.engine_id == own:
             raise HandshakeFailed("the params name this very engine")
-        description = self._side_channel.fetch_description(key.host, key.port, key.engine_id, own, timeout_s)
+        description = self._side_channel.fetch_description(key.host, key.port, key.engine_id, own, timeout_s, asks=True)
         if description.engine_id != key.engine_id:
             raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:

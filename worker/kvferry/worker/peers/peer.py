@@ -46,7 +46,7 @@ class PeerKey(NamedTuple):
     @classmethod
     def of(cls, source: RemotePrefill) -> PeerKey:
         """The producer that params name."""
-        return cls(source.remote_host, source.remote_port, source.remote_engine_id, source.kvferry.boot)
+        return cls(source.remote_host, source.remote_port, source.engine_id, source.kvferry.boot)
 
     def __str__(self) -> str:
         return f"{self.engine_id}@{self.host}:{self.port}"

@@ -1,0 +1,118 @@
+"""Requests whose prompts are prefilled on another engine at this moment: they wait for the answers to their questions.
+
+vLLM asks a connector again in every step how many tokens it can load for a waiting request, as long as the answer is
+that it is not known yet. A step in which nothing else happens costs vLLM's workers a second of spinning each. So when
+all requests of an engine wait for answers, its loop waits too, until an answer or input arrives.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.protocol.asks import Answer, Progress, request_key
+from kvferry.protocol.digests import Prompt, digest_chain
+from kvferry.protocol.params import NamedPrefill
+from kvferry.scheduler.consumer.questions import Producer, Questions
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+LONGEST_WAIT_S = 15.0
+"""Longest wait of the engine's loop for answers; the connector's other work in an idle engine can wait that long."""
+
+
+class Settled(NamedTuple):
+    """A question that is settled.
+
+    Attributes:
+        waits: whether its request waits for the answer; if not, a ticket is to be given back.
+        answer: a ticket or `OVER`; None if no producer knows of the prompt.
+    """
+
+    request_id: str
+    waits: bool
+    answer: Answer | None
+
+
+class Asking:
+    """The questions of one engine.
+
+    Args:
+        may_wait: whether the engine's loop may wait: not if other engines or pipeline stages step with it.
+        recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
+
+    Attributes:
+        questions: open ones.
+        failing: requests that fail as soon as vLLM has given them a block, because their prefill has failed.
+    """
+
+    def __init__(self, loop: EngineLoop, *, may_wait: bool, recomputes: bool) -> None:
+        self.questions = Questions()
+        self.recomputes = recomputes
+        self.failing: set[str] = set()
+        self._fails: list[str] = []
+        self._loop = loop
+        self._may_wait = may_wait
+        self._answers: collections.deque[tuple[Producer, Answer]] = collections.deque()
+
+    def on_answer(self, producer: Producer, answer: Answer) -> None:
+        """Called on the side channel's thread."""
+        self._answers.append((producer, answer))
+        self._loop.wake()
+
+    def ask(self, request: Request, source: NamedPrefill, prompt: Prompt) -> bool:
+        """Ask for the whole prompt of a request. False if too many questions are open."""
+        num_tokens = request.num_prompt_tokens
+        digest = digest_chain(prompt, num_tokens)[-1]
+        key = request_key(request.request_id, source.transfer_id)
+        producer = (source.remote_host, source.remote_port)
+        return self.questions.ask(request.request_id, producer, key, num_tokens, digest, time.monotonic())
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, answered or not."""
+        self.questions.finished(request_id)
+        self.failing.discard(request_id)
+
+    def allocated(self, request_id: str) -> None:
+        """vLLM has allocated blocks for a request, which fails if it is to."""
+        if request_id in self.failing:
+            self.failing.discard(request_id)
+            self._fails.append(request_id)
+
+    def take_fails(self) -> tuple[str, ...]:
+        """The requests for the workers to report as failed, since the last call."""
+        fails, self._fails = self._fails, []
+        return tuple(fails)
+
+    def wait(self, num_requests: int) -> None:
+        """Wait for news if all of the engine's requests wait for answers.
+
+        Args:
+            num_requests: that have not ended.
+        """
+        next_s = self.questions.next_s()
+        if not self._may_wait or num_requests > len(self.questions) or self._answers:
+            return
+        timeout_s = LONGEST_WAIT_S if next_s is None else min(LONGEST_WAIT_S, next_s - time.monotonic())
+        if timeout_s > 0:
+            self._loop.wait(timeout_s)
+
+    def take(self) -> Iterator[Settled]:
+        """The questions that were settled since the last call."""
+        now_s = time.monotonic()
+        for _ in range(len(self._answers)):
+            producer, answer = self._answers.popleft()
+            opened = self.questions.answered(producer, answer.number, answer.progress, now_s)
+            if opened is not None:
+                yield Settled(opened.request_id, opened.waits, answer)
+        for opened in self.questions.give_up(now_s):
+            yield Settled(opened.request_id, opened.waits, None)
+
+
+def is_ticket(answer: Answer | None) -> bool:
+    """Whether an answer contains params to read with."""
+    return answer is not None and answer.progress is Progress.TICKET

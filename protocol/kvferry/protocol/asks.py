@@ -1,0 +1,164 @@
+"""Questions about prompts that another engine is prefilling, asked before its answer has reached the router.
+
+A router that sends both legs of a request at once names the producer in the params of the decode leg, and nothing
+more. So the consumer asks the producer's side channel for the ticket of that prompt: for what the params of a
+sequential request would contain.
+
+    consumer                                     producer
+    Ask{questions}                        →
+                                          ←      Answers{unknown | queued | ticket | over}, and again at each change
+    Unask{numbers}                        →      (no answer)
+
+A question is repeated until it is settled, by number, and each answer replaces the one before it. So neither a lost
+message nor a broken connection matters: later answers are hints that only save waiting for the next repetition.
+
+Both legs have the same request id, but for the eight random digits that vLLM appends on each engine. Clients can choose
+ids, and a ticket permits reading a prompt's cache. So a question contains a digest of the whole prompt, and a ticket is
+given only to who has the same prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.convert import decode
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.ids import BootId, Hex128, Port, Positive, Text
+
+MAX_QUESTIONS = 256
+MAX_KEY = 256
+MAX_ANSWERS_BYTES = 16 << 20
+"""Of one frame: the ticket of the longest prompts has 5 bytes for each block."""
+MAX_SIBLINGS = 1024
+
+_ANNOUNCED = "kvferry1"
+_ANNOUNCED_ID = re.compile(rf"{_ANNOUNCED}\.(?P<boot>[0-9a-f]{{32}})\.(?=.)")
+_RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
+_INDEX = re.compile(r"\A(?:(?P<of_n>\d{1,6})_)?(?:cmpl-.*-(?P<of_batch>\d{1,6})|.*)\Z", re.DOTALL)
+
+Number = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """Where is this prompt prefilled?
+
+    Attributes:
+        number: chosen by the asker, for the answers.
+        key: `request_key` of the asker's own request.
+        num_tokens: length of the prompt.
+        digest: the last of the prompt's `digest_chain`.
+    """
+
+    number: Number
+    key: Annotated[str, Meta(min_length=1, max_length=MAX_KEY, pattern=r"\A[ -~]+\Z")]
+    num_tokens: Positive
+    digest: Hex128
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+    """Answer these questions, and again whenever an answer changes.
+
+    Attributes:
+        asker: engine id of the sender; a prompt is promised to one request of one engine.
+        questions: new ones, and all that are not settled.
+    """
+
+    asker: Text
+    questions: Annotated[tuple[Question, ...], Meta(min_length=1, max_length=MAX_QUESTIONS)]
+
+
+class Unask(msgspec.Struct, frozen=True, kw_only=True, tag="unask"):
+    """These questions need no more answers."""
+
+    asker: Text
+    numbers: Annotated[tuple[Number, ...], Meta(min_length=1, max_length=MAX_QUESTIONS)]
+
+
+class Progress(str, enum.Enum):
+    """How far a prompt is on the producer."""
+
+    UNKNOWN = "unknown"
+    """No request with this key has arrived."""
+    QUEUED = "queued"
+    """It waits, or its first chunks are computed."""
+    TICKET = "ticket"
+    """The step that completes it is scheduled, or it is complete: it may be read as soon as its slot is READY."""
+    OVER = "over"
+    """It will not be read: see `reason`."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one question.
+
+    Attributes:
+        params: with a ticket, the params of the producer's response, to be read as those of a router.
+        reason: why it is over, as a label of metrics.
+    """
+
+    number: Number
+    progress: Progress
+    params: dict[str, Any] = {}
+    reason: Annotated[str, Meta(max_length=64, pattern=r"\A[a-z_]*\Z")] = ""
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):
+    """Answers to some of a peer's questions.
+
+    Attributes:
+        siblings: ports of the side channels of the engine's other data-parallel ranks, on the same host.
+    """
+
+    answers: Annotated[tuple[Answer, ...], Meta(max_length=MAX_QUESTIONS)]
+    siblings: Annotated[tuple[Port, ...], Meta(max_length=MAX_SIBLINGS)] = ()
+
+
+_answers: msgspec.msgpack.Decoder[Answers] = msgspec.msgpack.Decoder(Answers)
+
+
+def decode_answers(frame: bytes) -> Answers:
+    """Decode a frame that a listener sent to an asker. Raises `InvalidMessage`."""
+    return decode(frame, _answers, MAX_ANSWERS_BYTES, InvalidMessage)
+
+
+def announced_id(boot: BootId, engine_id: str) -> str:
+    """The engine id in params: it says that the engine answers questions, and in which of its lives."""
+    return f"{_ANNOUNCED}.{boot}.{engine_id}"
+
+
+def boot_of(announced: str) -> BootId | None:
+    """The boot in an announced id; None if the engine has announced none, and must not be asked."""
+    found = _ANNOUNCED_ID.match(announced)
+    return BootId(found["boot"]) if found is not None else None
+
+
+def engine_of(announced: str) -> str:
+    """The engine's own id in an announced one; any other id is returned unchanged."""
+    found = _ANNOUNCED_ID.match(announced)
+    return announced[found.end() :] if found is not None else announced
+
+
+def request_key(request_id: str, transfer_id: str | None = None) -> str:
+    """What both legs of a request have in common.
+
+    Args:
+        request_id: vLLM's, on this engine: `cmpl-<id>-<index in the batch>-<8 hex>`, `chatcmpl-<id>-<8 hex>`, and
+            `<k>_` before it for the k-th of n. Without the eight random digits where vLLM is told to append none.
+        transfer_id: of routers that send one with both legs; their request ids may differ.
+
+    Returns:
+        Printable ASCII of at most `MAX_KEY` characters: clients choose ids, and others are replaced by a digest.
+    """
+    key = _RANDOM_END.sub("", request_id)
+    if transfer_id is not None:
+        index = _INDEX.match(key)
+        of_n, of_batch = (index["of_n"] or "", index["of_batch"] or "") if index is not None else ("", "")
+        key = f"{transfer_id}/{of_n}/{of_batch}"
+    if 0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable():
+        return key
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

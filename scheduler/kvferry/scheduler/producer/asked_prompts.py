@@ -1,0 +1,233 @@
+"""Prompts that this engine prefills for others, as they ask for them: by key, with their progress.
+
+The engine's thread reports what becomes of each prompt. The listener's thread answers questions, also while a step
+runs, and is woken when an answer to a subscriber has changed. A lock guards both.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.protocol.asks import MAX_QUESTIONS, Answer, Answers, Ask, Progress, Question, Unask
+from kvferry.protocol.digests import Prompt, digest_chain
+
+MAX_PROMPTS = 1 << 14
+"""Most prompts remembered; the oldest is dropped first. Clients choose how many requests there are."""
+MAX_SUBSCRIPTIONS = 1 << 14
+"""Most questions of all askers together; the one repeated longest ago is dropped first."""
+SUBSCRIPTION_S = 30.0
+"""A question that is not repeated for this long is dropped."""
+KEPT_S = 30.0
+"""How long a prompt that is over is remembered, for consumers that come late."""
+
+Claimant = tuple[str, int]
+"""Engine id of an asker, and the number of its question."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """One prompt.
+
+    Attributes:
+        ended_s: when its request was over; None until then.
+        claimant: whose question it answers.
+    """
+
+    request_id: str
+    key: str
+    prompt: Prompt
+    num_tokens: int
+    progress: Progress = Progress.QUEUED
+    params: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    ended_s: float | None = None
+    claimant: Claimant | None = None
+    digest: str = ""
+
+    def agrees(self, question: Question) -> bool:
+        if question.num_tokens != self.num_tokens:
+            return False
+        if not self.digest:
+            self.digest = digest_chain(self.prompt, self.num_tokens)[-1]
+        return question.digest == self.digest
+
+    def answer(self, number: int) -> Answer:
+        return Answer(number=number, progress=self.progress, params=self.params, reason=self.reason)
+
+
+@dataclass(slots=True)
+class _Subscription:
+    """Attributes:
+    peer: the routing id of the asker's connection.
+    """
+
+    peer: bytes
+    question: Question
+    repeated_s: float
+    answered: Progress
+
+
+class AskedPrompts:
+    """Prompts of one engine, and questions about them.
+
+    Args:
+        siblings: ports of the side channels of this engine's other data-parallel ranks.
+        clock: monotonic seconds.
+
+    Attributes:
+        wake: called on the engine's thread when there are `changes` to send.
+    """
+
+    def __init__(self, siblings: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._siblings = siblings
+        self._lock = threading.Lock()
+        self._by_request: OrderedDict[str, _Asked] = OrderedDict()
+        self._by_key: dict[str, list[_Asked]] = {}
+        self._subscriptions: OrderedDict[Claimant, _Subscription] = OrderedDict()
+        self._subscribed: dict[str, set[Claimant]] = {}
+        self._changed: set[str] = set()
+
+    # For the engine's thread.
+
+    def arrived(self, request_id: str, key: str, prompt: Prompt, num_tokens: int) -> None:
+        """A request has arrived whose prompt is for another engine.
+
+        Args:
+            prompt: kept, and not changed until it is over.
+            num_tokens: of the whole prompt.
+        """
+        with self._lock:
+            self._forget_old()
+            self._drop(self._by_request.get(request_id))
+            asked = self._by_request[request_id] = _Asked(request_id, key, prompt, num_tokens)
+            self._by_key.setdefault(key, []).append(asked)
+            while len(self._by_request) > MAX_PROMPTS:
+                self._drop(next(iter(self._by_request.values())))
+            self._note(key)
+
+    def ticket(self, request_id: str, params: dict[str, Any]) -> None:
+        """The prompt may be read with these params as soon as its slot is READY."""
+        self._advance(request_id, Progress.TICKET, params=params)
+
+    def over(self, request_id: str, reason: str = "") -> None:
+        """The request is over. With a reason its prompt will not be read; otherwise its ticket stays valid."""
+        self._advance(request_id, Progress.OVER if reason else None, reason=reason, is_over=True)
+
+    # For the listener's thread.
+
+    def ask(self, peer: bytes, ask: Ask) -> Answers:
+        """Answer questions, and remember them until they are settled."""
+        now_s = self._clock()
+        with self._lock:
+            answers = []
+            for question in ask.questions:
+                claimant = (ask.asker, question.number)
+                answer = self._answer(claimant, question)
+                self._unsubscribe(claimant)
+                if answer.progress in (Progress.UNKNOWN, Progress.QUEUED, Progress.TICKET):
+                    self._subscribe(claimant, _Subscription(peer, question, now_s, answer.progress))
+                answers.append(answer)
+        return Answers(answers=tuple(answers), siblings=self._siblings)
+
+    def unask(self, unask: Unask) -> None:
+        """These questions are settled."""
+        with self._lock:
+            for number in unask.numbers:
+                self._unsubscribe((unask.asker, number))
+
+    def changes(self) -> list[tuple[bytes, Answers]]:
+        """New answers to remembered questions since the last call, by connection."""
+        if not self._changed:
+            return []
+        found: dict[bytes, list[Answer]] = {}
+        with self._lock:
+            changed, self._changed = self._changed, set()
+            for claimant in [claimant for key in changed for claimant in self._subscribed.get(key, ())]:
+                subscription = self._subscriptions[claimant]
+                answer = self._answer(claimant, subscription.question)
+                if answer.progress is not subscription.answered:
+                    subscription.answered = answer.progress
+                    found.setdefault(subscription.peer, []).append(answer)
+        return [
+            (peer, Answers(answers=tuple(answers[at : at + MAX_QUESTIONS]), siblings=self._siblings))
+            for peer, answers in found.items()
+            for at in range(0, len(answers), MAX_QUESTIONS)
+        ]
+
+    # With the lock.
+
+    def _answer(self, claimant: Claimant, question: Question) -> Answer:
+        """The newest prompt with this key that agrees and has no other claimant."""
+        known = self._by_key.get(question.key, [])
+        for asked in reversed(known):
+            if asked.claimant in (None, claimant) and asked.agrees(question):
+                asked.claimant = claimant
+                return asked.answer(question.number)
+        if all(asked.ended_s is not None for asked in known):
+            return Answer(number=question.number, progress=Progress.UNKNOWN)
+        return Answer(number=question.number, progress=Progress.OVER, reason="other_prompt")
+
+    def _advance(
+        self,
+        request_id: str,
+        progress: Progress | None,
+        *,
+        params: dict[str, Any] | None = None,
+        reason: str = "",
+        is_over: bool = False,
+    ) -> None:
+        with self._lock:
+            asked = self._by_request.get(request_id)
+            if asked is None:
+                return
+            asked.ended_s = self._clock() if is_over else None
+            if progress is not None:
+                asked.progress, asked.params, asked.reason = progress, params or {}, reason
+                self._note(asked.key)
+
+    def _note(self, key: str) -> None:
+        if key in self._subscribed:
+            self._changed.add(key)
+            self.wake()
+
+    def _forget_old(self) -> None:
+        now_s = self._clock()
+        for asked in list(self._by_request.values()):
+            if asked.ended_s is None or now_s < asked.ended_s + KEPT_S:
+                break
+            self._drop(asked)
+        for claimant, subscription in list(self._subscriptions.items()):
+            if now_s < subscription.repeated_s + SUBSCRIPTION_S:
+                break
+            self._unsubscribe(claimant)
+
+    def _drop(self, asked: _Asked | None) -> None:
+        if asked is None:
+            return
+        del self._by_request[asked.request_id]
+        same = self._by_key[asked.key]
+        same.remove(asked)
+        if not same:
+            del self._by_key[asked.key]
+
+    def _subscribe(self, claimant: Claimant, subscription: _Subscription) -> None:
+        self._subscriptions[claimant] = subscription
+        self._subscribed.setdefault(subscription.question.key, set()).add(claimant)
+        if len(self._subscriptions) > MAX_SUBSCRIPTIONS:
+            self._unsubscribe(next(iter(self._subscriptions)))
+
+    def _unsubscribe(self, claimant: Claimant) -> None:
+        subscription = self._subscriptions.pop(claimant, None)
+        if subscription is None:
+            return
+        same = self._subscribed[subscription.question.key]
+        same.discard(claimant)
+        if not same:
+            del self._subscribed[subscription.question.key]

@@ -1,0 +1,227 @@
+"""A router sends both legs of a request at once: the consumer asks the producer for a prompt that is still computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.asks import announced_id
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
+
+COUNT = 4
+PROMPT = tokens(140, seed=3)
+REMOTE_DECODE = {"do_remote_decode": True}
+
+
+def leg_params(producer: Node, name: str, **changed: Any) -> dict[str, Any]:
+    """What vllm-router sends to a decoder together with the prefill."""
+    local = producer.engine.connector.scheduler_side.channel.local
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": announced_id(local.boot, local.engine_id),
+        "remote_host": "127.0.0.1",
+        "remote_port": producer.port,
+        "tp_size": 1,
+        "remote_request_id": name,
+        **changed,
+    }
+
+
+def ids(name: str) -> tuple[str, str]:
+    """The ids of both legs of a request, as vLLM makes them."""
+    return f"cmpl-{name}-0-0123abcd", f"cmpl-{name}-0-89efcdab"
+
+
+def until(nodes: tuple[Node, ...], over: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not over():
+        assert time.monotonic() < end_s
+        for node in nodes:
+            node.step()
+        time.sleep(0.001)
+
+
+def check(consumer: Node, leg: str, prompt: list[int] = PROMPT) -> None:
+    assert consumer.engine.answers[leg].tokens == expected_tokens(prompt, COUNT)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("step_tokens", [64, 256], ids=["in three steps", "in one step"])
+@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}], ids=str)
+def test_the_prompt_is_loaded_whichever_leg_comes_first(
+    make: Any, first: str, config: dict[str, Any], step_tokens: int
+) -> None:
+    config = {"max_step_tokens": step_tokens, **config}
+    producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
+    prefill, decode = ids("x")
+
+    def send_decode() -> None:
+        consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+
+    def send_prefill() -> None:
+        producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+
+    (send_prefill if first == "prefill" else send_decode)()
+    for _ in range(3):
+        consumer.step()
+    (send_decode if first == "prefill" else send_prefill)()
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("loads") == 1
+    assert consumer.engine.counted("local_recomputes") == 0
+    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+    assert producer.engine.answers[prefill].params is not None
+
+
+def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prefill, decode = ids("x")
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)  # it arrives, and no step is taken
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    questions = consumer.engine.connector.scheduler_side.channel.asking.questions
+    until((consumer,), lambda: any(x.known_by for x in questions._by_number.values()))
+    assert not consumer.engine.answers[decode].tokens
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("loads") == 1
+
+
+def settled(consumer: Node) -> bool:
+    """Whether no question is open, not even of a request that has ended."""
+    return not consumer.engine.connector.scheduler_side.channel.asking.questions._by_number
+
+
+@pytest.mark.parametrize(("policy", "computed"), [("recompute", 1), ("fail", 0)])
+def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_loads(
+    make: Any, policy: str, computed: int
+) -> None:
+    producer, consumer = make("kv_producer", max_step_tokens=64), make("kv_consumer", policy=policy)
+    prefill, decode = ids("x")
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    producer.step()
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    consumer.step()
+    producer.engine.abort(prefill)
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    assert consumer.engine.answers[decode].finish_reason == ("length" if computed else "error")
+    assert consumer.engine.counted("local_recomputes", "prefill_failed") == computed
+    assert consumer.engine.counted("failed_requests") == 1 - computed
+    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer))
+
+
+def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prefill, decode = ids("x")
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    consumer.step()
+    consumer.engine.abort(decode)
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    until((producer, consumer), lambda: producer.engine.is_whole and settled(consumer))
+    assert producer.engine.counted("leases_released", "release") == 1
+    assert consumer.engine.is_whole
+
+
+def test_a_prompt_that_no_producer_knows_is_computed_here(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.5)
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    _, decode = ids("x")
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("local_recomputes", "prompt_unknown") == 1
+    assert settled(consumer)
+
+
+def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.5)
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prefill, decode = ids("x")
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    questions = consumer.engine.connector.scheduler_side.channel.asking.questions
+    until((consumer,), lambda: any(x.known_by for x in questions._by_number.values()))
+    producer.engine.abort(prefill)
+    producer.close()
+    until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+
+
+@pytest.mark.parametrize(
+    ("changed", "prompt", "reason"),
+    [
+        ({"remote_request_id": "another"}, PROMPT, "prompt_unknown"),
+        ({"remote_engine_id": "stock"}, PROMPT, "foreign_params"),
+        ({"remote_port": 0}, PROMPT, "invalid_params"),
+        ({}, [*PROMPT[:-1], 5], "other_prompt"),
+    ],
+    ids=["another id", "no kvferry engine", "no port", "another prompt"],
+)
+def test_a_leg_that_does_not_fit_is_computed_here(
+    make: Any, changed: dict[str, Any], prompt: list[int], reason: str
+) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prefill, decode = ids("x")
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decode, prompt, leg_params(producer, "x", **changed), max_tokens=COUNT)
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode, prompt)
+    assert consumer.engine.counted("local_recomputes", reason) == 1
+    assert consumer.engine.counted("loads") == 0
+
+
+def test_prompts_of_one_id_go_to_who_has_the_same_prompt(make: Any) -> None:
+    """Siblings of `n > 1` and prompts of one batch have ids of their own; a client may give equal ids all the same."""
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prompts = [tokens(100, seed=seed) for seed in (1, 2)]
+    for n, prompt in enumerate(prompts):
+        producer.engine.add(f"cmpl-x-0-0000000{n}", prompt, REMOTE_DECODE, max_tokens=1)
+    for n, prompt in enumerate(prompts):
+        consumer.engine.add(f"cmpl-x-0-1111111{n}", prompt, leg_params(producer, "x"), max_tokens=COUNT)
+    names = [f"cmpl-x-0-1111111{n}" for n in range(2)]
+    until((producer, consumer), lambda: all(consumer.engine.answers[name].finish_reason for name in names))
+    for name, prompt in zip(names, prompts, strict=True):
+        check(consumer, name, prompt)
+    assert consumer.engine.counted("loads") == 2
+    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+
+
+def test_push_is_announced_once_a_consumer_that_can_ask_has_connected(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    first = producer.prefill("p0", PROMPT)
+    consumer.decode("d0", PROMPT, first)
+    second = producer.prefill("p1", tokens(100, seed=5))
+    assert [params["transfer_mode"] for params in (first, second)] == ["pull", "push"]
+    off = make("kv_producer", extra={"streaming": "off"})
+    params = off.prefill("q0", tokens(100, seed=8))
+    consumer.decode("e0", tokens(100, seed=8), params)
+    assert off.prefill("q1", tokens(100, seed=6))["transfer_mode"] == "pull"
+
+
+def test_a_ticket_may_come_before_the_producers_workers_have_the_orders(make: Any) -> None:
+    producer, consumer = make("kv_producer", max_step_tokens=256), make("kv_consumer")
+    prefill, decode = ids("x")
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    runner, waiting = producer.runners[0], threading.Event()
+    steps, run = iter(range(1)), runner.step
+
+    def late(*args: Any) -> Any:
+        """The step's orders reach the worker when the consumer has read the slot."""
+        for _ in steps:
+            until((consumer,), lambda: consumer.engine.counted("loads") == 1)
+            waiting.wait(0.2)
+        return run(*args)
+
+    runner.step = late
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("local_recomputes") == 0

@@ -1,0 +1,67 @@
+"""What both legs of a request have in common, and engine ids that announce more than a name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.asks import Ask, Question, announced_id, boot_of, engine_of, request_key
+from kvferry.protocol.handshake import MAX_REQUEST_BYTES, decode_request, encode
+from kvferry.protocol.ids import BootId
+
+BOOT = BootId("0123456789abcdef" * 2)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "equal"),
+    [
+        ("cmpl-x-0-0123abcd", "cmpl-x-0-89abcdef", True),
+        ("chatcmpl-x-0123abcd", "chatcmpl-x-89abcdef", True),
+        ("cmpl-x-0-0123abcd", "cmpl-x-1-89abcdef", False),
+        ("0_cmpl-x-0-0123abcd", "1_cmpl-x-0-89abcdef", False),
+        ("1_chatcmpl-x-0123abcd", "1_chatcmpl-x-89abcdef", True),
+        ("cmpl-x-0", "cmpl-x-0", True),
+        ("cmpl-x-0123ABCD", "cmpl-x-89ABCDEF", False),
+    ],
+)
+def test_legs_are_matched_by_their_ids_without_vllms_random_end(prefill: str, decode: str, equal: bool) -> None:
+    assert (request_key(prefill) == request_key(decode)) is equal
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "equal"),
+    [
+        ("cmpl-a-0-0123abcd", "cmpl-b-0-89abcdef", True),
+        ("cmpl-a-0-0123abcd", "cmpl-b-1-89abcdef", False),
+        ("0_cmpl-a-0-0123abcd", "1_cmpl-b-0-89abcdef", False),
+        ("chatcmpl-a-0123abcd", "chatcmpl-b-89abcdef", True),
+    ],
+)
+def test_with_a_transfer_id_only_the_index_in_a_batch_or_of_n_counts(prefill: str, decode: str, equal: bool) -> None:
+    assert (request_key(prefill, "t") == request_key(decode, "t")) is equal
+    assert request_key(prefill, "t") != request_key(prefill, "u")
+
+
+@given(st.text(max_size=600), st.none() | st.text(max_size=600))
+def test_a_key_of_any_id_can_be_asked_for(request_id: str, transfer_id: str | None) -> None:
+    key = request_key(request_id, transfer_id)
+    question = Question(number=1, key=key, num_tokens=5, digest="0" * 32)
+    frame = encode(Ask(asker="d", questions=(question,) * 256))
+    asked = decode_request(frame)
+    assert isinstance(asked, Ask)
+    assert asked.questions[0] == question
+    assert len(frame) < MAX_REQUEST_BYTES
+
+
+@pytest.mark.parametrize("engine_id", ["prefill-0", "a.b.c", "kvferry1.x", "ü", f"kvferry1.{BOOT}.nested"])
+def test_an_announced_id_gives_back_engine_and_boot(engine_id: str) -> None:
+    announced = announced_id(BOOT, engine_id)
+    assert (engine_of(announced), boot_of(announced)) == (engine_id, BOOT)
+
+
+@pytest.mark.parametrize(
+    "engine_id", ["", "stock", "kvferry1", f"kvferry1.{BOOT}", f"kvferry1.{BOOT}.", "kvferry1.abc.x"]
+)
+def test_other_ids_announce_nothing(engine_id: str) -> None:
+    assert (engine_of(engine_id), boot_of(engine_id)) == (engine_id, None)
