@@ -150,6 +150,7 @@ WRONG: dict[str, list[Any]] = {
     "bidirectional_kv_xfer": ["yes", "", 2, -1, 1.0, [], {}],
     "decoder_kv_blocks_ttl": [0, 0.01, 86400 * 7 + 1, NAN, "480", True],
     "kv_recompute_threshold": [-1, (1 << 30) + 1, 64.0, "64", False],
+    "streaming": ["on", "", "Auto", "true", True, 1, ["auto"], {}],
     "lease_slots": [-1, (1 << 20) + 1, 1.5, "8", False],
     "max_leased_fraction": [0, -0.5, 1.01, NAN, "0.5", True],
     "engine_ttl": [NAN, INF, "3600", True, []],

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.protocol.asks import engine_of
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.test_engine_loop import make_core
 from tests.harness.cache_engine import free_port
@@ -22,7 +23,8 @@ COUNT = 5
 
 def knows(consumer: Node, params: dict[str, Any]) -> bool:
     """Whether every worker can read from the producer of these params."""
-    key = PeerKey(params["remote_host"], params["remote_port"], params["remote_engine_id"], params["kvferry"]["boot"])
+    engine_id = engine_of(params["remote_engine_id"])
+    key = PeerKey(params["remote_host"], params["remote_port"], engine_id, params["kvferry"]["boot"])
     registries = [worker.worker_side._worker._thread.registry for worker in consumer.workers]
     return all(key in registry._ready for registry in registries)
 

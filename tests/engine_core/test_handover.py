@@ -61,19 +61,24 @@ def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(make
     assert consumer.engine.counted("loads") == 24
 
 
-LENGTHS = (47, 63, 64, 70, 95, 100, 128)
+LENGTHS = (47, 63, 64, 70, 95, 100, 111, 128)
 SHARED = (32, 64, 96)
 
 
-@pytest.mark.parametrize(("theirs", "ours", "loaded"), [(16, 32, 1), (32, 16, 5), (16, 16, 5)])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "chunk", "loaded"),
+    [(16, 32, 512, 7), (16, 32, 16, 5), (32, 16, 512, 5), (16, 16, 512, 5), (16, 16, 16, 5)],
+)
 def test_neither_the_prompt_nor_another_that_begins_alike_is_answered_from_what_was_given_back(
-    make: Any, theirs: int, ours: int, loaded: int, monkeypatch: pytest.MonkeyPatch
+    make: Any, theirs: int, ours: int, chunk: int, loaded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A producer holds what vLLM has not freed before the last chunk of the prompt."""
+
     def with_blocks_of(block_tokens: int, role: str) -> Node:
         with monkeypatch.context() as changed:
             for module in (configs, driver, node):
                 changed.setattr(module, "BLOCK_TOKENS", block_tokens)
-            made: Node = make(role, window=WINDOW, num_blocks=80)
+            made: Node = make(role, window=WINDOW, num_blocks=80, max_step_tokens=chunk)
             return made
 
     producer, consumer = with_blocks_of(theirs, "kv_producer"), with_blocks_of(ours, "kv_consumer")

@@ -96,7 +96,17 @@ def test_the_keys_are_those_that_every_nixl_router_passes_on() -> None:
     assert answer["do_remote_prefill"] is True
     assert answer["do_remote_decode"] is False
     assert answer["transfer_mode"] == "pull"
-    assert set(ours) == {"version", "boot", "lease_slot", "lease_epoch", "lease_s", "digests", "mac", "held_from"}
+    assert set(ours) == {
+        "version",
+        "boot",
+        "lease_slot",
+        "lease_epoch",
+        "lease_s",
+        "digests",
+        "mac",
+        "held_from",
+        "opens_within_s",
+    }
 
 
 @pytest.mark.parametrize("tokens", [1, 255, 256, 257, 512, 513, 1000])
@@ -185,7 +195,7 @@ def test_later_fields_have_defaults_so_that_older_producers_are_understood() -> 
         "remote_num_tokens",
         "kvferry",
     }
-    later = {"held_from"}
+    later = {"held_from", "opens_within_s"}
     assert {field.name for field in msgspec.structs.fields(Ticket) if field.required} == set(
         msgspec.structs.asdict(make_ticket())
     ) - later

@@ -70,7 +70,7 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
             [[[1]]],
         ),
     ],
-    "transfer_mode": [None, "push", "", 1, True, [], {}, "x" * 10_000],
+    "transfer_mode": [None, "Push", "", 1, True, [], {}, "x" * 10_000],
     "kvferry": ["ticket", 1, 1.5, True, [], [1]],
     "kvferry.version": [ABSENT, None, "1", 0, 2, -1, 1.5, True, [], {}],
     "kvferry.lease_slot": [ABSENT, None, "7", -1, 2**24, 1.5, True, [], {}, 2**63, 10**400],
@@ -89,6 +89,7 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
         *(["a1" * 16, "A1" * 16], ["a1" * 16, "a1" * 15], ["a1" * 16, "a1" * 16 + "\n"], [["a1" * 16], ["b2" * 16]]),
     ],
     "kvferry.held_from": [None, 0, {}, "0", [-1], [0.5], [2**41], ["0"], [None], [[0]], [0] * 65, [0] * 10**5, [1e300]],
+    "kvferry.opens_within_s": [None, "1", -0.001, 60.1, float("nan"), float("inf"), 10**400, True, [], {}],
 }
 
 

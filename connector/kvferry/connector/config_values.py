@@ -87,7 +87,7 @@ def choice(*values: str) -> Callable[[str, Any], str]:
 
     def check(key: str, value: Any) -> str:
         if value not in values:
-            raise InvalidConfig(key, value, " or ".join(map(repr, values)))
+            raise InvalidConfig(key, value, f"a choice: {' or '.join(values)}")
         return str(value)
 
     return check

@@ -74,7 +74,12 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
 
 
 class Unask(msgspec.Struct, frozen=True, kw_only=True, tag="unask"):
-    """These questions need no more answers."""
+    """These questions need no more answers.
+
+    Attributes:
+        asker: engine id of the sender.
+        numbers: of the questions.
+    """
 
     asker: Text
     numbers: Annotated[tuple[Number, ...], Meta(min_length=1, max_length=MAX_QUESTIONS)]
@@ -97,6 +102,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one question.
 
     Attributes:
+        number: of the question.
+        progress: how far the prompt is.
         params: with a ticket, the params of the producer's response, to be read as those of a router.
         reason: why it is over, as a label of metrics.
     """
@@ -111,6 +118,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):
     """Answers to some of a peer's questions.
 
     Attributes:
+        answers: one for each of these questions.
         siblings: ports of the side channels of the engine's other data-parallel ranks, on the same host.
     """
 

@@ -12,7 +12,7 @@ of a REQ socket: an empty frame, then the message.
 and the questions of `kvferry.protocol.asks`.
 
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
-message type is only sent to peers whose `version` knows it; anything else raises `CHANNEL_VERSION`.
+message type is only sent to peers that have announced it; anything else raises `CHANNEL_VERSION`.
 """
 
 from __future__ import annotations

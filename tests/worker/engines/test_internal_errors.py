@@ -101,7 +101,7 @@ def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
 ) -> None:
     producer, consumer = rig.pair()
 
-    def broken(*_: object) -> object:
+    def broken(*_: object, **__: object) -> object:
         raise ZeroDivisionError("unheard of")
 
     with monkeypatch.context() as patched:

@@ -40,7 +40,7 @@ def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str
 def test_a_description_of_another_engine_is_refused_from_any_sender(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.pair()
     other = msgspec.structs.replace(producer.description, engine_id="Q")
-    monkeypatch.setattr(SideChannelClient, "fetch_description", lambda *_: other)
+    monkeypatch.setattr(SideChannelClient, "fetch_description", lambda *_, **__: other)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
     assert consumer.fabric.calls["add_peer"] == 0
