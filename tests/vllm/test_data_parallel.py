@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from kvferry.protocol.asks import engine_of
 from scripts.accuracy.engines import Transfer
 from tests.vllm.conftest import START_S
 from tests.vllm.forked_server import ForkedServer
@@ -36,8 +37,8 @@ def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(pair: Pair, l
         counted = pair.consumer.metrics() - before
     # A prompt of another rank is not in a rank's cache: what is right was read from the rank that had it.
     assert answers == want
-    engine = params[0]["remote_engine_id"].removesuffix("_dp0")
-    assert [one["remote_engine_id"] for one in params] == [f"{engine}_dp{rank}" for rank in range(RANKS)]
+    engines = [engine_of(one["remote_engine_id"]) for one in params]
+    assert engines == [f"{engines[0].removesuffix('_dp0')}_dp{rank}" for rank in range(RANKS)]
     assert params[1]["remote_port"] == params[0]["remote_port"] + 1
     assert counted.total("vllm:kvferry_loads_total") == RANKS
     assert counted.total("vllm:kvferry_local_recomputes_total") == 0

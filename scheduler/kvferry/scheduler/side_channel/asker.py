@@ -122,7 +122,7 @@ class Asker:
                     why = "an internal error"
                     logger.exception("%s:%d could not be asked", *asked.producer)
                 else:
-                    return
+                    continue  # a question may have come while the last message was sent
                 finally:
                     if connection is not None:
                         connection.close(linger_ms=100)

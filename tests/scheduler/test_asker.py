@@ -1,0 +1,152 @@
+"""Asking producers over connections that bring answers, break, or are about to be closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
+from kvferry.protocol.errors import ConnectionEnded
+from kvferry.protocol.handshake import decode_request, encode
+from kvferry.scheduler.consumer.questions import AskCommand, Producer, StartAsking, StopAsking
+from kvferry.scheduler.side_channel import asker as module
+from kvferry.scheduler.side_channel.asker import Asker
+from kvferry.scheduler.state import Counters
+
+HOST, PORT, SIBLING = "127.0.0.1", 5600, 5601
+NEVER_S = 30.0
+
+Reply = Callable[["Network", Producer, "Ask | Unask"], "Answers | None"]
+
+
+def question(number: int) -> Question:
+    return Question(number=number, key=f"cmpl-{number}", num_tokens=5, digest="0" * 32)
+
+
+class Network:
+    """The client: its loop, connections, and producers that answer with `reply`. The engine settles tickets."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self.counters = Counters()
+        self.sent: list[tuple[Producer, Ask | Unask]] = []
+        self.answers: list[tuple[Producer, Answer]] = []
+        self.call_soon = asyncio.get_running_loop().call_soon
+        self.asker = Asker(self, "decode-0", self.counters, self.on_answer)  # type: ignore[arg-type]
+
+    def on_answer(self, producer: Producer, answer: Answer) -> None:
+        self.answers.append((producer, answer))
+        if answer.progress is Progress.TICKET:
+            self.asker.submit([StopAsking(answer.number)])
+
+    async def connect(self, host: str, port: int, max_answer_bytes: int) -> Connection:
+        return Connection(self, (host, port))
+
+    async def run(self, *commands: AskCommand) -> None:
+        """Until no producer has an open question."""
+        self.asker.submit(commands)
+        await asyncio.sleep(0)
+        while self.asker._by_producer:
+            await asyncio.sleep(0)
+
+
+class Connection:
+    """A connection to one producer."""
+
+    def __init__(self, network: Network, producer: Producer) -> None:
+        self.network, self.producer = network, producer
+        self.frames: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def send(self, frame: bytes) -> None:
+        message = decode_request(frame)
+        assert isinstance(message, (Ask, Unask))
+        self.network.sent.append((self.producer, message))
+        try:
+            answers = self.network.reply(self.network, self.producer, message)
+        except ConnectionEnded:
+            self.frames.put_nowait(None)
+        else:
+            if answers is not None:
+                self.frames.put_nowait(encode(answers))
+        await asyncio.sleep(0)
+
+    async def receive(self) -> bytes:
+        frame = await self.frames.get()
+        if frame is None:
+            raise ConnectionEnded("the test cut it")
+        return frame
+
+    def close(self, linger_ms: int) -> None:
+        assert linger_ms
+
+
+def answered(message: Ask, progress: Progress, siblings: tuple[int, ...] = ()) -> Answers:
+    return Answers(
+        answers=tuple(Answer(number=asked.number, progress=progress) for asked in message.questions), siblings=siblings
+    )
+
+
+def play(reply: Reply, *commands: AskCommand) -> Network:
+    async def run() -> Network:
+        network = Network(reply)
+        await asyncio.wait_for(network.run(*commands), NEVER_S)
+        return network
+
+    return asyncio.run(run())
+
+
+def asked_of(network: Network, producer: Producer) -> list[int]:
+    messages = [message for to, message in network.sent if to == producer and isinstance(message, Ask)]
+    return [asked.number for message in messages for asked in message.questions]
+
+
+def test_a_question_that_comes_while_the_last_one_is_taken_back_is_asked() -> None:
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        if isinstance(message, Ask):
+            return answered(message, Progress.TICKET)
+        if message.numbers == (1,):
+            network.asker.submit([StartAsking(producer, question(2))])
+        return None
+
+    network = play(reply, StartAsking((HOST, PORT), question(1)))
+    assert asked_of(network, (HOST, PORT)) == [1, 2]
+    assert [answer.number for _, answer in network.answers] == [1, 2]
+
+
+def test_a_connection_that_breaks_is_made_again_and_all_open_questions_are_repeated() -> None:
+    breaks = [True]
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        if breaks:
+            breaks.clear()
+            raise ConnectionEnded("the test cut it")
+        return answered(message, Progress.TICKET) if isinstance(message, Ask) else None
+
+    network = play(reply, *(StartAsking((HOST, PORT), question(number)) for number in (1, 2)))
+    assert asked_of(network, (HOST, PORT)) == [1, 2, 1, 2]
+    found = [answer.progress for _, answer in network.answers]
+    assert found == [Progress.UNKNOWN] * 2 + [Progress.TICKET] * 2
+    assert network.counters.total("side_channel_errors") == 1
+
+
+def test_what_one_rank_does_not_know_is_asked_of_its_siblings_and_taken_back_from_both() -> None:
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        if isinstance(message, Unask):
+            return None
+        known = producer == (HOST, SIBLING)
+        return answered(message, Progress.TICKET if known else Progress.UNKNOWN, () if known else (PORT, SIBLING))
+
+    network = play(reply, StartAsking((HOST, PORT), question(1)))
+    assert asked_of(network, (HOST, PORT)) == asked_of(network, (HOST, SIBLING)) == [1]
+    assert {to for to, message in network.sent if isinstance(message, Unask)} == {(HOST, PORT), (HOST, SIBLING)}
+
+
+def test_no_more_producers_are_asked_at_once_than_the_limit() -> None:
+    many = [StartAsking((HOST, number + 1), question(number)) for number in range(module.MAX_PRODUCERS + 1)]
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        return answered(message, Progress.TICKET) if isinstance(message, Ask) else None
+
+    network = play(reply, *many)
+    assert len({to for to, _ in network.sent}) == module.MAX_PRODUCERS
+    assert network.counters.total("side_channel_errors") == 1
