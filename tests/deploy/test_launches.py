@@ -40,7 +40,7 @@ def role_of(launch: Launch) -> str:
 
 def test_vllm_understands_every_engines_command_line() -> None:
     of_pages = [launch for launch in DOCUMENTED if launch.is_engine]
-    assert len(of_pages) >= 4
+    assert len(of_pages) >= 2
     understood = [line.split() for line in parsed_by_vllm([*ENGINES, *of_pages])]
     for launch, line in zip(ENGINES, understood, strict=False):
         assert line == [launch.words[2], launch.option("--port"), "300", role_of(launch), "recompute"]

@@ -56,8 +56,8 @@ def test_a_batch_through_the_router_answers_every_prompt_with_its_own_text(pair:
         assert several.status_code == 200, several.text
         assert len(several.json()["choices"]) == 2
     moved = pair.consumer.metrics() - before
-    # The router sends both legs at once, so that each prompt of the batch, and each sibling of n=2, has a lease of its own.
-    assert moved.total("vllm:kvferry_loads_total") == len(prompts)
+    # The router sends both legs at once, so each prompt of the batch, and each sibling of n=2, has a lease of its own.
+    assert moved.total("vllm:kvferry_loads_total") == len(prompts) + 2
     assert moved.total("vllm:kvferry_local_recomputes_total") == 0
     # Siblings' leases are bounded, and counted when they end.
     opened = (pair.producer.metrics() - before_p).total("vllm:kvferry_leases_opened_total")
