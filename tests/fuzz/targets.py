@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvferry.protocol.asks import Answers, Ask, Unask, decode_answers
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.description_json import (
     EngineJson,
@@ -40,11 +41,14 @@ from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, enco
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.worker.fabric.agent import open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import InvalidMetadata
 from tests.fuzz.mutation import Source, mutate
 from tests.fuzz.plan_targets import connecting, pairing, planning
 from tests.protocol.samples import (
+    ANSWERS,
+    ASKS,
     DONE,
     KEY,
     REPLIES,
@@ -70,11 +74,22 @@ def check_refusal(refused: InputError | InvalidMetadata) -> None:
     str(refused).encode()
 
 
-def use_request(found: Hello | Renew | Release) -> None:
+def use_request(found: Hello | Renew | Release | Ask | Unask) -> None:
     """As the listener does."""
-    for name in () if isinstance(found, Hello) else found.leases:
+    asked = AskedPrompts()
+    if isinstance(found, Ask):
+        assert len(asked.ask(b"peer", found).answers) == len(found.questions)
+    elif isinstance(found, Unask):
+        asked.unask(found)
+    for name in found.leases if isinstance(found, (Renew, Release)) else ():
         assert epoch_to_text(epoch_from_text(name.epoch)) == name.epoch
         assert epoch_from_text(name.epoch)
+
+
+def use_answers(found: Answers) -> None:
+    """As the asker's engine does."""
+    for answer in found.answers:
+        use_params(answer.params)
 
 
 def use_reply(found: EngineDescription | Refused) -> None:
@@ -94,7 +109,8 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[str, Format] = {
-    "request": Format(REQUESTS, encode, decode_request, use_request),
+    "request": Format((*REQUESTS, *ASKS), encode, decode_request, use_request),
+    "answers": Format((ANSWERS,), encode, decode_answers, use_answers),
     "reply": Format(REPLIES, encode, decode_reply, use_reply),
     "worker": Format((make_worker(),), encode, decode_worker),
     "notification": Format((DONE,), encode_notification, decode_notification, magic=MAGIC),
@@ -150,7 +166,9 @@ def use_params(raw: Any) -> None:
     if not isinstance(found, RemotePrefill):
         return None
     assert len(raw) <= MAX_KEYS
-    again = read_params(json.loads(json.dumps(found.to_json()), parse_int=float))
+    opens_within_s = found.kvferry.opens_within_s
+    plain = found.to_json(at_once=found.transfer_mode == "push", opens_within_s=opens_within_s)
+    again = read_params(json.loads(json.dumps(plain), parse_int=float))
     assert again == found
     prompt = Prompt(tokens=range(300))
     assert 0 <= shared_tokens(prompt, found.kvferry.digests, found.remote_num_tokens) <= found.remote_num_tokens
@@ -162,7 +180,9 @@ def use_params(raw: Any) -> None:
     covered = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_num_tokens")
     assert all(getattr(found, name) == getattr(SIGNED, name) for name in covered), "a MAC of other params"
     assert round(found.kvferry.lease_s * 1000) == round(SIGNED.kvferry.lease_s * 1000)
-    assert found.kvferry == msgspec.structs.replace(SIGNED.kvferry, lease_s=found.kvferry.lease_s)
+    assert found.kvferry == msgspec.structs.replace(
+        SIGNED.kvferry, lease_s=found.kvferry.lease_s, opens_within_s=opens_within_s
+    )
     return None
 
 

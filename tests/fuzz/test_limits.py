@@ -14,6 +14,7 @@ from kvferry.plan import planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
 from kvferry.protocol import description_json, handshake
+from kvferry.protocol.asks import MAX_QUESTIONS, Ask
 from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
 from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, Place, Range
@@ -44,6 +45,7 @@ from tests.protocol.samples import (
     BOOT,
     DONE,
     EPOCH,
+    QUESTIONS,
     make_description,
     make_params,
     make_tensor,
@@ -59,6 +61,10 @@ def read_changed(**changes: Any) -> object:
 def renewals(count: int) -> object:
     lease = LeaseName(slot=1, epoch=EPOCH)
     return decode_request(encode(Renew(boot=BOOT, leases=(lease,) * count)))
+
+
+def questions(count: int) -> object:
+    return decode_request(encode(Ask(asker="decode-0", questions=QUESTIONS[:1] * count)))
 
 
 def digests(count: int) -> object:
@@ -111,6 +117,7 @@ AT_LIMIT: dict[str, tuple[Callable[[int], object], int, type[InputError]]] = {
     "characters of a name": (lambda n: read_changed(remote_host="x" * n), 512, InvalidParams),
     "a port": (lambda n: read_changed(remote_port=n), 65535, InvalidParams),
     "leases of a renewal": (renewals, MAX_RENEWALS, InvalidMessage),
+    "questions of a message": (questions, MAX_QUESTIONS, InvalidMessage),
     "workers": (workers, MAX_WORKERS, InvalidMessage),
     "tensors of a worker": (tensors, MAX_TENSORS, InvalidMessage),
     "tensors of an engine": (tensors_of_all, MAX_ENGINE_TENSORS, InvalidMessage),

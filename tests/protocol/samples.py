@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import (
@@ -146,6 +147,15 @@ REQUESTS: tuple[Hello | Renew | Release, ...] = (
     HELLO,
     Renew(boot=BOOT, leases=LEASES),
     Release(boot=BOOT, leases=LEASES[:1]),
+)
+QUESTIONS = tuple(Question(number=n, key=f"cmpl-{n}", num_tokens=300, digest="ab" * 16) for n in (5, 6))
+ASKS: tuple[Ask | Unask, ...] = (Ask(asker="decode-3", questions=QUESTIONS), Unask(asker="decode-3", numbers=(5, 6)))
+ANSWERS = Answers(
+    answers=(
+        Answer(number=5, progress=Progress.TICKET, params=make_params().to_json(opens_within_s=10.0)),
+        Answer(number=6, progress=Progress.OVER, reason="no_lease"),
+    ),
+    siblings=(5601, 5602),
 )
 REPLIES: tuple[EngineDescription | Refused, ...] = (
     make_description(),

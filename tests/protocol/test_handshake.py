@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.protocol.asks import decode_answers
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
     MAX_RENEWALS,
@@ -25,6 +26,8 @@ from kvferry.protocol.handshake import (
 )
 from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused, wrong_values
 from tests.protocol.samples import (
+    ANSWERS,
+    ASKS,
     BOOT,
     EPOCH,
     HELLO,
@@ -38,7 +41,8 @@ from tests.protocol.samples import (
 
 Decode = Callable[[bytes], Any]
 DECODERS: list[tuple[Decode, bytes]] = [
-    *((decode_request, encode(request)) for request in REQUESTS),
+    *((decode_request, encode(request)) for request in (*REQUESTS, *ASKS)),
+    (decode_answers, encode(ANSWERS)),
     *((decode_reply, encode(reply)) for reply in REPLIES),
     (decode_worker, encode(make_worker())),
 ]
@@ -65,7 +69,8 @@ def test_the_bytes_of_a_renewal_and_a_release_are_these() -> None:
 def test_unknown_fields_are_ignored_at_every_level() -> None:
     def extended(value: Any) -> Any:
         if isinstance(value, dict):
-            return {"before": [{}], **{key: extended(inner) for key, inner in value.items()}, "after": 2**63}
+            inner = {key: extended(inner) if key != "params" else inner for key, inner in value.items()}
+            return {"before": [{}], **inner, "after": 2**63}
         if isinstance(value, list):
             return [extended(inner) for inner in value]
         return value
@@ -110,6 +115,22 @@ WRONG_REQUEST: dict[str, list[object]] = {
     "leases.0.slot": [..., None, -1, 2**24, 1.5, "7", True],
     "leases.0.epoch": [..., None, "", "0" * 15, "f" * 16, "F" * 15, "f" * 15 + "\n", 7],
 }
+WRONG_ASK: dict[str, list[object]] = {
+    "asker": TEXTS,
+    "questions": [..., None, [], {}, "x", [7], [None]],
+    "questions.1.number": [..., None, -1, 2**53, 1.5, "7", True],
+    "questions.1.key": [..., None, "", 7, "x" * 257, "a\nb", "a\n", "\N{SNOWMAN}"],
+    "questions.1.num_tokens": [..., *SIZES],
+    "questions.1.digest": HEX,
+}
+WRONG_ANSWERS: dict[str, list[object]] = {
+    "answers": [..., None, {}, "x", [7], [None]],
+    "answers.0.number": [..., None, -1, 2**53, 1.5, "7", True],
+    "answers.0.progress": [..., None, "", "Ticket", 7, []],
+    "answers.0.params": [None, 7, "x", []],
+    "answers.1.reason": [None, 7, "x" * 65, "No", "a\nb", "a\n"],
+    "siblings": [None, {}, 5601, [0], [65536], ["5601"], [5601] * 1025],
+}
 WRONG_ENGINE: dict[str, list[object]] = {
     "version": SIZES,
     "engine_id": TEXTS,
@@ -146,6 +167,13 @@ WRONG_ENGINE: dict[str, list[object]] = {
         (decode_request, encode(HELLO), {"version": SIZES, "engine_id": TEXTS, "asker": TEXTS}),
         (decode_request, encode(REQUESTS[1]), WRONG_REQUEST),
         (decode_request, encode(REQUESTS[2]), WRONG_REQUEST),
+        (decode_request, encode(ASKS[0]), WRONG_ASK),
+        (
+            decode_request,
+            encode(ASKS[1]),
+            {"asker": TEXTS, "numbers": [..., None, [], [-1], ["5"], [1] * 257]},
+        ),
+        (decode_answers, encode(ANSWERS), WRONG_ANSWERS),
         (decode_reply, encode(make_description()), WRONG_ENGINE),
         (decode_reply, encode(REPLIES[1]), {"field": TEXTS, "value": [..., None, 7, "x" * 513]}),
     ],

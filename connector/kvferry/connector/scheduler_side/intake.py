@@ -112,9 +112,12 @@ class RequestIntake:
                 logger.warning("req=%s fails: the producer's request was aborted or has failed", request.request_id)
                 self._counters.add("failed_requests")
                 self._asking.failing.add(request.request_id)
-        except InputError as invalid:
+        except Exception as error:
+            # As in `receive`: what a peer has sent must not end the engine's loop.
+            if not isinstance(error, InputError):
+                logger.exception("req=%s: an internal error in its params", settled.request_id)
             if request is not None and settled.waits:
-                self._compute_here(request, "invalid_params", str(invalid))
+                self._compute_here(request, "invalid_params", str(error))
 
     def allocated(self, request_id: str) -> None:
         """The request has its own references on its blocks, or is over: release this engine's lease that kept them."""
