@@ -116,6 +116,42 @@ def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_load
     until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer))
 
 
+@pytest.mark.parametrize(
+    "ticket",
+    [{}, REMOTE_DECODE, {"do_remote_prefill": True}, {"do_remote_prefill": True, "kvferry": {"version": 1}}],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_ticket_that_cannot_be_used_costs_a_prefill(make: Any, ticket: dict[str, Any], policy: str) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer", policy=policy)
+    prefill, decode = ids("x")
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    asked = producer.engine.connector.scheduler_side._offers._asked
+    asked.ticket(prefill, ticket)
+    until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    reasons = ("invalid_params", "foreign_params")
+    assert sum(consumer.engine.counted("local_recomputes", reason) for reason in reasons) == 1
+
+
+def test_an_internal_error_in_an_answer_costs_a_prefill_and_not_the_engine(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prefill, decode = ids("x")
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+
+    def broken(_: object) -> object:
+        raise ZeroDivisionError("unheard of")
+
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.intake.read_params", broken)
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("local_recomputes", "invalid_params") == 1
+
+
 def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
