@@ -200,20 +200,39 @@ class EngineLoop:
     def __init__(self) -> None:
         self._core: Any = None
         self._is_reported = False
+        self._is_waiting = False
 
     def wake(self) -> None:
-        """Wake the loop, so that it checks whether it must step."""
-        self._try(lambda core: core.input_queue.put_nowait((_wakeup(), None)))
+        """Wake the loop, so that it checks whether it must step; if it is in `wait` of this object, end only that."""
+        self._try(self._wake)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait on the loop's own thread until there is input for it (`wake` is input too), at most `timeout_s`."""
-        self._try(lambda core: _wait_until_filled(core.input_queue, timeout_s))
+    def wait(self, timeout_s: float) -> bool:
+        """Wait on the loop's own thread for `wake`, at most `timeout_s`. Returns whether the loop may go on waiting:
+        there is no input for it."""
+        return bool(self._try(lambda core: self._wait(core.input_queue, timeout_s)))
 
     @property
     def is_paused(self) -> bool:
         """Whether the engine is paused. vLLM's loop asks this through the connector before it sleeps, so it is here
         that the loop is first looked for."""
         return bool(self._try(lambda core: core.is_scheduler_paused()))
+
+    def _wake(self, core: Any) -> None:
+        with core.input_queue.not_empty:
+            if self._is_waiting:
+                core.input_queue.not_empty.notify()
+                return
+        core.input_queue.put_nowait((_wakeup(), None))
+
+    def _wait(self, queue: Any, timeout_s: float) -> bool:
+        with queue.not_empty:
+            if not queue.queue:
+                self._is_waiting = True
+                try:
+                    queue.not_empty.wait(timeout_s)
+                finally:
+                    self._is_waiting = False
+            return not queue.queue
 
     def _try(self, call: Callable[[Any], Any]) -> Any:
         """The result of `call` with the engine core; None, and one line in the log, if that fails."""
@@ -244,12 +263,6 @@ def _find_core() -> Any:
     (core,) = cores.values()
     _ = core.is_scheduler_paused, core.input_queue.put_nowait, core.input_queue.not_empty, _wakeup()
     return core
-
-
-def _wait_until_filled(waiting: Any, timeout_s: float) -> None:
-    with waiting.not_empty:
-        if not waiting.queue:
-            waiting.not_empty.wait(timeout_s)
 
 
 def _wakeup() -> Any:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LONGEST_WAIT_S = 15.0
-"""Longest wait of the engine's loop for answers; the connector's other work in an idle engine can wait that long."""
+"""Longest time that the engine's loop waits for answers between two steps; the connector's other work in an idle engine
+can wait that long."""
 
 
 class Settled(NamedTuple):
@@ -57,6 +58,7 @@ class Asking:
         self._fails: list[str] = []
         self._loop = loop
         self._may_wait = may_wait
+        self._wait_until_s: float | None = None
         self._answers: collections.deque[tuple[Producer, Answer]] = collections.deque()
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
@@ -83,23 +85,31 @@ class Asking:
             self.failing.discard(request_id)
             self._fails.append(request_id)
 
-    def take_fails(self) -> tuple[str, ...]:
-        """The requests for the workers to report as failed, since the last call."""
+    def begin_step(self) -> tuple[str, ...]:
+        """A step begins. Returns the requests for the workers to report as failed in it."""
+        self._wait_until_s = None
         fails, self._fails = self._fails, []
         return tuple(fails)
 
-    def wait(self, num_requests: int) -> None:
-        """Wait for news if all of the engine's requests wait for answers.
+    def wait(self, num_requests: int) -> bool:
+        """Wait for answers, if all of the engine's requests wait for them.
 
         Args:
             num_requests: that have not ended.
+
+        Returns:
+            Whether there may be something to `take`. If not, the engine must step.
         """
+        if not self._may_wait or num_requests > len(self.questions):
+            return False
+        now_s = time.monotonic()
+        if self._wait_until_s is None:
+            self._wait_until_s = now_s + LONGEST_WAIT_S
+        if now_s >= self._wait_until_s:
+            return False
         next_s = self.questions.next_s()
-        if not self._may_wait or num_requests > len(self.questions) or self._answers:
-            return
-        timeout_s = LONGEST_WAIT_S if next_s is None else min(LONGEST_WAIT_S, next_s - time.monotonic())
-        if timeout_s > 0:
-            self._loop.wait(timeout_s)
+        timeout_s = (self._wait_until_s if next_s is None else min(self._wait_until_s, next_s)) - now_s
+        return bool(self._answers) or timeout_s <= 0 or self._loop.wait(timeout_s)
 
     def take(self) -> Iterator[Settled]:
         """The questions that were settled since the last call."""

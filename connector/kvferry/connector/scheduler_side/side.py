@@ -117,12 +117,14 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step, if the
         request needs a lease and a slot may be free by then."""
-        if request.request_id in self.channel.asking.questions:
-            self.channel.asking.wait(len(self.eviction.requests.by_id))
+        asking = self.channel.asking
+        if request.request_id in asking.questions:
             self._take_answers()
-            if request.request_id in self.channel.asking.questions:
+            while request.request_id in asking.questions and self._wait_for_answers():
+                self._take_answers()
+            if request.request_id in asking.questions:
                 return None
-        if request.request_id in self.channel.asking.failing:
+        if request.request_id in asking.failing:
             return 1
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.slots.free and self._idle.has_news:
@@ -193,7 +195,7 @@ class SchedulerSide:
         self.eviction.evict()
         may_expire = not self._idle.is_waking  # otherwise leases that were read while idle would count as expired
         boot, now_s = self.channel.local.boot, time.monotonic()
-        fails = self.channel.asking.take_fails()
+        fails = self.channel.asking.begin_step()
         orders = next_orders(self.leases, self.loads, boot, now_s, fails, may_expire=may_expire)
         self.monitor.poll()
         metadata = _NOTHING
@@ -231,7 +233,11 @@ class SchedulerSide:
     # Other hooks.
 
     def must_step(self) -> bool:
-        """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""
+        """Whether the engine must step although it has no request. If not, it is idle, even with held leases.
+
+        Answers need no step: an idle engine gives the tickets of requests that have ended back at once.
+        """
+        self._take_answers()
         return self.channel.poll() or self._idle.must_step()
 
     def reset(self) -> bool:
@@ -260,6 +266,10 @@ class SchedulerSide:
         self.tracing.close()
 
     # Helpers.
+
+    def _wait_for_answers(self) -> bool:
+        """Wait for answers while the engine has nothing else to do. Returns False if it must step."""
+        return not self._idle.must_step() and self.channel.asking.wait(len(self.eviction.requests.by_id))
 
     def _take_answers(self) -> None:
         """Apply the answers to questions: their requests load with the ticket, or are computed here."""

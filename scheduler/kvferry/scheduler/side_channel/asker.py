@@ -22,7 +22,7 @@ from kvferry.protocol.asks import (
     Unask,
     decode_answers,
 )
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
@@ -136,20 +136,27 @@ class Asker:
                 del self._by_producer[asked.producer]
 
     async def _converse(self, asked: _Asked, connection: Connection) -> None:
-        """Send questions and pass on answers, until no question is open. Raises `KvferryError`."""
+        """Send questions and pass on answers, until no question is open. Raises `KvferryError`, also if the producer
+        has answered nothing from one repetition to the next: its host may be gone."""
         received = asyncio.ensure_future(connection.receive())
+        clock = asyncio.get_running_loop().time
+        repeat_s, has_answered = clock() + REPEAT_S, False
         try:
             while asked.questions:
                 await self._send(asked, connection)
                 news = asyncio.ensure_future(asked.news.wait())
                 try:
-                    await asyncio.wait((received, news), timeout=REPEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                    timeout_s = max(0.0, repeat_s - clock())
+                    await asyncio.wait((received, news), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     news.cancel()
                 if received.done():
                     self._take(asked, received.result())
-                    received = asyncio.ensure_future(connection.receive())
-                elif not asked.news.is_set():
+                    received, has_answered = asyncio.ensure_future(connection.receive()), True
+                if clock() >= repeat_s:
+                    if not has_answered:
+                        raise HandshakeFailed(f"has not answered for {REPEAT_S:g} s")
+                    repeat_s, has_answered = clock() + REPEAT_S, False
                     asked.unsent = list(asked.questions.values())
             await self._send(asked, connection)
         finally:
