@@ -152,14 +152,17 @@ def test_an_internal_error_in_an_answer_costs_a_prefill_and_not_the_engine(
     assert consumer.engine.counted("local_recomputes", "invalid_params") == 1
 
 
-def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back(make: Any) -> None:
+def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back_without_a_step(make: Any) -> None:
+    """The consumer has no request then, so its loop takes no step either."""
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     consumer.step()
     consumer.engine.abort(decode)
+    while consumer.go_on():
+        pass
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    until((producer, consumer), lambda: producer.engine.is_whole and settled(consumer))
+    until((producer,), lambda: not consumer.must_step and producer.engine.is_whole and settled(consumer))
     assert producer.engine.counted("leases_released", "release") == 1
     assert consumer.engine.is_whole
 
@@ -185,10 +188,11 @@ def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     questions = consumer.engine.connector.scheduler_side.channel.asking.questions
     until((consumer,), lambda: any(x.known_by for x in questions._by_number.values()))
-    producer.engine.abort(prefill)
-    producer.close()
+    producer.engine.connector.scheduler_side.channel.listener.close()
     until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)
+    assert consumer.engine.counted("local_recomputes", "prompt_unknown") == 1
+    producer.engine.abort(prefill)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +232,30 @@ def test_prompts_of_one_id_go_to_who_has_the_same_prompt(make: Any) -> None:
         check(consumer, name, prompt)
     assert consumer.engine.counted("loads") == 2
     until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+
+
+def test_a_prompt_of_another_data_parallel_rank_is_found(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router's answers name one rank; vLLM's front end has given this prompt to another."""
+    consumer, there = make("kv_consumer"), make("kv_producer")
+    monkeypatch.setattr("kvferry.connector.scheduler_side.side.sibling_ports", lambda config: (there.port,))
+    named = make("kv_producer")
+    prefill, decode = ids("x")
+    consumer.engine.add(decode, PROMPT, leg_params(named, "x"), max_tokens=COUNT)
+    there.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    until((there, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("loads") == 1
+    until((there, consumer), lambda: there.engine.is_whole and settled(consumer))
+
+
+def test_a_producer_that_announces_nothing_answers_all_the_same(make: Any) -> None:
+    producer, consumer = make("kv_producer", extra={"streaming": "off"}), make("kv_consumer")
+    prefill, decode = ids("x")
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("loads") == 1
 
 
 def test_push_is_announced_once_a_consumer_that_can_ask_has_connected(make: Any) -> None:

@@ -1,4 +1,5 @@
-"""An idle engine is woken once in a while; a paused one is not idle before its leases are over."""
+"""An idle engine is woken once in a while; a paused one is not idle before its leases are over; one whose requests all
+wait for answers takes no step."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any
 
@@ -14,8 +16,10 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvferry.connector.vllm_internals import EngineLoop
+from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
 from tests.harness.core.scheduler import tokens
+from tests.waiting import wait_until
 
 LEASE_S = 1.2
 
@@ -93,3 +97,48 @@ def test_a_pause_is_complete_when_no_lease_is_held_any_more_and_then_caches_can_
     core.resume_scheduler()
     prefill(node, "q", tokens(100))
     assert not core.has_work(), "it is idle again"
+
+
+def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_matters(
+    make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step makes vLLM's workers spin for a second."""
+    monkeypatch.setattr("kvferry.scheduler.side_channel.asker.REPEAT_S", 0.02)
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    make_core(consumer.engine.scheduler)
+    names, prompts = [ids(f"x{n}") for n in range(3)], [tokens(100, seed=n) for n in range(3)]
+    for (prefilled, _), prompt in zip(names, prompts, strict=True):
+        producer.engine.add(prefilled, prompt, REMOTE_DECODE, max_tokens=1)  # queued, until a step is taken
+    for n, (_, decoded) in enumerate(names):
+        consumer.engine.add(decoded, prompts[n], leg_params(producer, f"x{n}"), max_tokens=1)
+    asker, answers = consumer.engine.connector.scheduler_side.channel._asker, []
+    take = asker._on_answer
+
+    def on_answer(*answer: Any) -> None:
+        take(*answer)
+        answers.append(answer)
+
+    monkeypatch.setattr(asker, "_on_answer", on_answer)
+    with ThreadPoolExecutor(1) as loop:
+        step = loop.submit(consumer.step)
+        wait_until(lambda: len(answers) > 20, "the questions were repeated")
+        assert not step.done()
+        producer.step()
+        step.result(60.0)
+    until((producer, consumer), lambda: all(consumer.engine.answers[name].finish_reason for _, name in names))
+    assert consumer.engine.counted("loads") == len(names)
+
+
+def test_a_request_for_the_engine_ends_the_wait_for_answers(make: Any, make_core: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    core = make_core(consumer.engine.scheduler)
+    prefilled, decoded = ids("x")
+    producer.engine.add(prefilled, tokens(100), REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decoded, tokens(100), leg_params(producer, "x"), max_tokens=1)
+    with ThreadPoolExecutor(1) as loop:
+        step = loop.submit(consumer.step)
+        questions = consumer.engine.connector.scheduler_side.channel.asking.questions
+        wait_until(lambda: any(x.known_by for x in questions._by_number.values()), "it is queued")
+        core.input_queue.put_nowait("a request")
+        step.result(60.0)
+    assert not consumer.engine.answers[decoded].tokens

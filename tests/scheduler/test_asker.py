@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
 from kvferry.protocol.errors import ConnectionEnded
 from kvferry.protocol.handshake import decode_request, encode
@@ -149,4 +151,46 @@ def test_no_more_producers_are_asked_at_once_than_the_limit() -> None:
 
     network = play(reply, *many)
     assert len({to for to, _ in network.sent}) == module.MAX_PRODUCERS
+    assert network.counters.total("side_channel_errors") == 1
+
+
+def test_questions_are_repeated_although_news_comes_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer forgets a question that is not repeated."""
+    monkeypatch.setattr(module, "REPEAT_S", 0.05)
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        if not isinstance(message, Ask):
+            return None
+        newest = max(asked.number for asked in message.questions)
+        asyncio.get_running_loop().call_later(
+            0.005, network.asker.submit, [StartAsking(producer, question(newest + 1))]
+        )
+        is_over = asked_of(network, producer).count(1) == 3
+        return answered(message, Progress.TICKET if is_over else Progress.QUEUED)
+
+    async def run() -> None:
+        network = Network(reply)
+        network.asker.submit([StartAsking((HOST, PORT), question(1))])
+        while asked_of(network, (HOST, PORT)).count(1) < 3:
+            await asyncio.sleep(0.001)
+        assert network.counters.total("side_channel_errors") == 0
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))
+
+
+def test_a_producer_that_answers_no_more_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is gone ends no connection."""
+    monkeypatch.setattr(module, "REPEAT_S", 0.05)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.001)
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        if not isinstance(message, Ask):
+            return None
+        times = asked_of(network, producer).count(1)
+        if times == 1:
+            return answered(message, Progress.QUEUED)
+        return answered(message, Progress.TICKET) if times > 2 else None
+
+    network = play(reply, StartAsking((HOST, PORT), question(1)))
+    assert [answer.progress for _, answer in network.answers] == [Progress.QUEUED, Progress.UNKNOWN, Progress.TICKET]
     assert network.counters.total("side_channel_errors") == 1
