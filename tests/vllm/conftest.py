@@ -52,7 +52,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(model: Path, logs: Path) -> Iterator[Pair]:
     """A producer and a consumer, both kvferry, with `recompute`."""
-    short = {"kv_lease_duration": 12.0}  # yet longer than a busy machine takes from an answer to the next request
+    checked = {"debug_check_integrity": True}
+    short = {
+        "kv_lease_duration": 12.0,
+        **checked,
+    }  # yet longer than a busy machine takes from an answer to the next request
     debug = {"VLLM_LOGGING_LEVEL": "DEBUG"}
     transfer = Transfer("kv_producer", extra_config=short)
     prefill = EngineSpec("prefill", str(model), transfer=transfer, extra_env=debug)
@@ -61,7 +65,7 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         str(model),
         devices=("1",),
         # A machine that is busy with other engines must not decide.
-        transfer=Transfer("kv_consumer", extra_config={"handshake_timeout_s": 15}),
+        transfer=Transfer("kv_consumer", extra_config={"handshake_timeout_s": 15, **checked}),
         extra_env=debug,
     )
     with ExitStack() as running:

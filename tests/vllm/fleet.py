@@ -19,6 +19,7 @@ from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.engines import EngineSpec, Transfer
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.load import TIMEOUT_S, Outage, Outcome, Tokens, ask, body_of, prompt_of
+from tests.vllm.pair import Server
 from tests.waiting import wait_until
 
 START_S = 300.0
@@ -131,11 +132,11 @@ def check_idle(name: str, producers: Sequence[ForkedServer], consumers: Sequence
     """
     servers = (*producers, *consumers)
     for server in servers:
-        wait_until(partial(_is_idle, server), f"{server.spec.name} is idle: {_held(server)}", SETTLE_S)
+        wait_until(partial(is_idle, server), f"{server.spec.name} is idle: {_held(server)}", SETTLE_S)
     for number, (producer, consumer) in enumerate((p, c) for p in producers for c in consumers):
         _check_pair(f"{name}, idle, {number}", producer, consumer)
     for server in servers:
-        wait_until(partial(_is_idle, server), f"{server.spec.name} is idle again", SETTLE_S)
+        wait_until(partial(is_idle, server), f"{server.spec.name} is idle again", SETTLE_S)
         assert httpx.get(server.base_url + "/health", timeout=TIMEOUT_S, trust_env=False).status_code == 200
         assert server.metrics().total("vllm:kvferry_integrity_errors_total") == 0
         assert not (bad := _bad_lines(server)), f"{server.log_path}:\n" + "\n".join(bad)
@@ -172,7 +173,7 @@ def _bad_lines(server: ForkedServer) -> list[str]:
     return [line for line in bad if _ENDED_BY_POLICY not in line]
 
 
-def _held(server: ForkedServer) -> dict[str, float]:
+def _held(server: Server) -> dict[str, float]:
     """Counts of everything that an engine still holds, by kind."""
     seen = server.metrics()
     return {
@@ -183,7 +184,8 @@ def _held(server: ForkedServer) -> dict[str, float]:
     }
 
 
-def _is_idle(server: ForkedServer) -> bool:
+def is_idle(server: Server) -> bool:
+    """Whether an engine holds nothing, as of its last step."""
     return not any(_held(server).values())
 
 
