@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.protocol.asks import Answer, Progress
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
 from tests.harness.core.scheduler import tokens
@@ -142,3 +143,21 @@ def test_a_request_for_the_engine_ends_the_wait_for_answers(make: Any, make_core
         core.input_queue.put_nowait("a request")
         step.result(60.0)
     assert not consumer.engine.answers[decoded].tokens
+
+
+def test_answers_that_come_during_a_step_wake_the_loop_once_and_none_hides_a_ticket(make: Any, make_core: Any) -> None:
+    consumer, named = make("kv_consumer"), make("kv_producer")
+    core = make_core()
+    prefilled, decoded = ids("x")
+    asking = consumer.engine.connector.scheduler_side.channel.asking
+    consumer.engine.add(decoded, tokens(100), leg_params(named, "x"), max_tokens=1)
+    producer = ("127.0.0.1", named.port)
+    (number,) = asking.questions._by_number
+    params = named.prefill(prefilled, tokens(100))
+    wait_until(lambda: asking._answers, "the producer has answered")
+    asking.on_answer(producer, Answer(number=number, progress=Progress.TICKET, params=params))
+    for _ in range(100):
+        asking.on_answer(producer, Answer(number=number, progress=Progress.UNKNOWN))
+    assert core.input_queue.qsize() == 1
+    until((named, consumer), lambda: consumer.engine.answers[decoded].finish_reason is not None)
+    assert consumer.engine.counted("loads") == 1

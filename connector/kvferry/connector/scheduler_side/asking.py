@@ -7,7 +7,7 @@ all requests of an engine wait for answers, its loop waits too, until an answer 
 
 from __future__ import annotations
 
-import collections
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +16,7 @@ from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.asks import Answer, Progress, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.params import NamedPrefill
-from kvferry.scheduler.consumer.questions import Producer, Questions
+from kvferry.scheduler.consumer.questions import SETTLING, Producer, Questions
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -59,12 +59,19 @@ class Asking:
         self._loop = loop
         self._may_wait = may_wait
         self._wait_until_s: float | None = None
-        self._answers: collections.deque[tuple[Producer, Answer]] = collections.deque()
+        self._lock = threading.Lock()
+        self._answers: dict[tuple[Producer, int], Answer] = {}
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
-        """Called on the side channel's thread."""
-        self._answers.append((producer, answer))
-        self._loop.wake()
+        """Called on the side channel's thread. Of a producer's answers to one question the latest is kept, or the one
+        that settles it, however many come during a step."""
+        with self._lock:
+            is_first = not self._answers
+            earlier = self._answers.get((producer, answer.number))
+            if earlier is None or earlier.progress not in SETTLING:
+                self._answers[producer, answer.number] = answer
+        if is_first:
+            self._loop.wake()
 
     def ask(self, request: Request, source: NamedPrefill, prompt: Prompt) -> bool:
         """Ask for the whole prompt of a request. False if too many questions are open."""
@@ -114,8 +121,9 @@ class Asking:
     def take(self) -> Iterator[Settled]:
         """The questions that were settled since the last call."""
         now_s = time.monotonic()
-        for _ in range(len(self._answers)):
-            producer, answer = self._answers.popleft()
+        with self._lock:
+            answers, self._answers = self._answers, {}
+        for (producer, _), answer in answers.items():
             opened = self.questions.answered(producer, answer.number, answer.progress, now_s)
             if opened is not None:
                 yield Settled(opened.request_id, opened.waits, answer)

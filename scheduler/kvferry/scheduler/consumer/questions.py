@@ -18,6 +18,9 @@ UNKNOWN_S = 10.0
 MAX_OPEN = 1 << 14
 """Most open questions; the prompts of further requests are computed here."""
 
+SETTLING = (Progress.TICKET, Progress.OVER)
+"""Answers that settle a question."""
+
 Producer = tuple[str, int]
 """Host and port of a side channel."""
 
@@ -95,7 +98,7 @@ class Questions:
         opened = self._by_number.get(number)
         if opened is None:
             return None
-        if progress in (Progress.TICKET, Progress.OVER):
+        if progress in SETTLING:
             self._settle(opened)
             return opened
         if progress is Progress.QUEUED:
