@@ -146,11 +146,8 @@ def distinct_blocks(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _try_references(manager: KVCacheManager) -> None:
-    """Keep a free block and give it back. It is the first one, which goes back to the front of the queue.
-
-    Raises:
-        Exception: the pool differs from the one that kvferry was tested with.
-    """
+    """Keep a free block and give it back. It is the first one, which goes back to the front of the queue. Raises any
+    exception if the pool differs from the one that kvferry was tested with."""
     pool = manager.block_pool
     free = pool.get_num_free_blocks()
     for kept in [block for block in pool.blocks[:2] if block.ref_cnt == 0 and not block.is_null][:1]:
@@ -194,7 +191,7 @@ class EngineLoop:
     must not find held blocks, so a paused engine is not idle before its leases are over.
 
     vLLM passes connectors no reference to the engine core; it is found through its threads. If it is not found (it runs
-    in a user's own program, or this vLLM keeps it elsewhere), the loop is not woken and no pause is seen.
+    in a user's own program, or this vLLM keeps it elsewhere), the loop does not wait, nor wake, and no pause is seen.
     """
 
     def __init__(self) -> None:
@@ -213,8 +210,7 @@ class EngineLoop:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is paused. vLLM's loop asks this through the connector before it sleeps, so it is here
-        that the loop is first looked for."""
+        """Whether the engine is paused. vLLM's loop asks this before it sleeps: so here it is first looked for."""
         return bool(self._try(lambda core: core.is_scheduler_paused()))
 
     def _wake(self, core: Any) -> None:
@@ -226,12 +222,10 @@ class EngineLoop:
 
     def _wait(self, queue: Any, timeout_s: float) -> bool:
         with queue.not_empty:
-            if not queue.queue:
-                self._is_waiting = True
-                try:
-                    queue.not_empty.wait(timeout_s)
-                finally:
-                    self._is_waiting = False
+            self._is_waiting = not queue.queue
+            if self._is_waiting:
+                queue.not_empty.wait(timeout_s)
+            self._is_waiting = False
             return not queue.queue
 
     def _try(self, call: Callable[[Any], Any]) -> Any:
@@ -249,12 +243,8 @@ class EngineLoop:
 
 
 def _find_core() -> Any:
-    """The engine core whose loop runs in this process.
-
-    Raises:
-        LookupError: there is none, or more than one.
-        AttributeError: it lacks what is used of it.
-    """
+    """The engine core whose loop runs in this process. Raises `LookupError` if there is none, or more than one, and
+    `AttributeError` if it lacks what is used of it."""
     kind = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", ())
     owners = (getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate())
     cores = {id(owner): owner for owner in owners if isinstance(owner, kind)}
