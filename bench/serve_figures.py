@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bench.serve_load import Timing
 from bench.serve_setups import Setup
 
-Cores = Mapping[str, float]
-"""Processor seconds per second, by process; `all` is their sum."""
 NAN = float("nan")
-BATCHES = {
-    "direct": "handovers",
-    "routed": "requests",
-    "direct_crowd": "handovers, 8 at once",
-    "routed_crowd": "requests, 8 at once",
-    "cached": "prompts in its own cache",
-    "cached_crowd": "prompts in its own cache, 8 at once",
-}
-"""Batches of a setup, in words."""
+CROWD, SATURATING = 8, 16
+"""Requests at once: some, and as many as an engine takes (`max_num_seqs`)."""
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -39,17 +30,20 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class Batch:
-    """Requests of one kind, so many at once.
+    """Requests of one kind.
 
     Attributes:
-        timings: those that ended, well or badly.
-        asked: how many there were to be; fewer timings mean that the time for them was up.
+        timings: of all requests, well or badly ended.
+        rates: answers per second, of each turn.
     """
 
-    at_once: int = 1
-    asked: int = 0
-    seconds: float = NAN
     timings: list[Timing] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def add(self, timings: Sequence[Timing], seconds: float) -> None:
+        """Add a turn."""
+        self.timings += timings
+        self.rates.append(sum(1 for one in timings if not one.error) / seconds)
 
     @property
     def good(self) -> list[Timing]:
@@ -66,13 +60,21 @@ class Batch:
         """The usual time from one token to the next."""
         return median(gap for one in self.good for gap in one.gaps_s)
 
-    def handover_s(self, share: float) -> float:
+    def of(self, prompt_tokens: int) -> Batch:
+        """Those of one length."""
+        return Batch(timings=[one for one in self.timings if one.prompt_tokens == prompt_tokens])
+
+    def handover_s(self, share: float = 0.5) -> float:
         """A percentile of the handover."""
         return percentile((one.handover_s for one in self.good), share)
 
-    def first_s(self, share: float, prompt_tokens: int | None = None) -> float:
-        """A percentile of the time to the first token, of all prompts or those of one length."""
-        return percentile((one.first_s for one in self.good if prompt_tokens in (None, one.prompt_tokens)), share)
+    def first_s(self, share: float = 0.5) -> float:
+        """A percentile of the time to the first token."""
+        return percentile((one.first_s for one in self.good), share)
+
+    def above_step_s(self, share: float = 0.5) -> float:
+        """A percentile of the handover without the decode step that every first token takes."""
+        return self.handover_s(share) - self.decode_step_s
 
 
 @dataclass(slots=True)
@@ -80,23 +82,16 @@ class SetupFigures:
     """One setup's figures; what was not reached before an error is empty.
 
     Attributes:
-        idle: cores by engine and process, with nothing asked.
-        leased: the producer's, with one lease that no consumer reads.
-        direct: driven as the router does, so that the producer's answer is seen.
-        routed: through the router, or to the single engine.
-        cached: of a single engine, the same prompt again.
+        idle: cores that each engine takes while it has no request.
+        leased: cores of a producer with one lease that no consumer reads.
+        batches: requests through the router, or to the single engine, by how many are under way at once.
         error: why it ended early.
     """
 
     setup: Setup
-    idle: dict[str, Cores] = field(default_factory=dict)
-    leased: Cores | None = None
-    direct: Batch = field(default_factory=Batch)
-    routed: Batch = field(default_factory=Batch)
-    direct_crowd: Batch = field(default_factory=Batch)
-    routed_crowd: Batch = field(default_factory=Batch)
-    cached: Batch = field(default_factory=Batch)
-    cached_crowd: Batch = field(default_factory=Batch)
+    idle: list[float] = field(default_factory=list)
+    leased: float = NAN
+    batches: dict[int, Batch] = field(default_factory=lambda: {count: Batch() for count in (1, CROWD, SATURATING)})
     error: str = ""
 
 

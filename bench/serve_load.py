@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from bench.serve_clock import Answers
 from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.prompts import Case
 
@@ -28,7 +29,7 @@ class Timing:
     """One request, in seconds.
 
     Attributes:
-        prefill_s: until the producer answered; None where a router hides it, and where there is no producer.
+        prefill_s: until the producer answered; None where there is no producer.
         first_s: from the request to the first token.
         gaps_s: from one token to the next.
         error: empty, or why it is not to be counted.
@@ -74,11 +75,18 @@ def spread(lengths: Sequence[int], weights: Sequence[int], count: int) -> list[i
     return list(itertools.islice(itertools.cycle(some), count))
 
 
-async def through(client: Client, url: str, timeout_s: float, case: Case) -> Timing:
-    """One request to a router or a single engine."""
+async def through(client: Client, url: str, timeout_s: float, case: Case, answers: Answers | None = None) -> Timing:
+    """One request to a router or a single engine.
+
+    Args:
+        answers: knows when the producer behind the router has answered.
+    """
 
     async def ask() -> Timing:
-        return _timing(case, await client.ask(url, case))
+        started_s = time.monotonic()
+        answer = await client.ask(url, case)
+        ready_s = answers.ready_s(answer.answer_id) if answers is not None else None
+        return replace(_timing(case, answer), prefill_s=ready_s - started_s if ready_s is not None else None)
 
     return await _bounded(ask(), case, timeout_s)
 
@@ -94,25 +102,6 @@ async def hand_over(client: Client, prefill_url: str, decode_url: str, timeout_s
             return Timing(len(case.prompt), error="the producer gave no params")
         timing = _timing(case, await client.ask(decode_url, case, kv_transfer_params=params))
         return replace(timing, prefill_s=prefill_s, first_s=prefill_s + timing.first_s)
-
-    return await _bounded(ask(), case, timeout_s)
-
-
-async def ask_again(client: Client, url: str, timeout_s: float, case: Case) -> Timing:
-    """One request twice; the second finds all of its prompt but the last token in the engine's own cache.
-
-    Where the prompt is one token longer than whole blocks, its `handover_s` is what an engine needs for a first token
-    when nothing has to be computed or fetched: the floor of every handover.
-    """
-
-    async def ask() -> Timing:
-        started_s = time.monotonic()
-        first = _timing(case, await client.ask(url, case))
-        if first.error:
-            return first
-        again_s = time.monotonic() - started_s
-        timing = _timing(case, await client.ask(url, case))
-        return replace(timing, prefill_s=again_s, first_s=again_s + timing.first_s)
 
     return await _bounded(ask(), case, timeout_s)
 
@@ -138,21 +127,12 @@ def _timing(case: Case, answer: Answer) -> Timing:
     return Timing(asked, first_s=answer.first_token_s, gaps_s=answer.gaps_s)
 
 
-async def run_all(
-    ask: Ask,
-    cases: Sequence[Case],
-    at_once: int,
-    budget_s: float = float("inf"),
-) -> list[Timing]:
-    """All of them, so many at a time; none is begun after the budget."""
+async def run_all(ask: Ask, cases: Sequence[Case], at_once: int) -> list[Timing]:
+    """All of them, so many at a time."""
     gate = asyncio.Semaphore(at_once)
-    end_s = time.monotonic() + budget_s
-    timings: list[Timing] = []
 
-    async def one(case: Case) -> None:
+    async def one(case: Case) -> Timing:
         async with gate:
-            if time.monotonic() < end_s:
-                timings.append(await ask(case))
+            return await ask(case)
 
-    await asyncio.gather(*(one(case) for case in cases))
-    return timings
+    return list(await asyncio.gather(*(one(case) for case in cases)))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from bench.serve_clock import FILE_VARIABLE, AnswerClock, Answers
 from scripts.accuracy.engines import Engine, EngineSpec, Router, Transfer
-from scripts.accuracy.settings import STOCK
+from scripts.accuracy.processes import Server
 
 START_S = 300.0
+CHUNK = 128
+"""Tokens that an engine which prefills computes in a step, in every setup."""
+_SEVERAL_TURNS_S = "3600"
+"""How long an engine's server keeps a connection: its router's have to survive the turns of the other setups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,60 +28,100 @@ class Setup:
     Attributes:
         module: of the connector; empty for a single engine without one.
         title: for people.
+        options: the connector's.
     """
 
     name: str
     title: str
     module: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 SINGLE = Setup("single", "one engine, no connector")
-KVFERRY = Setup("kvferry", "kvferry", "kvferry.connector")
+KVFERRY = Setup("kvferry", "kvferry, both legs at once", "kvferry.connector", {"streaming": "auto"})
+OFF = Setup("off", "kvferry, one leg after the other", "kvferry.connector", {"streaming": "off"})
 CALM = Setup("calm", "NixlConnector, thread event-driven", "bench.stock_calm")
-SHIPPED = Setup("stock", "NixlConnector as shipped", STOCK)
-SETUPS = (SINGLE, KVFERRY, CALM, SHIPPED)
+SETUPS = (SINGLE, KVFERRY, OFF, CALM)
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A setup's servers. Of a single engine, producer and consumer are that engine, and `url` is its own."""
+    """A setup's servers, stopped (SIGSTOP) unless they are `awake`. Of a single engine, producer and consumer are that
+    engine, and `url` is its own."""
 
     producer: Engine
     consumer: Engine
     url: str
+    servers: tuple[Server, ...]
+    answers: Answers
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         """Each engine once."""
         return (self.producer,) if self.producer is self.consumer else (self.producer, self.consumer)
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let the servers run in the body."""
+        self.signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGSTOP)
 
-def specs_of(setup: Setup, model: str) -> tuple[EngineSpec, ...]:
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes."""
+        for server in self.servers:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+
+
+def specs_of(setup: Setup, model: str, logs: Path) -> tuple[EngineSpec, ...]:
     """One core for every engine, the single one included: the one that the decoder has in the others."""
     if not setup.module:
-        return (_spec("single", model, "1"),)
-    return (
-        _spec(f"{setup.name}-producer", model, "0", Transfer("kv_producer", setup.module)),
-        _spec(f"{setup.name}-consumer", model, "1", Transfer("kv_consumer", setup.module)),
+        return (_spec(setup, "engine", model, "1", logs),)
+    return _spec(setup, "producer", model, "0", logs), _spec(setup, "consumer", model, "1", logs)
+
+
+def _spec(setup: Setup, role: str, model: str, core: str, logs: Path) -> EngineSpec:
+    environment, arguments = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _SEVERAL_TURNS_S}, ["--num-gpu-blocks-override", "96"]
+    if role != "consumer":
+        arguments += ["--max-num-batched-tokens", str(CHUNK)]
+    if role == "producer":
+        arguments += ["--middleware", f"{AnswerClock.__module__}.{AnswerClock.__name__}"]
+        environment[FILE_VARIABLE] = str(answers_file(setup, logs))
+    options = dict(setup.options) and {**setup.options, "trace_dir": str(logs / f"traces-{setup.name}")}
+    return EngineSpec(
+        f"{setup.name}-{role}",
+        model,
+        devices=(core,),
+        transfer=Transfer(f"kv_{role}", setup.module, extra_config=options) if setup.module else None,
+        extra_args=tuple(arguments),
+        extra_env=environment,
     )
 
 
-def _spec(name: str, model: str, core: str, transfer: Transfer | None = None) -> EngineSpec:
-    return EngineSpec(name, model, devices=(core,), transfer=transfer)
+def answers_file(setup: Setup, logs: Path) -> Path:
+    """Where the setup's producer writes when its answers were ready."""
+    return logs / f"{setup.name}-answers.txt"
 
 
 @contextmanager
 def started(setup: Setup, model: str, logs: Path, timeout_s: float) -> Iterator[Running]:
-    """Start a setup and end it; all of its servers are ready in the body."""
+    """Start a setup and end it; all of its servers are ready and stopped in the body."""
+    answers = Answers(answers_file(setup, logs))
     with ExitStack() as stack:
-        engines = start_all(stack, specs_of(setup, model), logs)
-        if len(engines) == 1:
-            yield Running(engines[0], engines[0], engines[0].base_url)
-            return
-        producer, consumer = engines
-        router = stack.enter_context(Router([producer.base_url], [consumer.base_url], logs / setup.name, timeout_s))
-        router.wait_ready(60)
-        yield Running(producer, consumer, router.base_url)
+        engines = start_all(stack, specs_of(setup, model, logs), logs)
+        producer, consumer = engines[0], engines[-1]
+        servers: list[Server] = [*engines]
+        if producer is not consumer:
+            router = Router([producer.base_url], [consumer.base_url], logs / setup.name, timeout_s)
+            servers.append(stack.enter_context(router))
+            router.wait_ready(60)
+        running = Running(producer, consumer, servers[-1].base_url, tuple(servers), answers)
+        stack.callback(running.signal, signal.SIGCONT)  # a stopped process does not obey SIGTERM
+        running.signal(signal.SIGSTOP)
+        yield running
 
 
 def start_all(stack: ExitStack, specs: Sequence[EngineSpec], logs: Path) -> list[Engine]:

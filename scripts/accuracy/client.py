@@ -40,6 +40,7 @@ class Answer:
         gaps_s: between one piece of a stream and the next, without the first piece's wait.
         error: empty, or the server's error.
         params: `kv_transfer_params` of the answer.
+        answer_id: the server's id of a streamed answer.
     """
 
     tokens: tuple[int, ...] = ()
@@ -50,6 +51,7 @@ class Answer:
     gaps_s: tuple[float, ...] = ()
     error: str = ""
     params: Mapping[str, Any] | None = None
+    answer_id: str = ""
 
 
 def body_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
@@ -165,7 +167,7 @@ class Client:
     async def _stream(self, url: str, body: Mapping[str, Any]) -> Answer:
         found: list[tuple[list[int], list[float], str]] = []
         came_s: list[float] = []
-        prompt_tokens = 0
+        prompt_tokens, answer_id = 0, ""
         started_s = time.monotonic()
         async with self._http.stream("POST", url, json=body) as reply:
             if reply.status_code != 200:
@@ -174,6 +176,7 @@ class Client:
             async for event in _events(reply):
                 if "error" in event:
                     return Answer(error=json.dumps(event["error"])[:500])
+                answer_id = event.get("id", answer_id)
                 for choice in event.get("choices", ()):
                     found.append(_choice(choice))
                     if found[-1][0]:
@@ -186,6 +189,7 @@ class Client:
             prompt_tokens=prompt_tokens,
             first_token_s=came_s[0] - started_s if came_s else None,
             gaps_s=tuple(later - earlier for earlier, later in pairwise(came_s)),
+            answer_id=answer_id,
         )
 
 
