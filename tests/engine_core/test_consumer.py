@@ -10,9 +10,12 @@ import torch
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.engine.facts import is_alone
+from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.protocol.load_bell import BellRope
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
+from tests.waiting import wait_until
 
 PROMPT = tokens(40)
 
@@ -49,6 +52,33 @@ def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make_engine:
     assert not step.metadata.is_idle
     engine.abort("d")
     engine.step(loaded={"d"})
+
+
+def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers_have_rung(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[float] = []
+    monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
+    engine = make_engine("kv_consumer")
+    channel = engine.connector.scheduler_side.channel
+    engine.add("d", PROMPT, offer(PROMPT))
+    for _ in range(3):
+        engine.step()
+    assert not sleeps, "only a step shows that a load has ended"
+    rope = BellRope(0)
+    rope.tie(channel.local.boot)
+    rope.ring()
+    wait_until(lambda: channel._bell.is_proven, "the ring is not heard")
+    engine.step()
+    assert not sleeps, "what has rung is in this step's report"
+    engine.step()
+    assert len(sleeps) == 1
+    engine.add("beside", tokens(20, seed=2), max_tokens=1)
+    assert engine.step().computed
+    assert len(sleeps) == 1
+    engine.step(loaded={"d"})
+    assert engine.run()["d"].finish_reason == "length"
+    assert engine.is_whole
 
 
 @pytest.mark.parametrize(("sizes", "alone"), [((1, 1), True), ((2, 1), False), ((1, 2), False)])

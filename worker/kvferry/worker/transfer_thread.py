@@ -22,6 +22,7 @@ import torch
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.load_bell import BellRope
 from kvferry.protocol.orders import FailureReason, LeaseHold, OrdersHead, decode_orders
 from kvferry.worker.caches import DeviceMark, use_device
 from kvferry.worker.fabric.errors import internal_errors
@@ -72,7 +73,9 @@ class TransferThread:
         handshake: Handshake,
         settings: WorkerSettings,
     ) -> None:
+        self._rope = BellRope(index)
         self.results = ResultBox()
+        self.results.ring = self._rope.ring
         self.reader = Reader(fabric, settings.failed_read_grace_s)
         first_reads = FirstReads(
             self.reader, memory.caches, memory.staging, memory.slot_reads, settings.handshake_timeout_s
@@ -113,6 +116,7 @@ class TransferThread:
         """
         if self._thread.ident is None:
             self._thread.start()
+        self._rope.tie(head.boot)
         for opened in head.opens:
             self._table.open(opened)
         self._inbox.put(partial(self._carry_out, head, frame, mark, time.monotonic()))

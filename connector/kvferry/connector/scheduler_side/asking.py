@@ -99,10 +99,10 @@ class Asking:
         return tuple(fails)
 
     def wait(self, num_requests: int) -> bool:
-        """Wait for answers, if all of the engine's requests wait for them.
+        """Wait for news, if all of these requests wait for answers.
 
         Args:
-            num_requests: that have not ended.
+            num_requests: that have not ended, without those that wait for loads.
 
         Returns:
             Whether there may be something to `take`. If not, the engine must step.

@@ -203,6 +203,8 @@ class SchedulerSide:
             self.tracing.ordered(orders.loads)
             metadata = FerryMetadata(encode_head(orders), encode_orders(orders))  # once for all workers
         is_idle = not num_tokens and self._idle.is_alone
+        if is_idle and not orders and not asks and not self._idle.must_step():
+            self.channel.wait_for_loads(len(self.eviction.requests.by_id))
         return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
 
     def update(self, output: KVConnectorOutput) -> None:

@@ -16,15 +16,18 @@ from collections.abc import Callable, Iterable
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.config_values import address_of
+from kvferry.connector.engine.facts import num_workers
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.asks import announced_id
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
+from kvferry.protocol.load_bell import Bell
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.asker import Asker
@@ -76,6 +79,7 @@ class SideChannel:
         self.asking = asking
         self._streams = config.streaming == "auto"
         self._asker: Asker | None = None
+        self._bell: Bell | None = None
         self._found: collections.deque[Prewarm] = collections.deque()
         self._loop = EngineLoop()
         self._is_searching = False
@@ -88,6 +92,8 @@ class SideChannel:
             raise
         self._prewarmer: PeerPrewarmer | None = None
         if self.renewer is not None:
+            self._bell = Bell(local.boot, num_workers(local.topology), self._loop.wake)
+            self.renewer.client.watch(self._bell.fileno(), self._bell.take_rings)
             self._asker = Asker(
                 self.renewer.client, announced_id(local.boot, local.engine_id), counters, asking.on_answer
             )
@@ -139,6 +145,20 @@ class SideChannel:
         while self._found:
             self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
 
+    def wait_for_loads(self, num_requests: int) -> None:
+        """Wait for news if all requests wait for loads or answers, and workers ring when a load has ended. Otherwise
+        only a step shows it: then the workers wait in the step, for a moment.
+
+        Args:
+            num_requests: that have not ended.
+        """
+        if self._bell is None or not self._bell.is_proven:
+            return
+        loading = len(self._loads.requests(LoadState.LOADING))
+        if loading and not self._bell.has_rung:
+            self.asking.wait(num_requests - loading)
+        self._bell.has_rung = False  # what has rung is reported in the step that begins
+
     def flush(self) -> None:
         """Pass commands and questions to the thread that sends them."""
         if self.renewer is not None and (commands := self._loads.take_commands()):
@@ -149,7 +169,7 @@ class SideChannel:
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""
         self.flush()
-        for part in (self.listener, self.renewer):
+        for part in (self.listener, self.renewer, self._bell):
             if part is not None:
                 part.close()
 

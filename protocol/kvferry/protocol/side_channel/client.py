@@ -117,6 +117,10 @@ class SideChannelClient:
             if not self._is_closing:
                 self._loop.call_soon_threadsafe(call)
 
+    def watch(self, descriptor: int, on_readable: Callable[[], None]) -> None:
+        """Call this on the loop whenever the file is readable, until `close`."""
+        self.call_soon(lambda: self._loop.add_reader(descriptor, on_readable))
+
     def close(self) -> None:
         """End everything under way, and the thread. Idempotent."""
         with self._lock:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -146,9 +146,14 @@ class StepResults:
 
 
 class ResultBox:
-    """Holds results until the next step takes them; a step can also wait here for results."""
+    """Holds results until the next step takes them; a step can also wait here for results.
+
+    Attributes:
+        ring: called when loads have ended.
+    """
 
     def __init__(self) -> None:
+        self.ring: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._load_ended = threading.Condition(self._lock)
         self._results = StepResults()
@@ -160,6 +165,7 @@ class ResultBox:
     def __exit__(self, *exc: object) -> None:
         if self._has_load():
             self._load_ended.notify_all()
+            self.ring()
         self._lock.release()
 
     def wait_for_load(self, timeout_s: float) -> None:

@@ -1,0 +1,69 @@
+"""Workers ring when a load has ended; a scheduler relies on it once each of them has rung."""
+
+from __future__ import annotations
+
+import select
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.protocol.load_bell import Bell, BellRope
+
+BOOT = uuid.uuid4().hex
+
+
+@pytest.fixture
+def wakes() -> list[None]:
+    return []
+
+
+@pytest.fixture
+def bell(wakes: list[None]) -> Iterator[Bell]:
+    made = Bell(BOOT, 2, lambda: wakes.append(None))
+    yield made
+    made.close()
+
+
+def ring(index: int, boot: str = BOOT, times: int = 1) -> None:
+    rope = BellRope(index)
+    rope.tie(boot)
+    for _ in range(times):
+        rope.ring()
+
+
+def is_readable(bell: Bell) -> bool:
+    return bool(select.select([bell.fileno()], [], [], 0)[0])
+
+
+def test_a_ring_wakes_and_the_bell_is_proven_when_each_worker_has_rung(bell: Bell, wakes: list[None]) -> None:
+    for index, proven in ((0, False), (0, False), (1, True)):
+        bell.has_rung = False
+        ring(index)
+        assert is_readable(bell)
+        bell.take_rings()
+        assert bell.has_rung
+        assert bell.is_proven is proven
+    assert len(wakes) == 3
+
+
+def test_rings_that_are_not_taken_block_no_worker_and_are_taken_at_once(bell: Bell, wakes: list[None]) -> None:
+    ring(0, times=10_000)
+    bell.take_rings()
+    assert not is_readable(bell)
+    assert len(wakes) == 1
+
+
+def test_without_a_bell_a_worker_rings_in_vain(bell: Bell) -> None:
+    ring(0, boot=uuid.uuid4().hex)
+    BellRope(0).ring()
+    assert not is_readable(bell)
+
+
+def test_a_second_bell_of_the_same_boot_is_never_proven(bell: Bell) -> None:
+    second = Bell(BOOT, 1, lambda: None)
+    ring(0)
+    second.take_rings()
+    assert not second.is_proven
+    assert is_readable(bell)
+    second.close()
