@@ -29,8 +29,8 @@ from scripts.accuracy.client import Client
 from scripts.accuracy.model import default_cache_dir, prepare
 from scripts.accuracy.settings import DEFAULT_MODEL, ROOT
 
-_PROMPTS = {1: 1, CROWD: 16, SATURATING: 48}
-FULL = Amounts({1: 104, CROWD: 6, SATURATING: 6}, _PROMPTS, watch_s=10.0, timeout_s=60.0)
+_PROMPTS = {1: 1, CROWD: 16, SATURATING: 32}
+FULL = Amounts({1: 78, CROWD: 6, SATURATING: 6}, _PROMPTS, watch_s=10.0, timeout_s=60.0)
 QUICK = Amounts({1: 13, CROWD: 1, SATURATING: 1}, _PROMPTS, watch_s=3.0, timeout_s=60.0)
 
 WHAT = (
