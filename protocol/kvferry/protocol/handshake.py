@@ -28,8 +28,9 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.stream_rows import StreamRows
 
-CHANNEL_VERSION = 1
+CHANNEL_VERSION = 2
 MAX_REQUEST_BYTES = 256 << 10
 MAX_REPLY_BYTES = 64 << 20
 MAX_RENEWALS = 4096
@@ -120,7 +121,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The location of a worker's lease slots: host memory, `slots` words of 8 bytes.
+    """The location of a worker's lease slots: host memory, `slots` times 16 bytes (`kvferry.protocol.ids`).
 
     Attributes:
         address: of the first slot.
@@ -142,6 +143,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         device: the device's index in NIXL's counting, 0 for DRAM.
         lease_table: its lease slots.
         tensors: all paged tensors of its caches.
+        stream_rows: its rows; None if its prompts can only be read when they are complete.
     """
 
     place: Place
@@ -151,6 +153,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[int, Meta(ge=0, lt=2**16)]
     lease_table: LeaseTable
     tensors: Annotated[tuple[PagedTensor, ...], Meta(max_length=MAX_TENSORS)]
+    stream_rows: StreamRows | None = None
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,12 +3,14 @@
 Some routers decode JSON numbers to float64, which changes integers above 2**53. So an epoch is sent as hexadecimal
 text; all other integers are small.
 
-The word in a lease slot, which a consumer reads before and after the data:
+The words in a lease slot, which a consumer reads before and after the data:
 
-    bits 63 … 4   epoch, 60 random bits, never zero
-    bits  3 … 0   state
+    word 0   bits 63 … 4    epoch, 60 random bits, never zero
+             bits  3 … 0    state
+    word 1   bits 63 … 24   the lowest 40 bits of the epoch
+             bits 23 … 0    leading tokens of the prompt that are complete, while the state is COMPUTING
 
-Eight bytes, little endian, written with one aligned store. An empty slot is 0.
+Eight bytes each, little endian, each written with one aligned store. The words of an empty slot are 0.
 """
 
 from __future__ import annotations
@@ -67,8 +69,11 @@ def epoch_from_text(text: str) -> Epoch:
     return Epoch(int(text, 16))
 
 
-SLOT_BYTES = 8
+SLOT_BYTES = 16
 EMPTY = 0
+PROGRESS_BITS = 24
+MAX_PROGRESS = (1 << PROGRESS_BITS) - 1
+"""Most tokens that a progress word can report."""
 
 
 class SlotState(enum.IntEnum):
@@ -81,5 +86,19 @@ class SlotState(enum.IntEnum):
 
 
 def slot_word(epoch: Epoch, state: SlotState) -> int:
-    """The 64-bit word of a slot."""
+    """The first 64-bit word of a slot."""
     return epoch << 4 | state
+
+
+def progress_word(epoch: Epoch, tokens: int) -> int:
+    """The second word of a slot: this many leading tokens of the prompt are complete; at most `MAX_PROGRESS`."""
+    return _tag(epoch) << PROGRESS_BITS | min(tokens, MAX_PROGRESS)
+
+
+def progress_of(word: int, epoch: Epoch) -> int:
+    """The complete tokens that a slot's second word reports under this epoch: 0 if it is of another one."""
+    return word & MAX_PROGRESS if word >> PROGRESS_BITS == _tag(epoch) else 0
+
+
+def _tag(epoch: Epoch) -> int:
+    return epoch & ((1 << (64 - PROGRESS_BITS)) - 1)

@@ -19,8 +19,9 @@ import msgspec
 
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import Address, Hex128, HexEpoch, Port, SlotIndex, Text
+from kvferry.protocol.ids import Address, Count, Hex128, HexEpoch, Port, Positive, SlotIndex, Text
 from kvferry.protocol.params import Blocks, RemotePrefill
+from kvferry.protocol.stream_rows import RowIndex
 
 ORDERS_VERSION: Final = 1
 _MAX_BYTES = 1 << 30
@@ -35,10 +36,16 @@ class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
-    """Write `epoch | COMPUTING` into the slot."""
+    """Write `epoch | COMPUTING` into the slot.
+
+    Attributes:
+        row: of a lease that continues under a new epoch, since its request was preempted: the header of its row gets
+            the new epoch too.
+    """
 
     slot: SlotIndex
     epoch: HexEpoch
+    row: RowIndex | None = None
 
 
 class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +59,27 @@ class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotIndex
     epoch: HexEpoch
     blocks: Blocks = ()
+
+
+class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """This step computes more of a prompt that is read meanwhile: write the new blocks into its row now, and the tokens
+    into the slot when the step has ended.
+
+    Attributes:
+        epoch: the present one; ignored under another.
+        origin: the first epoch of the lease, which its consumers know.
+        tokens: leading tokens that are complete when the step has ended.
+        first_blocks: per cache group the position of the first of `blocks` in the request's table.
+        blocks: per cache group the blocks that the row does not have yet.
+    """
+
+    slot: SlotIndex
+    epoch: HexEpoch
+    row: RowIndex
+    origin: HexEpoch
+    tokens: Positive
+    first_blocks: tuple[Count, ...]
+    blocks: Blocks
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +126,7 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         holds: of requests whose blocks were written in earlier steps.
+        progress: of prompts that this step computes a part of, the last part of completions included.
         completions: of requests whose prompt this step completes: their blocks are written when it has ended.
         fails: requests to be reported as failed loads without a read: their prefill has failed.
     """
@@ -107,6 +136,7 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[LeaseEnd, ...] = ()
     opens: tuple[LeaseOpen, ...] = ()
     holds: tuple[LeaseHold, ...] = ()
+    progress: tuple[LeaseProgress, ...] = ()
     completions: tuple[LeaseHold, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     fails: tuple[str, ...] = ()
@@ -114,7 +144,7 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        leases = self.ends or self.opens or self.holds or self.completions
+        leases = self.ends or self.opens or self.holds or self.progress or self.completions
         return bool(leases or self.loads or self.fails or self.prewarms)
 
 
@@ -124,20 +154,20 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         opens: as in `StepOrders`.
         loads: ids of the requests to be loaded.
-        completes: whether there are `completions`: the end of the step must be marked.
+        marks: whether there are `progress` or `completions`: the end of the step must be marked.
     """
 
     version: Literal[1] = ORDERS_VERSION
     boot: Hex128
     opens: tuple[LeaseOpen, ...] = ()
     loads: tuple[str, ...] = ()
-    completes: bool = False
+    marks: bool = False
 
     @classmethod
     def of(cls, orders: StepOrders) -> OrdersHead:
         """The head of these orders."""
-        loads, completes = tuple(load.request_id for load in orders.loads), bool(orders.completions)
-        return cls(version=orders.version, boot=orders.boot, opens=orders.opens, loads=loads, completes=completes)
+        loads, marks = tuple(load.request_id for load in orders.loads), bool(orders.progress or orders.completions)
+        return cls(version=orders.version, boot=orders.boot, opens=orders.opens, loads=loads, marks=marks)
 
 
 class FailureReason(str, enum.Enum):

@@ -19,6 +19,7 @@ from kvferry.protocol.asks import boot_of, engine_of
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.ids import BlockId, Count, Hex128, Hex256, HexEpoch, Port, Positive, Size, SlotIndex, Text
+from kvferry.protocol.stream_rows import RowIndex
 
 PARAMS_VERSION = 1
 MAX_BLOCKS = 1 << 20
@@ -48,8 +49,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         digests: `kvferry.protocol.digests.digest_chain` of the tokens in the blocks.
         mac: `kvferry.protocol.params_mac.sign_params` over the params, all fields of the ticket included.
         held_from: per cache group the first token that its blocks hold; empty if the producer does not give it.
-        opens_within_s: the producer's workers may open the slot as late as this after the ticket was given; 0 if they
-            have opened it. The mac does not cover it.
+        stream_row: where the blocks of a prompt that is being computed are listed, in place of `remote_block_ids`.
+        opens_within_s: how long after the ticket the workers may open the slot; 0 if they have. Outside the mac.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31)]
@@ -61,6 +62,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     mac: Hex256
     held_from: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
     opens_within_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+    stream_row: RowIndex | None = None
 
 
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +104,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             at_once: whether routers may send both legs of later requests at once. The mac does not cover it.
-            is_turn: the object is for the prefill of the conversation's next turn, not for a decoder: it gets the flags
-                that routers send with a prompt to be prefilled. The mac covers neither flag.
+            is_turn: it is for the prefill of the conversation's next turn, and gets the flags of that leg, as unsigned.
         """
         ticket = msgspec.structs.asdict(self.kvferry)
         ticket |= {"digests": list(self.kvferry.digests), "held_from": list(self.kvferry.held_from)}
@@ -228,8 +229,7 @@ def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
 
 
 def _read_at_once(raw: Mapping[str, Any]) -> RemotePrefill | None:
-    """Fast path for params that no router changed; the same result as `_read_part_by_part`. None for all others, which
-    may still be readable."""
+    """Fast path for params that no router changed. None for all others, which may still be readable."""
     groups = raw.get("remote_block_ids")
     if not isinstance(groups, list) or len(groups) > MAX_GROUPS:
         return None

@@ -63,6 +63,7 @@ def _mac(params: RemotePrefill, key: bytes) -> str:
         round(ticket.lease_s * 1000),
         ticket.digests,
         ticket.held_from,
+        *(() if ticket.stream_row is None else (ticket.stream_row,)),
     )
     # Not hmac.digest: it releases the interpreter's lock, which may delay the step that calls this.
     return hmac.new(key, _encoder.encode(covered), hashlib.sha256).hexdigest()

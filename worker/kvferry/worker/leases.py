@@ -69,17 +69,18 @@ class _Lease:
 
 
 class LeaseTable:
-    """`slots` words of 8 bytes in host memory at a fixed address.
+    """`slots` slots of two words in host memory at a fixed address.
 
     Args:
         mirror: where blocks are copied to before they may be read; None where peers read the caches.
 
     Attributes:
-        words: uint64 `[slots]`, the memory to register with NIXL.
+        words, progress: uint64 `[slots]`, the two words of every slot, which alternate in memory.
     """
 
     def __init__(self, slots: int, mirror: HostMirror | None = None) -> None:
-        self.words = np.full(slots, EMPTY, dtype=np.uint64)
+        memory = np.full((slots, 2), EMPTY, dtype=np.uint64)
+        self.words, self.progress = memory[:, 0], memory[:, 1]
         self._leases: dict[int, _Lease] = {}
         self._held: set[int] = set()
         self._pending: dict[int, _Lease] = {}

@@ -88,7 +88,7 @@ class FerryWorker:
             self._thread = TransferThread(self._fabric, self._memory, groups, index, handshake, settings)
             undo.pop_all()
         self._watchdog = LoadWatchdog(settings.load_timeout_s)
-        self._completes = False
+        self._marks = False
 
     def add_siblings(self, workers: Sequence[WorkerDescription]) -> None:
         """Set the workers of this engine, this one at its own index: reads are spread over all of them.
@@ -122,13 +122,13 @@ class FerryWorker:
             return
         self._watchdog.ordered(first.loads)
         self._thread.submit(first, frame, self._clock.mark())
-        self._completes = first.completes
+        self._marks = first.marks
 
     def end_step(self) -> None:
         """All of the step's work on the device has been launched, on this thread. Blocks that the step completes become
         readable when the device has finished it."""
-        if self._completes:
-            self._completes = False
+        if self._marks:
+            self._marks = False
             self._thread.complete(self._clock.mark())
 
     def take_results(self, timeout_s: float = 0.0) -> StepResults:

@@ -181,22 +181,23 @@ class Reads:
 
 
 class SlotReads:
-    """Words that slot reads are written to. An entry belongs to one reader until it is given back.
+    """Slots, of two words each, that slot reads are written to. An entry belongs to one reader until it is given back.
 
     Attributes:
-        words: uint64 `[entries]`.
+        words, progress: uint64 `[entries]`, the two words of each entry, which alternate in memory.
         descriptors: of all entries, once `prepare` has made them: descriptor `i` is entry `i`.
     """
 
     descriptors: LocalDescriptors
 
     def __init__(self, entries: int) -> None:
-        self.words = np.full(entries, EMPTY, dtype=np.uint64)
+        self._memory = np.full((entries, 2), EMPTY, dtype=np.uint64)
+        self.words, self.progress = self._memory[:, 0], self._memory[:, 1]
         self._free = list(range(entries - 1, -1, -1))
 
     def region(self) -> Region:
         """The memory to register."""
-        return Region(int(self.words.ctypes.data), self.words.nbytes, MemoryKind.DRAM)
+        return Region(int(self._memory.ctypes.data), self._memory.nbytes, MemoryKind.DRAM)
 
     def prepare(self, fabric: Fabric) -> None:
         """Make the descriptors, once the region is registered."""
