@@ -56,6 +56,10 @@ class LoadRecord(msgspec.Struct, kw_only=True):
         post_s, transfer_s: as measured by NIXL, summed over the reads.
         staged_bytes, waves: the part of the planned bytes that went through the staging pool, and its waves.
         relayout_s: from the end of each wave's read until it was found in place, summed; a part of `READING`.
+        early_bytes: the part of the planned bytes that was read before the prefill had ended.
+        restarts: times that it began anew, since the prefill was preempted.
+        chunks: the reads of a prompt that was read while it was computed, at most 64: the token up to which each went,
+            and its begin and end on the same clock.
     """
 
     request_id: str
@@ -73,6 +77,9 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     staged_bytes: int = 0
     waves: int = 0
     relayout_s: float = 0.0
+    early_bytes: int = 0
+    restarts: int = 0
+    chunks: tuple[tuple[int, float, float], ...] = ()
 
     def go_on(self, stage: Stage, now_s: float) -> None:
         """End the present stage and begin this one."""
