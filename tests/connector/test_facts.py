@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
+    can_stream,
     check_supported,
     facts_of,
     interleave_of,
@@ -19,7 +20,7 @@ from kvferry.connector.engine.facts import (
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, Place
 from tests.connector.test_fingerprint import safetensors
-from tests.harness.core.configs import vllm_config
+from tests.harness.core.configs import kv_cache_config, vllm_config
 
 
 def engine_config(**changed: Any) -> Any:
@@ -139,3 +140,24 @@ def test_a_draft_method_is_reported() -> None:
     config = engine_config()
     config.speculative_config = SimpleNamespace(method="mtp")
     assert facts_of(config, FerryConfig()).speculative == "mtp"
+
+
+CANNOT_STREAM: dict[str, Any] = {
+    "a consumer": {"kv_transfer_config__kv_role": "kv_consumer"},
+    "a host buffer": {"device_config__device_type": "cuda", "kv_transfer_config__kv_buffer_device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("changed", CANNOT_STREAM.values(), ids=CANNOT_STREAM)
+def test_engines_whose_prompts_are_not_read_while_they_are_computed(changed: dict[str, Any]) -> None:
+    assert can_stream(engine_config(), kv_cache_config(8), FerryConfig())
+    assert not can_stream(engine_config(**changed), kv_cache_config(8), FerryConfig())
+
+
+def test_switched_off_with_drafters_or_with_a_cache_of_the_prompts_end_no_prompt_is_read_while_it_is_computed() -> None:
+    config = engine_config()
+    assert not can_stream(config, kv_cache_config(8), FerryConfig(streaming="off"))
+    for cache in (kv_cache_config(8, window=32), kv_cache_config(8, states=1)):
+        assert not can_stream(config, cache, FerryConfig())
+    config.speculative_config = SimpleNamespace(method="mtp")
+    assert not can_stream(config, kv_cache_config(8), FerryConfig())

@@ -10,6 +10,7 @@ from vllm import envs
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, read_model_config
+from kvferry.connector.layout.discovery import groups_of
 from kvferry.connector.layout.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, Place, Topology
@@ -17,6 +18,7 @@ from kvferry.protocol.handshake import ModelFacts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,25 @@ def uses_host_buffer(vllm_config: VllmConfig) -> bool:
     """Whether transfers go through host memory although the caches are on a device (`kv_buffer_device`)."""
     transfer = vllm_config.kv_transfer_config
     return bool(transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu")
+
+
+def can_stream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> bool:
+    """Whether this engine's prompts can be read while they are being computed. Its scheduler and its workers decide
+    alike: the workers have rows for the scheduler's orders exactly if this is True.
+
+    A window or a state is complete at the prompt's end only, a copy in host memory follows when the prompt is complete,
+    and drafters write after a chunk what they read of the next one.
+
+    Raises:
+        InvalidConfig: a cache cannot be described.
+    """
+    return (
+        config.streaming != "off"
+        and vllm_config.kv_transfer_config.is_kv_producer
+        and not uses_host_buffer(vllm_config)
+        and vllm_config.speculative_config is None
+        and all(group.policy == "full" for group in groups_of(kv_cache_config))
+    )
 
 
 def is_alone(vllm_config: VllmConfig) -> bool:
