@@ -39,13 +39,15 @@ class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
     """Write `epoch | COMPUTING` into the slot.
 
     Attributes:
-        row: of a lease that continues under a new epoch, since its request was preempted: the header of its row gets
-            the new epoch too.
+        row: of a lease that continues under a new epoch, since its request was preempted: its header gets `origin` and
+            the new epoch before the slot does.
+        origin: with a row, the first epoch of the lease; the `LeaseProgress` that names it may not be carried out yet.
     """
 
     slot: SlotIndex
     epoch: HexEpoch
     row: RowIndex | None = None
+    origin: HexEpoch | None = None
 
 
 class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
