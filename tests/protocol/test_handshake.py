@@ -54,7 +54,7 @@ HEX: list[object] = [..., None, "", "a" * 31, "A" * 32, "a" * 32 + "\n", 7]
 
 def test_the_bytes_of_a_hello_are_these() -> None:
     """Engines of two versions meet on these bytes; a change needs a new `CHANNEL_VERSION`."""
-    fields = b"\xa4type\xa5hello\xa7version\x01\xa9engine_id\xa9prefill-0\xa5asker\xa8decode-3"
+    fields = b"\xa4type\xa5hello\xa7version\x02\xa9engine_id\xa9prefill-0\xa5asker\xa8decode-3"
     assert encode(HELLO) == b"\x85" + fields + b"\xa4asks\xc2"
     assert decode_request(b"\x84" + fields) == HELLO, "that of an engine without questions"
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_reply, encode
+from kvferry.protocol.handshake import CHANNEL_VERSION, EngineDescription, Hello, Refused, decode_reply, encode
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
@@ -94,7 +94,7 @@ def client(
         context.term()
 
 
-def ask(port: int, engine_id: str = "prefill-0", version: int = 1, host: str = HOST) -> EngineDescription | Refused:
+def ask(port: int, engine_id: str = "prefill-0", version: int = CHANNEL_VERSION, host: str = HOST) -> EngineDescription | Refused:
     """One handshake over a socket of its own."""
     with client(port, zmq.REQ, host=host) as sock:
         sock.send(encode(Hello(engine_id=engine_id, asker="test", version=version)))

@@ -53,12 +53,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         key: `request_key` of the asker's own request.
         num_tokens: length of the prompt.
         digest: the last of the prompt's `digest_chain`.
+        streams: whether the asker reads prompts while they are computed. If not, it gets a ticket for a complete one.
     """
 
     number: Number
     key: Annotated[str, Meta(min_length=1, max_length=MAX_KEY, pattern=r"\A[ -~]+\Z")]
     num_tokens: Positive
     digest: Hex128
+    streams: bool = True
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
@@ -93,7 +95,7 @@ class Progress(str, enum.Enum):
     QUEUED = "queued"
     """It waits, or its first chunks are computed."""
     TICKET = "ticket"
-    """The step that completes it is scheduled, or it is complete: it may be read as soon as its slot is READY."""
+    """It may be read, as its slot says: it is complete, or is completed by a scheduled step, or streamed."""
     OVER = "over"
     """It will not be read: see `reason`."""
 

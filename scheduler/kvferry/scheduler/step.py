@@ -95,6 +95,7 @@ def next_orders(
         ends=tuple(due.ends),
         opens=tuple(due.opens),
         holds=tuple(due.holds),
+        progress=tuple(due.progress),
         completions=tuple(due.completions),
         loads=loads.take_orders(),
         fails=fails,

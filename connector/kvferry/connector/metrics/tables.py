@@ -38,6 +38,7 @@ RECOMPUTE_REASONS = (
     "load_failed",
     "reset",
 )
+STREAM_REFUSALS = ("rows", "engine", "consumer")
 RELEASE_WAYS = ("done", "release", "expired", "abandoned", "evicted", "reset", "shutdown")
 PLACINGS = ("direct", "staged", "mixed", "none")
 PEER = "peer"
@@ -121,6 +122,17 @@ COUNTERS: Mapping[str, Metric] = {
     "bad_notifications": Metric("kvferry_bad_notifications", "Notifications not in kvferry's format."),
     "leases_opened": Metric("kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."),
     "leases_refused": Metric("kvferry_leases_refused", "Prompts served without a lease: no slot was free."),
+    "streams": Metric("kvferry_streams", "Prompts that a consumer could read while they were computed."),
+    "stream_restarts": Metric(
+        "kvferry_stream_restarts", "Times that such a prompt was preempted, and its consumer had to begin again."
+    ),
+    "streams_refused": Metric(
+        "kvferry_streams_refused",
+        "Prompts asked for while they were computed, that could be read when complete only: all `rows` were used, or "
+        "this `engine`, or the `consumer`, cannot or is set not to.",
+        "reason",
+        STREAM_REFUSALS,
+    ),
     "prefills_kept": Metric(
         "kvferry_prefills_kept",
         "Prompts that should but cannot be decoded elsewhere: streamed, embeddings, or without tokens to leave out.",

@@ -45,14 +45,15 @@ class Asking:
     Args:
         may_wait: whether the engine's loop may wait: not if other engines or pipeline stages step with it.
         recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
+        streams: see `Questions`.
 
     Attributes:
         questions: open ones.
         failing: requests that fail as soon as vLLM has given them a block, because their prefill has failed.
     """
 
-    def __init__(self, loop: EngineLoop, *, may_wait: bool, recomputes: bool) -> None:
-        self.questions = Questions()
+    def __init__(self, loop: EngineLoop, *, may_wait: bool, recomputes: bool, streams: bool = True) -> None:
+        self.questions = Questions(streams=streams)
         self.recomputes = recomputes
         self.failing: set[str] = set()
         self._fails: list[str] = []

@@ -2,13 +2,17 @@
 
 A prompt's blocks are held from the step on that completes it. The workers mark the end of that step, so consumers may
 read as soon as the device has finished it, and vLLM can give none of the blocks away, whatever becomes of the request.
+A prompt that a consumer has asked for is streamed from the next step on that computes a part of it: the workers get the
+blocks of each part with its step, and report it when the step has ended.
+
 A model with recurrent states moves them between blocks when a request ends, so there, as for turns, they are held from
 then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
@@ -16,8 +20,10 @@ from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_e
 from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.streams import Stream
+from kvferry.scheduler.state import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +37,25 @@ _READ_OR_HELD = ("", "done")
 """`Lease.ended_by` of a lease that has not ended, or that a consumer has read already."""
 
 
+@dataclass(slots=True)
+class _Prefill:
+    """A prompt for another engine that is not complete.
+
+    Attributes:
+        is_refused: whether it is asked for and cannot be streamed.
+    """
+
+    request: Request
+    is_refused: bool = False
+
+
 class Offers:
     """The offers of one engine.
 
     Args:
         asked: the prompts that other engines may ask for.
+        counters: counts `streams_refused`.
+        streams: whether prompts can be read while they are computed.
 
     Attributes:
         builder: of the params.
@@ -48,41 +68,43 @@ class Offers:
         blocks: EngineBlocks,
         builder: ParamsBuilder,
         asked: AskedPrompts,
+        counters: Counters,
+        *,
+        streams: bool,
     ) -> None:
         self.builder = builder
         self._asked = asked
         self._leases = leases
         self._blocks = blocks
         self._holds_early = not any(group.policy == "state" for group in local.groups)
-        self._prefilling: dict[str, Request] = {}
+        self._counters = counters
+        self._streams = streams
+        self._prefilling: dict[str, _Prefill] = {}
         self._built: dict[str, tuple[RemotePrefill, Lease]] = {}
 
     def opened(self, request: Request) -> None:
-        """The request is scheduled, and its lease has a slot."""
+        """The request is scheduled, for the first time or again, and its lease has a slot."""
         lease = self._leases.running(request.request_id)
         if lease is None:
             self._asked.over(request.request_id, "no_lease")
-        is_prefill = lease is not None and lease.use is LeaseUse.PROMPT and request.max_tokens == 1
-        if is_prefill and self._holds_early:
-            self._prefilling[request.request_id] = request
+            return
+        is_prefill = lease.use is LeaseUse.PROMPT and request.max_tokens == 1
+        if is_prefill and self._holds_early and lease.state is LeaseState.COMPUTING:
+            self._prefilling.setdefault(request.request_id, _Prefill(request))
 
-    def scheduled(self, num_tokens: Mapping[str, int]) -> None:
-        """Hold the blocks of the prompts that this step completes.
+    def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str]) -> None:
+        """Hold the blocks of the prompts that this step completes, and publish those of streamed ones.
 
         Args:
             num_tokens: of each request, in this step.
+            preempted: requests whose blocks were freed since the last step.
         """
-        completing = [
-            request
-            for request_id, request in self._prefilling.items()
-            if (count := num_tokens.get(request_id))
-            and request.num_computed_tokens + count >= request.num_prompt_tokens
-        ]
-        for request in completing:
-            del self._prefilling[request.request_id]
-            lease = self._leases.running(request.request_id)
-            if lease is not None:
-                self._complete(request, lease)
+        for request_id, prefill in list(self._prefilling.items()):
+            lease = self._leases.running(request_id)
+            if lease is None:
+                del self._prefilling[request_id]
+            elif lease.state is LeaseState.COMPUTING:
+                self._advance(prefill, lease, num_tokens.get(request_id, 0), request_id in preempted)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> RemotePrefill | None:
         """The request has ended: the params of its blocks, which are held; None if they are not."""
@@ -114,6 +136,41 @@ class Offers:
         if not has_ended_well(request) and not lease.ended_by:
             self._leases.end(lease, "abandoned")
         return params if lease.ended_by in _READ_OR_HELD else None
+
+    def _advance(self, prefill: _Prefill, lease: Lease, num_tokens: int, is_preempted: bool) -> None:
+        """This step computes so many tokens of a prompt, or none."""
+        request, stream = prefill.request, lease.stream
+        if stream is not None and (is_preempted or request.num_computed_tokens < stream.tokens):
+            self._leases.streams.restart(lease, stream)
+        if not num_tokens:
+            return
+        num_complete = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
+        is_complete = num_complete == request.num_prompt_tokens
+        if stream is None and not is_complete:
+            stream = self._begin_stream(prefill, lease)
+        if stream is not None:
+            blocks = self.builder.blocks_of(self._blocks.table(request.request_id), num_complete)
+            if not stream.goes_on_with(blocks):
+                self._leases.streams.restart(lease, stream)
+            self._leases.streams.publish(lease, stream, num_complete, blocks)
+        if is_complete:
+            del self._prefilling[request.request_id]
+            self._complete(request, lease)
+
+    def _begin_stream(self, prefill: _Prefill, lease: Lease) -> Stream | None:
+        """Give a consumer that has asked for the prompt a ticket for what is computed of it."""
+        request = prefill.request
+        asked = None if prefill.is_refused else self._asked.waiting(request.request_id)
+        if asked is None:
+            return None
+        stream = None
+        if not (self._streams and asked.is_streamed_to):
+            self._counters.add("streams_refused", "consumer" if self._streams else "engine")
+        elif (stream := self._leases.streams.begin(lease)) is not None:
+            params = self.builder.build_stream(request, lease, stream.row, asked.digests, self._leases.lease_s)
+            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S))
+        prefill.is_refused = stream is None
+        return stream
 
     def _complete(self, request: Request, lease: Lease) -> None:
         block_ids, num_tokens = self._blocks.table(request.request_id), request.num_prompt_tokens

@@ -124,6 +124,7 @@ class ParamsBuilder:
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
             return None
+        sides = zip(self._local.block_spans, blocks, strict=True)
         ticket = Ticket(
             version=PARAMS_VERSION,
             boot=self._local.boot,
@@ -132,10 +133,38 @@ class ParamsBuilder:
             lease_s=lease_s,
             digests=digest_chain(prompt, num_tokens),
             mac=_NO_MAC,
-            held_from=tuple(
-                held_from(span, len(ids), num_tokens) for span, ids in zip(self._local.block_spans, blocks, strict=True)
-            ),
+            held_from=tuple(held_from(span, len(ids), num_tokens) for span, ids in sides),
         )
+        return self._signed(request, blocks, num_tokens, ticket)
+
+    def build_stream(
+        self, request: Request, lease: Lease, row: int, digests: tuple[str, ...], lease_s: float
+    ) -> RemotePrefill:
+        """The signed params of a prompt that is being computed, whose blocks the workers list in a row.
+
+        Args:
+            digests: of the whole prompt.
+        """
+        groups = self._local.groups
+        ticket = Ticket(
+            version=PARAMS_VERSION,
+            boot=self._local.boot,
+            lease_slot=lease.slot,
+            lease_epoch=lease.origin.epoch,
+            lease_s=lease_s,
+            digests=digests,
+            mac=_NO_MAC,
+            held_from=(0,) * len(groups),
+            stream_row=row,
+        )
+        return self._signed(request, ((),) * len(groups), request.num_prompt_tokens, ticket)
+
+    def blocks_of(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
+        """The blocks of the first `num_tokens` tokens of a request, per transferred group."""
+        chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
+        return tuple(ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._local.block_spans, strict=True))
+
+    def _signed(self, request: Request, blocks: Blocks, num_tokens: int, ticket: Ticket) -> RemotePrefill:
         unsigned = RemotePrefill(
             remote_engine_id=announced_id(self._local.boot, self._local.engine_id),
             remote_request_id=request.request_id,
@@ -155,9 +184,7 @@ class ParamsBuilder:
 
         vLLM may have one more block, for the token of a step that was in flight when the request stopped.
         """
-        chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        clipped = [ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._local.block_spans, strict=True)]
-        return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in clipped)
+        return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in self.blocks_of(block_ids, num_tokens))
 
 
 def has_ended_well(request: Request) -> bool:

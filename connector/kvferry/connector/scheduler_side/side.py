@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_workers, sibling_ports, uses_host_buffer
+from kvferry.connector.engine.facts import (
+    can_stream,
+    facts_of,
+    is_alone,
+    lease_slots,
+    num_workers,
+    sibling_ports,
+    uses_host_buffer,
+)
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.scheduler_side.asking import Asking
@@ -31,7 +39,7 @@ from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -80,11 +88,13 @@ class SchedulerSide:
         self.tracing = scheduler_tracing(vllm_config, config, local)
         self.leases.observer = self.loads.observer = self.tracing
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
-        asking = Asking(EngineLoop(), may_wait=is_alone(vllm_config), recomputes=recomputes)
+        streams = config.streaming == "auto"
+        asking = Asking(EngineLoop(), may_wait=is_alone(vllm_config), recomputes=recomputes, streams=streams)
         asked = AskedPrompts(sibling_ports(vllm_config))
         self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing, asking, asked)
         builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
-        self._offers = Offers(local, self.leases, self.blocks, builder, asked)
+        streams = can_stream(vllm_config, kv_cache_config, config)
+        self._offers = Offers(local, self.leases, self.blocks, builder, asked, counters, streams=streams)
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
         self.eviction = LeaseEviction(
@@ -182,13 +192,14 @@ class SchedulerSide:
 
     # Hooks of a step.
 
-    def build_metadata(self, num_tokens: Mapping[str, int]) -> FerryMetadata:
+    def build_metadata(self, num_tokens: Mapping[str, int], preempted: Collection[str] = ()) -> FerryMetadata:
         """All changes since the last step, for the workers.
 
         Args:
             num_tokens: scheduled in this step, by request.
+            preempted: requests whose blocks were freed since the last step, and may be other requests' in this one.
         """
-        self._offers.scheduled(num_tokens)
+        self._offers.scheduled(num_tokens, preempted)
         self._take_answers()
         self.channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
         asks = self._idle.begin_step()

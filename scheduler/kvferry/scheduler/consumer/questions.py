@@ -61,9 +61,14 @@ class OpenQuestion:
 
 
 class Questions:
-    """All open questions of one engine. `now_s` is from any monotonic clock."""
+    """All open questions of one engine. `now_s` is from any monotonic clock.
 
-    def __init__(self) -> None:
+    Args:
+        streams: whether this engine reads prompts while they are computed.
+    """
+
+    def __init__(self, *, streams: bool = True) -> None:
+        self._streams = streams
         self._next = 0
         self._by_number: dict[int, OpenQuestion] = {}
         self._by_request: dict[str, OpenQuestion] = {}
@@ -81,7 +86,8 @@ class Questions:
         """A request has arrived whose prompt this producer prefills. False if too many questions are open."""
         if len(self._by_number) >= MAX_OPEN:
             return False
-        question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest)
+        streams = self._streams
+        question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest, streams=streams)
         self._next += 1
         opened = OpenQuestion(request_id, question, now_s)
         self._by_number[question.number] = self._by_request[request_id] = opened

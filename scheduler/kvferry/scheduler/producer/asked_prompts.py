@@ -30,12 +30,14 @@ Claimant = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class AskedPrompt:
     """One prompt.
 
     Attributes:
         ended_s: when its request was over; None until then.
         claimant: whose question it answers.
+        is_streamed_to: whether who has asked reads prompts while they are computed.
+        digests: of the whole prompt; () until a question is compared with them.
     """
 
     request_id: str
@@ -47,14 +49,15 @@ class _Asked:
     reason: str = ""
     ended_s: float | None = None
     claimant: Claimant | None = None
-    digest: str = ""
+    is_streamed_to: bool = False
+    digests: tuple[str, ...] = ()
 
     def agrees(self, question: Question) -> bool:
         if question.num_tokens != self.num_tokens:
             return False
-        if not self.digest:
-            self.digest = digest_chain(self.prompt, self.num_tokens)[-1]
-        return question.digest == self.digest
+        if not self.digests:
+            self.digests = digest_chain(self.prompt, self.num_tokens)
+        return question.digest == self.digests[-1]
 
     def answer(self, number: int) -> Answer:
         return Answer(number=number, progress=self.progress, params=self.params, reason=self.reason)
@@ -88,8 +91,8 @@ class AskedPrompts:
         self._clock = clock
         self._siblings = siblings
         self._lock = threading.Lock()
-        self._by_request: OrderedDict[str, _Asked] = OrderedDict()
-        self._by_key: dict[str, list[_Asked]] = {}
+        self._by_request: OrderedDict[str, AskedPrompt] = OrderedDict()
+        self._by_key: dict[str, list[AskedPrompt]] = {}
         self._subscriptions: OrderedDict[Claimant, _Subscription] = OrderedDict()
         self._subscribed: dict[str, set[Claimant]] = {}
         self._changed: set[str] = set()
@@ -106,7 +109,7 @@ class AskedPrompts:
         with self._lock:
             self._forget_old()
             self._drop(self._by_request.get(request_id))
-            asked = self._by_request[request_id] = _Asked(request_id, key, prompt, num_tokens)
+            asked = self._by_request[request_id] = AskedPrompt(request_id, key, prompt, num_tokens)
             self._by_key.setdefault(key, []).append(asked)
             while len(self._by_request) > MAX_PROMPTS:
                 self._drop(next(iter(self._by_request.values())))
@@ -115,6 +118,13 @@ class AskedPrompts:
     def ticket(self, request_id: str, params: dict[str, Any]) -> None:
         """The prompt may be read with these params as soon as its slot is READY."""
         self._advance(request_id, Progress.TICKET, params=params)
+
+    def waiting(self, request_id: str) -> AskedPrompt | None:
+        """The prompt, if another engine has asked for it and has no answer yet. It takes no lock: at worst a question
+        that is being answered is seen in the next step."""
+        asked = self._by_request.get(request_id)
+        is_waiting = asked is not None and asked.claimant is not None and asked.progress is Progress.QUEUED
+        return asked if is_waiting else None
 
     def over(self, request_id: str, reason: str = "") -> None:
         """The request is over. With a reason its prompt will not be read; otherwise its ticket stays valid."""
@@ -168,7 +178,7 @@ class AskedPrompts:
         known = self._by_key.get(question.key, [])
         for asked in reversed(known):
             if asked.claimant in (None, claimant) and asked.agrees(question):
-                asked.claimant = claimant
+                asked.claimant, asked.is_streamed_to = claimant, question.streams
                 return asked.answer(question.number)
         if all(asked.ended_s is not None for asked in known):
             return Answer(number=question.number, progress=Progress.UNKNOWN)
@@ -208,7 +218,7 @@ class AskedPrompts:
                 break
             self._unsubscribe(claimant)
 
-    def _drop(self, asked: _Asked | None) -> None:
+    def _drop(self, asked: AskedPrompt | None) -> None:
         if asked is None:
             return
         del self._by_request[asked.request_id]

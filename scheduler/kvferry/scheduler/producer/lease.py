@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, epoch_to_text
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
+from kvferry.protocol.params import Blocks
+from kvferry.scheduler.producer.streams import Stream
 from kvferry.scheduler.state import TableEnum
 
 SCAN_S = 10e-6
@@ -80,7 +82,8 @@ class Lease:
     """All that is known of one request's lease.
 
     Attributes:
-        name: its name in messages and orders; without a slot while INTENDED.
+        name: its present name in messages and orders; without a slot while INTENDED.
+        origin: its first name, which is valid as long as the lease; `name` has another epoch if its stream restarted.
         is_running: whether its request has not ended.
         held_s: when it was held and the request had ended, on the ledger's clock; until then when it was announced.
         deadline_s: on the same clock; meaningful while HELD, if the request has ended.
@@ -88,12 +91,14 @@ class Lease:
         block_ids: the request's blocks, each once, on which the lease has a reference; () until COMPLETE.
         acks: workers that have acknowledged its end.
         ended_by: why the lease ends (`release`, `expired`, …), set when that is decided.
+        stream: of a prompt that is read, or was, while it is computed.
     """
 
     request_id: str
     use: LeaseUse = LeaseUse.PROMPT
     state: LeaseState = LeaseState.INTENDED
     name: LeaseName = _NO_SLOT
+    origin: LeaseName = _NO_SLOT
     is_running: bool = True
     held_s: float = 0.0
     deadline_s: float = 0.0
@@ -101,6 +106,7 @@ class Lease:
     block_ids: tuple[int, ...] = ()
     acks: set[int] = field(default_factory=set)
     ended_by: str = ""
+    stream: Stream | None = None
 
     @property
     def slot(self) -> int:
@@ -112,9 +118,18 @@ class Lease:
         return self.state not in (LeaseState.INTENDED, LeaseState.COMPUTING)
 
     @property
+    def is_published(self) -> bool:
+        """Whether consumers may have its name."""
+        return self.keeps_blocks or self.stream is not None
+
+    @property
     def is_readable(self) -> bool:
         """Whether it is held and has not ended."""
         return self.state is LeaseState.HELD and not self.ended_by
+
+    def hold_order(self, blocks: Blocks) -> LeaseHold:
+        """The order to the workers that its blocks are held; those that must copy them get them."""
+        return LeaseHold(request_id=self.request_id, slot=self.slot, epoch=self.name.epoch, blocks=blocks)
 
     def end_order(self) -> LeaseEnd:
         """The order to the workers to clear its slot."""
@@ -131,10 +146,27 @@ class LeaseOrders:
     ends: list[LeaseEnd] = field(default_factory=list)
     opens: list[LeaseOpen] = field(default_factory=list)
     holds: list[LeaseHold] = field(default_factory=list)
+    progress: list[LeaseProgress] = field(default_factory=list)
     completions: list[LeaseHold] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.ends or self.opens or self.holds or self.completions)
+        return bool(self.ends or self.opens or self.holds or self.progress or self.completions)
+
+    def take(self) -> LeaseOrders:
+        """All orders; this object is empty then."""
+        taken = LeaseOrders(self.ends, self.opens, self.holds, self.progress, self.completions)
+        self.ends, self.opens, self.holds, self.progress, self.completions = [], [], [], [], []
+        return taken
+
+    def withdraw(self, slot: int) -> bool:
+        """Drop what is not sent for the lease of a slot, which is over. Returns whether the workers know of the lease
+        all the same, or will: then they must end it."""
+        self.progress = [order for order in self.progress if order.slot != slot]
+        first = next((order for order in self.opens if order.slot == slot), None)
+        if first is None or first.row is not None:
+            return True
+        self.opens = [order for order in self.opens if order.slot != slot]
+        return False
 
 
 class LeaseSlots:
@@ -164,21 +196,34 @@ class LeaseSlots:
 
     def take(self, lease: Lease) -> LeaseOpen:
         """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
-        lease.name = LeaseName(slot=self._free.pop(), epoch=epoch_to_text(self._draw_epoch()))
+        lease.name = lease.origin = self._name(self._free.pop())
         self._by_name[lease.name] = lease
         return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)
 
+    def renew_epoch(self, lease: Lease) -> None:
+        """Give a lease a fresh epoch in its slot. Its first name finds it as well; names in between, which consumers
+        have never had, do not."""
+        if lease.name != lease.origin:
+            del self._by_name[lease.name]
+        lease.name = self._name(lease.slot)
+        self._by_name[lease.name] = lease
+
     def give_back(self, lease: Lease) -> None:
         """The lease is over."""
-        del self._by_name[lease.name]
+        for name in {lease.name, lease.origin}:
+            del self._by_name[name]
         self._free.append(lease.slot)
 
     def check_integrity(self) -> None:
         """Raises `LocalProtocolError` if a slot is neither free nor leased, or both."""
-        if sorted([lease.slot for lease in self._by_name.values()] + self._free) != list(range(self.count)):
+        leases = set(self._by_name.values())
+        if sorted([lease.slot for lease in leases] + self._free) != list(range(self.count)):
             raise LocalProtocolError(
-                f"lease table: {len(self._by_name)} leased and {len(self._free)} free of {self.count} slots"
+                f"lease table: {len(leases)} leased and {len(self._free)} free of {self.count} slots"
             )
+
+    def _name(self, slot: int) -> LeaseName:
+        return LeaseName(slot=slot, epoch=epoch_to_text(self._draw_epoch()))
 
 
 class Deadlines:

@@ -1,5 +1,4 @@
-"""The producer's ledger: which request's blocks are leased under which slot, and until when. No I/O, no clock: the
-caller passes the time."""
+"""The producer's ledger: whose blocks are leased under which slot, and until when. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from kvferry.scheduler.producer.lease import (
     LeaseState,
     LeaseUse,
 )
+from kvferry.scheduler.producer.streams import Streams
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters, Observer, next_state
 
 
@@ -40,6 +40,7 @@ class ProducerLedger:
 
     Attributes:
         slots: slots of the lease table.
+        streams: leases that are read while their prompts are computed.
         block_references: references of leases on blocks, after the end of their requests.
         clock: seconds that this process was awake; every step winds it.
         observer: called for every lease that is opened, and for every one that is over.
@@ -66,6 +67,7 @@ class ProducerLedger:
         self._counters = counters
         self._by_request: dict[str, Lease] = {}
         self._orders = LeaseOrders()
+        self.streams = Streams(self.slots, self._orders, counters)
 
     def __len__(self) -> int:
         """The number of leases that have a slot."""
@@ -121,9 +123,8 @@ class ProducerLedger:
         return False
 
     def complete(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
-        """The next step completes the request's blocks: keep them from now on. None when it has no lease.
-
-        So vLLM can give none of them away, whatever becomes of the request, before the workers have ended the lease.
+        """The next step completes the request's blocks: keep them from now on, so that vLLM gives none of them away
+        before the workers have ended the lease. None when it has no lease.
 
         Args:
             worker_blocks: the blocks that are sent to the workers.
@@ -132,11 +133,7 @@ class ProducerLedger:
         return self._keep(request_id, worker_blocks, block_ids, self._orders.completions)
 
     def finish(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
-        """The request has succeeded, and no step completed its blocks before: keep them. None when it has no lease.
-
-        Args:
-            worker_blocks, block_ids: as in `complete`.
-        """
+        """The request has succeeded, and no step completed its blocks before: keep them, as in `complete`."""
         lease = self._keep(request_id, worker_blocks, block_ids, self._orders.holds)
         if lease is not None:
             lease.is_running = False
@@ -158,10 +155,8 @@ class ProducerLedger:
         self._advance(lease, LeaseEvent.ABANDON)
         if lease.state is LeaseState.INTENDED:
             return
-        others = [order for order in self._orders.opens if order.slot != lease.slot]
-        if len(others) == len(self._orders.opens):
+        if self._orders.withdraw(lease.slot):
             self._orders.ends.append(lease.end_order())
-        self._orders.opens = others
         self._counters.add(f"{lease.use.value}_released", how)
         self.observer.lease_over(lease, how)
 
@@ -179,25 +174,27 @@ class ProducerLedger:
     def release(self, name: LeaseName, how: str = "release") -> bool:
         """End a lease that will not be read any more. If its hold is not announced yet, it ends after that.
 
-        The epoch of a lease that is still computing was never published, so its release counts as unknown.
+        The epoch of a computing lease that is not streamed was never published, so its release counts as unknown.
         """
         lease = self.slots.find(name)
-        if lease is None or lease.state is LeaseState.COMPUTING or lease.ended_by:
+        if lease is None or not lease.is_published or lease.ended_by:
             self._counters.add("releases_unknown")
             return False
         self.end(lease, how)
         return True
 
     def end(self, lease: Lease, how: str) -> None:
-        """End a lease whose request has ended, although a consumer may still want to read it."""
+        """End a lease, although a consumer may still want to read it: at once if it is held, otherwise as soon as its
+        hold is announced."""
         if lease.state is LeaseState.HELD:
             self._advance(lease, LeaseEvent.END)
             self._orders.ends.append(lease.end_order())
         lease.ended_by = how
-        self.block_references.end(lease)
+        if lease.keeps_blocks:
+            self.block_references.end(lease)
 
     def release_all(self, how: str) -> int:
-        """End every held lease, e.g. because the caches are about to change. Returns how many."""
+        """End every held lease. Returns how many."""
         ending = list(self.block_references.held.values())
         for lease in ending:
             self.end(lease, how)
@@ -216,7 +213,7 @@ class ProducerLedger:
         if may_expire and self._deadlines.may_be_due(clock_s):
             for lease in self._deadlines.due(self.block_references.held.values(), clock_s):
                 self.end(lease, "expired")
-        orders, self._orders = self._orders, LeaseOrders()
+        orders = self._orders.take()
         for hold in (*orders.holds, *orders.completions):
             lease = self._by_request[hold.request_id]
             self._advance(lease, LeaseEvent.ANNOUNCE)
@@ -272,6 +269,7 @@ class ProducerLedger:
             LocalProtocolError: with the sums.
         """
         self.slots.check_integrity()
+        self.streams.check_integrity(self._by_request.values())
         states = Counter(lease.state.value for lease in self._by_request.values())
         kept, keeping = self.block_references.num_requests, sum(x.keeps_blocks for x in self._by_request.values())
         if kept != keeping:
@@ -286,8 +284,9 @@ class ProducerLedger:
             self._advance(lease, LeaseEvent.COMPLETE)
             lease.block_ids = block_ids
             self.block_references.keep(lease)
-            epoch = lease.name.epoch
-            orders.append(LeaseHold(request_id=request_id, slot=lease.slot, epoch=epoch, blocks=worker_blocks))
+            if lease.ended_by:
+                self.block_references.end(lease)
+            orders.append(lease.hold_order(worker_blocks))
         return lease
 
     def _advance(self, lease: Lease, event: LeaseEvent) -> None:
@@ -298,3 +297,4 @@ class ProducerLedger:
         del self._by_request[lease.request_id]
         if lease.state is not LeaseState.INTENDED:
             self.slots.give_back(lease)
+            self.streams.over(lease)

@@ -1,0 +1,107 @@
+"""Streams: prompts that consumers read while they are computed, and the rows where workers list their blocks.
+
+A lease whose request is preempted has published blocks that vLLM gives to others. So it goes on under a new epoch, with
+its slot and its row: the epoch under which those blocks were published never becomes READY. Consumers know the lease by
+its first epoch, which stays its name until it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.orders import LeaseOpen, LeaseProgress
+from kvferry.protocol.stream_rows import STREAM_ROWS
+
+if TYPE_CHECKING:
+    from kvferry.scheduler.producer.lease import Lease, LeaseOrders, LeaseSlots
+    from kvferry.scheduler.state import Counters
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """What the workers were told of one lease's prompt under its present epoch.
+
+    Attributes:
+        row: where they list its blocks.
+        tokens: leading tokens that they have reported as complete, or will.
+        blocks: per cache group the blocks in the row.
+    """
+
+    row: int
+    tokens: int = 0
+    blocks: tuple[Sequence[int], ...] = ()
+
+    def goes_on_with(self, blocks: Sequence[Sequence[int]]) -> bool:
+        """Whether these blocks of the request, per cache group, begin with the published ones."""
+        return all(now[: len(known)] == known for known, now in zip(self.blocks, blocks, strict=False))
+
+
+class Streams:
+    """The streams of one engine.
+
+    Args:
+        orders: of the ledger, to be sent with the next step.
+        counters: counts `streams`, `stream_restarts`, and `streams_refused` for lack of `rows`.
+    """
+
+    def __init__(self, slots: LeaseSlots, orders: LeaseOrders, counters: Counters, rows: int = STREAM_ROWS) -> None:
+        self._slots = slots
+        self._orders = orders
+        self._counters = counters
+        self._rows = rows
+        self._free = list(range(rows - 1, -1, -1))
+
+    def begin(self, lease: Lease) -> Stream | None:
+        """A consumer reads this prompt from now on, while it is computed; None if all rows are used."""
+        if not self._free:
+            self._counters.add("streams_refused", "rows")
+            return None
+        lease.stream = Stream(self._free.pop())
+        self._counters.add("streams")
+        return lease.stream
+
+    def publish(self, lease: Lease, stream: Stream, tokens: int, blocks: tuple[Sequence[int], ...]) -> None:
+        """The next step completes the first `tokens` tokens of a prompt.
+
+        Args:
+            blocks: all blocks of these tokens, per cache group; they go on with those published before.
+        """
+        first = tuple(map(len, stream.blocks)) or (0,) * len(blocks)
+        stream.tokens, stream.blocks = tokens, blocks
+        self._orders.progress.append(
+            LeaseProgress(
+                slot=lease.slot,
+                epoch=lease.name.epoch,
+                row=stream.row,
+                origin=lease.origin.epoch,
+                tokens=tokens,
+                first_blocks=first,
+                blocks=tuple(tuple(ids[at:]) for at, ids in zip(first, blocks, strict=True)),
+            )
+        )
+
+    def restart(self, lease: Lease, stream: Stream) -> None:
+        """What was published does not hold any more. Must be called before the next step's orders are taken: in that
+        step other requests may write the blocks."""
+        if not stream.blocks:
+            return
+        stream.tokens, stream.blocks = 0, ()
+        self._slots.renew_epoch(lease)
+        order = LeaseOpen(slot=lease.slot, epoch=lease.name.epoch, row=stream.row, origin=lease.origin.epoch)
+        self._orders.opens.append(order)
+        self._counters.add("stream_restarts")
+
+    def over(self, lease: Lease) -> None:
+        """The lease is over: its row is free. In the next orders its end comes before the row's next use."""
+        if lease.stream is not None:
+            self._free.append(lease.stream.row)
+            lease.stream = None
+
+    def check_integrity(self, leases: Iterable[Lease]) -> None:
+        """Raises `LocalProtocolError` if a row is neither free nor one lease's, or both."""
+        used = [lease.stream.row for lease in leases if lease.stream is not None]
+        if sorted(used + self._free) != list(range(self._rows)):
+            raise LocalProtocolError(f"stream rows: {len(used)} used and {len(self._free)} free of {self._rows}")
