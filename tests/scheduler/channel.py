@@ -94,7 +94,9 @@ def client(
         context.term()
 
 
-def ask(port: int, engine_id: str = "prefill-0", version: int = CHANNEL_VERSION, host: str = HOST) -> EngineDescription | Refused:
+def ask(
+    port: int, engine_id: str = "prefill-0", version: int = CHANNEL_VERSION, host: str = HOST
+) -> EngineDescription | Refused:
     """One handshake over a socket of its own."""
     with client(port, zmq.REQ, host=host) as sock:
         sock.send(encode(Hello(engine_id=engine_id, asker="test", version=version)))

@@ -59,7 +59,7 @@ def test_before_the_workers_are_ready_a_hello_is_refused_as_starting(counters: C
 
 @pytest.mark.parametrize(
     ("engine_id", "version", "field", "value", "expected"),
-    [("prefill-9", 1, "engine_id", "prefill-9", "prefill-0"), ("prefill-0", 2, "version", "2", "1")],
+    [("prefill-9", 2, "engine_id", "prefill-9", "prefill-0"), ("prefill-0", 1, "version", "1", "2")],
 )
 def test_an_unworkable_hello_is_refused_by_the_name_of_its_field(
     served: tuple[RecordingListener, int], engine_id: str, version: int, field: str, value: str, expected: str
