@@ -1,31 +1,37 @@
-"""The lease table against a model that knows only the rules, over random histories."""
+"""The lease table and its rows against a model that knows only the rules, over random histories."""
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any, cast
-
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
-from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, slot_word
+from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, progress_word, slot_word
 from kvferry.protocol.notifications import Done
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.protocol.params import Blocks
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
+from kvferry.protocol.stream_rows import STREAM_ROWS, header_word
 from kvferry.worker.leases import LeaseTable
+from kvferry.worker.stream_rows import Rows
 from tests.fakes.device_mark import FakeMark
 
 SLOTS = 3
+ROW_BLOCKS = (4, 7)
 CONSUMERS = ("a" * 32, "b" * 32)
 
 
 class ModelLease:
-    """One lease by the rules: everything that ever happened to it."""
+    """One lease by the rules: everything that ever happened to it under one epoch."""
 
-    def __init__(self, slot: int, epoch: Epoch, request_id: str) -> None:
+    def __init__(self, slot: int, epoch: Epoch, request_id: str, former: ModelLease | None = None) -> None:
         self.slot, self.epoch, self.request_id = slot, epoch, request_id
-        self.held = self.ready = self.over = False
+        self.origin: Epoch = former.origin if former is not None else epoch
+        self.row: int | None = former.row if former is not None else None
+        self.blocks: tuple[int, ...] = (0,) * len(ROW_BLOCKS)
+        self.steps: list[tuple[int, FakeMark]] = []
+        self.tokens = 0
+        self.held = self.ready = self.over = self.broken = False
         self.mark = FakeMark()
         self.notifiers: set[tuple[str, int]] = set()
         self.expected: dict[str, int] = {}
@@ -41,7 +47,7 @@ class ModelLease:
 
     @property
     def word(self) -> int:
-        if self.over:
+        if self.over or self.broken:
             return EMPTY
         return slot_word(self.epoch, SlotState.READY if self.ready else SlotState.COMPUTING)
 
@@ -55,8 +61,11 @@ class LeaseTableHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LeaseTable(SLOTS)
+        self.rows = Rows(ROW_BLOCKS)
+        self.table = LeaseTable(SLOTS, rows=self.rows)
         self.leases: list[ModelLease] = []
+        self.ids = np.zeros_like(self.rows.ids)
+        self.ending: list[LeaseProgress] = []
         self.reported: list[str] = []
 
     def current(self, slot: int) -> ModelLease | None:
@@ -111,7 +120,91 @@ class LeaseTableHistory(RuleBasedStateMachine):
         lease = self.pick(draw, [x for x in self.leases if x.held])
         lease.mark.over = lease.ready = True
         self.table.advance()
-        assert self.table.pending() == sum(x.held and not x.ready and not x.over for x in self.leases)
+
+    def progress_of(self, lease: ModelLease, first: tuple[int, ...], counts: tuple[int, ...]) -> LeaseProgress:
+        """The next step computes more of a prompt: tokens that rise, blocks that are nowhere else."""
+        used = {x.row for x in self.leases if not x.over}
+        row = lease.row if lease.row is not None else next(row for row in range(STREAM_ROWS) if row not in used)
+        return LeaseProgress(
+            slot=lease.slot,
+            epoch=lease.text,
+            row=row,
+            origin=epoch_to_text(lease.origin),
+            tokens=lease.tokens + sum(order.epoch == lease.text for order in self.ending) + len(lease.steps) + 1,
+            first_blocks=first,
+            blocks=tuple(tuple(range(900 * group + 7, 900 * group + 7 + n)) for group, n in enumerate(counts)),
+        )
+
+    @precondition(lambda self: any(not x.held for x in self.leases))
+    @rule(draw=leases_of, more=st.tuples(st.integers(0, 2), st.integers(0, 2)))
+    def publish(self, draw: int, more: tuple[int, int]) -> None:
+        lease = self.pick(draw, [x for x in self.leases if not x.held])
+        counts = tuple(min(n, most - has) for n, most, has in zip(more, ROW_BLOCKS, lease.blocks, strict=True))
+        order = self.progress_of(lease, lease.blocks, counts)
+        assert self.table.publish(order) == (not lease.over and not lease.broken)
+        if lease.over or lease.broken:
+            return
+        self.ending.append(order)
+        lease.row = order.row
+        for start, first, ids in zip((0, ROW_BLOCKS[0]), lease.blocks, order.blocks, strict=True):
+            self.ids[order.row, start + first : start + first + len(ids)] = ids
+        lease.blocks = tuple(map(sum, zip(lease.blocks, counts, strict=True)))
+
+    @precondition(lambda self: any(not x.held for x in self.leases))
+    @rule(draw=leases_of, group=st.integers(0, 1), wrong=st.sampled_from(["behind", "too many", "row", "groups"]))
+    def publish_what_does_not_fit(self, draw: int, group: int, wrong: str) -> None:
+        lease = self.pick(draw, [x for x in self.leases if not x.held])
+        first, counts = list(lease.blocks), [0] * len(ROW_BLOCKS)
+        if wrong == "behind":
+            first[group] += 1
+        elif wrong == "too many":
+            counts[group] = ROW_BLOCKS[group] - first[group] + 1
+        elif wrong == "groups":
+            counts.append(1)
+        order = self.progress_of(lease, tuple(first), tuple(counts))
+        if wrong == "row":
+            if lease.row is None:
+                return
+            order = structs.replace(order, row=(lease.row + 1) % STREAM_ROWS)
+        assert not self.table.publish(order)
+        if not lease.over and not lease.broken:
+            lease.broken, lease.tokens, lease.steps = True, 0, []
+            self.ending = [order for order in self.ending if order.epoch != lease.text]
+
+    @rule()
+    def end_step(self) -> None:
+        mark, ending, self.ending = FakeMark(), self.ending, []
+        for order in ending:
+            self.table.complete(order, mark)
+            lease = next(x for x in self.leases if x.text == order.epoch)
+            if not lease.over:
+                lease.steps.append((order.tokens, mark))
+
+    @precondition(lambda self: any(x.steps for x in self.leases))
+    @rule(draw=leases_of, count=st.integers(1, 3))
+    def finish_steps(self, draw: int, count: int) -> None:
+        """The device finishes some steps of a prompt; of those that are done, the last one counts."""
+        lease = self.pick(draw, [x for x in self.leases if x.steps])
+        for _, mark in lease.steps[:count]:
+            mark.over = True
+        self.table.advance()
+        for other in self.leases:
+            while other.steps and other.steps[0][1].over:
+                tokens, _ = other.steps.pop(0)
+                other.tokens = tokens
+
+    @precondition(lambda self: any(not x.held and not x.over for x in self.leases))
+    @rule(draw=leases_of)
+    def go_on_under_another_epoch(self, draw: int) -> None:
+        """The request was preempted; the order that names the row first may not have been carried out."""
+        former = self.pick(draw, [x for x in self.leases if not x.held and not x.over])
+        number = len(self.leases)
+        former.row = self.progress_of(former, (), ()).row
+        lease = ModelLease(former.slot, Epoch(1 + number * 977 % 2**59), f"request-{number}", former)
+        former.over = True
+        self.leases.append(lease)
+        origin = epoch_to_text(lease.origin)
+        self.table.open(LeaseOpen(slot=lease.slot, epoch=lease.text, row=lease.row, origin=origin))
 
     @precondition(lambda self: bool(self.leases))
     @rule(draw=leases_of)
@@ -156,97 +249,21 @@ class LeaseTableHistory(RuleBasedStateMachine):
         for slot in range(SLOTS):
             lease = self.current(slot)
             assert self.table.words[slot] == (EMPTY if lease is None else lease.word)
-        assert self.table.held() == sum(lease.held and not lease.over for lease in self.leases)
+            tokens = 0 if lease is None else lease.tokens
+            assert self.table.progress[slot] == (progress_word(lease.epoch, tokens) if lease and tokens else EMPTY)
+        live = [lease for lease in self.leases if not lease.over]
+        assert self.table.held() == sum(lease.held for lease in live)
+        assert self.table.pending() == sum((x.held and not x.ready) or bool(x.steps) for x in live)
+        assert self.table.errors() == []
+
+    @invariant()
+    def rows_say_what_the_rules_say(self) -> None:
+        headers = np.zeros_like(self.rows.headers)
+        for lease in self.leases:
+            if lease.row is not None and not lease.over:
+                headers[lease.row] = header_word(lease.origin), header_word(lease.epoch)
+        assert self.rows.headers.tolist() == headers.tolist()
+        assert (self.rows.ids == self.ids).all(), "ids elsewhere, or others"
 
 
 TestLeaseTableHistory = LeaseTableHistory.TestCase
-
-
-def hold(slot: int, epoch: str) -> LeaseHold:
-    return LeaseHold(request_id="r", slot=slot, epoch=epoch)
-
-
-def done(slot: int, epoch: str, consumer: str, worker: int, expected: int) -> Done:
-    return Done(slot=slot, epoch=epoch, consumer=consumer, worker=worker, expected=expected)
-
-
-def test_a_worker_that_repeats_itself_does_not_stand_for_its_sibling() -> None:
-    table, epoch = LeaseTable(1), epoch_to_text(Epoch(5))
-    table.open(LeaseOpen(slot=0, epoch=epoch))
-    table.hold(hold(0, epoch), FakeMark())
-    for _ in range(3):
-        assert table.done(done(0, epoch, CONSUMERS[0], 0, expected=2)) is None
-    assert table.done(done(0, epoch, CONSUMERS[0], 1, expected=2)) == "r"
-
-
-def test_orders_of_a_former_lease_do_not_touch_the_next_one_of_the_slot() -> None:
-    table = LeaseTable(1)
-    old, new = epoch_to_text(Epoch(5)), epoch_to_text(Epoch(6))
-    table.open(LeaseOpen(slot=0, epoch=old))
-    mark = FakeMark()
-    table.hold(hold(0, old), mark)
-    assert table.end(LeaseEnd(request_id="r", slot=0, epoch=old)) == "r"
-    table.open(LeaseOpen(slot=0, epoch=new))
-    mark.over = True
-    table.advance()
-    assert table.end(LeaseEnd(request_id="r", slot=0, epoch=old)) is None
-    assert table.words[0] == slot_word(Epoch(6), SlotState.COMPUTING)
-
-
-def test_clear_ends_every_lease_and_reports_none() -> None:
-    table, epoch = LeaseTable(2), epoch_to_text(Epoch(5))
-    table.open(LeaseOpen(slot=1, epoch=epoch))
-    table.hold(hold(1, epoch), FakeMark(over=True))
-    table.advance()
-    table.clear()
-    assert not table.words.any()
-    assert table.held() == 0
-    assert table.end(LeaseEnd(request_id="r", slot=1, epoch=epoch)) is None
-
-
-class Mirror:
-    """A copy of the caches in host memory, without the bytes."""
-
-    def __init__(self) -> None:
-        self.copied: list[Blocks] = []
-        self.mark = FakeMark()
-
-    def waves(self, blocks: Blocks) -> deque[Blocks]:
-        return deque([blocks])
-
-    def try_copy(self, waves: deque[Blocks]) -> FakeMark:
-        self.copied.append(waves.popleft())
-        return self.mark
-
-
-def held_with_a_mirror() -> tuple[LeaseTable, Mirror, FakeMark]:
-    mirror, computed = Mirror(), FakeMark()
-    table, epoch = LeaseTable(2, cast("Any", mirror)), epoch_to_text(Epoch(5))
-    table.open(LeaseOpen(slot=1, epoch=epoch))
-    table.hold(LeaseHold(request_id="r", slot=1, epoch=epoch, blocks=((1, 2),)), computed)
-    return table, mirror, computed
-
-
-def test_blocks_are_copied_after_the_device_and_ready_after_the_copy() -> None:
-    table, mirror, computed = held_with_a_mirror()
-    assert not table.advance()
-    assert not mirror.copied
-    computed.over = True
-    assert table.advance()
-    assert mirror.copied == [((1, 2),)]
-    assert not table.advance()
-    assert int(table.words[1]) == slot_word(Epoch(5), SlotState.COMPUTING)
-    mirror.mark.over = True
-    assert table.advance()
-    assert int(table.words[1]) == slot_word(Epoch(5), SlotState.READY)
-    assert table.pending() == 0
-
-
-def test_blocks_of_a_lease_that_has_ended_are_not_copied() -> None:
-    table, mirror, computed = held_with_a_mirror()
-    table.end(LeaseEnd(request_id="r", slot=1, epoch=epoch_to_text(Epoch(5))))
-    computed.over = True
-    assert not table.advance()
-    assert not mirror.copied
-    assert table.pending() == 0
-    assert int(table.words[1]) == EMPTY

@@ -8,6 +8,7 @@
 | its prepared lists | not released | the slot reads, peers |
 | its peers | not removed | peers |
 | the lease table | words that are not empty | leases |
+| the rows | headers that are not empty | leases |
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ class WorkerSettings:
     direct_min_bytes: run length from which nothing is staged.
     host_buffer: the fabric does not reach the caches' device: everything goes through host memory.
     is_read_from: peers read from this engine; if False, it keeps no copy of its caches in host memory.
+    row_blocks: per cache group the most blocks of a prompt; empty if none is read before it is complete.
     secrets: of the side channel.
     peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
     max_peers: producers that are known at once, not counting those that are being read from.
@@ -35,6 +36,7 @@ class WorkerSettings:
     direct_min_bytes: int = DIRECT_MIN_BYTES
     host_buffer: bool = False
     is_read_from: bool = True
+    row_blocks: tuple[int, ...] = ()
     secrets: Secrets = ()
     peer_ttl_s: float = 3600.0
     max_peers: int = 1024

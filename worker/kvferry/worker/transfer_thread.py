@@ -23,17 +23,17 @@ import torch
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.load_bell import BellRope
-from kvferry.protocol.orders import FailureReason, LeaseHold, OrdersHead, decode_orders
+from kvferry.protocol.orders import FailureReason, LeaseHold, LeaseProgress, OrdersHead, decode_orders
 from kvferry.worker.caches import DeviceMark, use_device
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.integrity import WorkerIntegrity
-from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
+from kvferry.worker.notifications import Notifications
 from kvferry.worker.peers.peer import FirstReads, Handshake, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.settings import WorkerSettings
@@ -99,7 +99,7 @@ class TransferThread:
         self._gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
         self._integrity = WorkerIntegrity(context, self._table, self.runner, self.results, settings.check_integrity)
-        self._completing: tuple[LeaseHold, ...] = ()
+        self._ending: list[LeaseProgress | LeaseHold] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._backoff_s = _MIN_BACKOFF_S
         self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
@@ -122,7 +122,7 @@ class TransferThread:
         self._inbox.put(partial(self._carry_out, head, frame, mark, time.monotonic()))
 
     def complete(self, mark: DeviceMark) -> None:
-        """The step of the orders submitted last has been launched, and they have completions. Returns at once.
+        """The step of the orders submitted last has been launched, and their head has `marks`. Returns at once.
 
         Args:
             mark: reached when that step has finished.
@@ -223,8 +223,9 @@ class TransferThread:
             self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
         sent = [self._table.end(end) for end in orders.ends]
         sent += [self._table.hold(hold, mark) for hold in orders.holds]
+        self._ending = [order for order in orders.progress if self._table.publish(order)]
         sent += [self._table.hold(hold, None) for hold in orders.completions]
-        self._completing = orders.completions
+        self._ending += orders.completions
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
             results.failed.update(dict.fromkeys(orders.fails, FailureReason.PREFILL))
@@ -235,9 +236,9 @@ class TransferThread:
             add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)
 
     def _complete(self, mark: DeviceMark) -> None:
-        completing, self._completing = self._completing, ()
-        for hold in completing:
-            self._table.complete(hold, mark)
+        ending, self._ending = self._ending, []
+        for order in ending:
+            self._table.complete(order, mark)
 
     def _lose(self, head: OrdersHead) -> None:
         """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""

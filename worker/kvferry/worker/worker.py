@@ -125,8 +125,8 @@ class FerryWorker:
         self._marks = first.marks
 
     def end_step(self) -> None:
-        """All of the step's work on the device has been launched, on this thread. Blocks that the step completes become
-        readable when the device has finished it."""
+        """All of the step's work on the device has been launched, on this thread. What it computes becomes readable
+        when the device has finished."""
         if self._marks:
             self._marks = False
             self._thread.complete(self._clock.mark())
@@ -163,6 +163,7 @@ class FerryWorker:
             device=exported.device_index,
             lease_table=self._memory.table.address,
             tensors=exported.tensors,
+            stream_rows=self._memory.rows.address,
         )
 
     def _as_consumer(self) -> WorkerDescription:

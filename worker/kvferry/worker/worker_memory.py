@@ -14,6 +14,7 @@ from kvferry.worker.leases import LeaseTable
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
+from kvferry.worker.stream_rows import Rows
 
 _STAGING_BYTES = {"cuda": 256 << 20}
 _STAGING_BYTES_OF_OTHERS = 64 << 20
@@ -32,6 +33,7 @@ class WorkerMemory:
         caches: the KV caches.
         mirror: the copy of the caches that peers read; None where they read the caches.
         table: the lease table, which peers read.
+        rows: of prompts that peers read while they are computed.
         slot_reads: where peers' lease slots are read to.
         staging: the staging pool; None without one.
         regions: what the fabric registers.
@@ -40,6 +42,7 @@ class WorkerMemory:
     caches: KvCaches
     mirror: HostMirror | None
     table: LeaseTable
+    rows: Rows
     slot_reads: SlotReads
     staging: Staging | None
     regions: tuple[Region, ...]
@@ -58,15 +61,20 @@ class WorkerMemory:
         except InvalidConfig:
             _unpin(staging)
             raise
-        table = LeaseTable(settings.lease_slots, mirror)
-        regions = [Region(table.address.address, table.num_bytes, MemoryKind.DRAM), slot_reads.region()]
+        rows = Rows(settings.row_blocks)
+        table = LeaseTable(settings.lease_slots, mirror, rows)
+        regions = [
+            Region(table.address.address, table.num_bytes, MemoryKind.DRAM),
+            *rows.regions(),
+            slot_reads.region(),
+        ]
         if mirror is not None:
             regions += mirror.caches.regions()
         elif not settings.host_buffer:  # with a host buffer the fabric never accesses the caches themselves
             regions += caches.regions()
         if staging is not None:
             regions.append(staging.region())
-        return cls(caches, mirror, table, slot_reads, staging, tuple(regions))
+        return cls(caches, mirror, table, rows, slot_reads, staging, tuple(regions))
 
     @property
     def exported(self) -> KvCaches:

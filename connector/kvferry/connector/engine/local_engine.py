@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm import envs
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.facts import topology_of
+from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InvalidConfig
@@ -169,3 +169,11 @@ def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
     slots covers `n · dcp` tokens of the groups that vLLM shards by tokens."""
     specs = (group.kv_cache_spec for group in kv_cache_config.transfer_groups)
     return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
+
+
+def row_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> tuple[int, ...]:
+    """Per transferred cache group, the most blocks of one prompt; empty if none can be read while it is computed."""
+    if not can_stream(vllm_config, kv_cache_config, config):
+        return ()
+    longest = vllm_config.model_config.max_model_len
+    return tuple(-(-longest // span) for span in block_spans(kv_cache_config, topology_of(vllm_config).dcp))

@@ -20,6 +20,7 @@ from kvferry.connector.engine.facts import (
     uses_host_buffer,
     worker_index,
 )
+from kvferry.connector.engine.local_engine import row_blocks
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.mamba_layout import groups_of_heads
 from kvferry.connector.layout.probe import block_layouts_of
@@ -189,6 +190,7 @@ class WorkerSide:
                 direct_min_bytes=config.direct_min_bytes,
                 host_buffer=uses_host_buffer(vllm_config),
                 is_read_from=vllm_config.kv_transfer_config.is_kv_producer or config.bidirectional_kv_xfer,
+                row_blocks=row_blocks(vllm_config, self._kv_cache_config, config),
                 secrets=secrets_from_environment(),
                 peer_ttl_s=config.engine_ttl,
                 max_peers=config.max_peers,
