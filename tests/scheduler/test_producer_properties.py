@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
@@ -29,11 +29,16 @@ FIRST_S = {LeaseUse.PROMPT: LEASE_S, LeaseUse.TURN: TURN_S}
 
 @dataclass
 class Modelled:
-    """One lease as the rules describe it."""
+    """One lease as the rules describe it.
+
+    Attributes:
+        opens: epochs of orders that are not sent.
+    """
 
     epoch: int
     use: LeaseUse
     phase: str = "computing"
+    opens: list[int] = field(default_factory=list)
     announced: bool = False
     doomed: bool = False
     deadline_s: float = 0.0
@@ -54,6 +59,7 @@ class ProducerHistories(RuleBasedStateMachine):
         self.reported: list[str] = []
         self.model: dict[str, Modelled] = {}
         self.must_end: set[int] = set()
+        self.must_open: set[int] = set()
         self.now_s = 1000.0
         self.clock_s = 0.0
         self.reports: dict[str, int] = {}
@@ -83,7 +89,7 @@ class ProducerHistories(RuleBasedStateMachine):
         free = self.leased < SLOTS
         assert self.ledger.open(request_id, use) == free
         if free:
-            self.model[request_id] = Modelled(self.epochs, use)
+            self.model[request_id] = Modelled(self.epochs, use, opens=[self.epochs])
 
     @rule(use=st.sampled_from(LeaseUse))
     def intend(self, use: LeaseUse) -> None:
@@ -99,7 +105,7 @@ class ProducerHistories(RuleBasedStateMachine):
         assert self.ledger.open(request_id) == free
         lease = self.model.pop(request_id)
         if free:
-            self.model[request_id] = Modelled(self.epochs, lease.use)
+            self.model[request_id] = Modelled(self.epochs, lease.use, opens=[self.epochs])
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), use=st.sampled_from(LeaseUse))
@@ -126,9 +132,13 @@ class ProducerHistories(RuleBasedStateMachine):
     def abandon(self, data: st.DataObject) -> None:
         request_id = self.some(data, "intended", "computing")
         self.ledger.abandon(request_id)
-        lease = self.model.pop(request_id)
+        self.forget(self.model.pop(request_id))
+
+    def forget(self, lease: Modelled) -> None:
+        """Workers that know of a lease, or will, must end it."""
         if lease.announced:
             self.must_end.add(lease.epoch)
+            self.must_open.update(lease.opens)
 
     @precondition(lambda self: self.has("complete", "held"))
     @rule(data=st.data())
@@ -158,11 +168,15 @@ class ProducerHistories(RuleBasedStateMachine):
         guess = LeaseName(slot=slot, epoch=f"{epoch << 50:015x}")
         assert not self.ledger.release(guess)
         assert not self.ledger.renew(guess)
-        not_held = [name for name, x in self.model.items() if x.phase in ("computing", "ending") and x.slot >= 0]
-        if not_held:
-            name = data.draw(st.sampled_from(not_held))
+        unknown = [name for name, x in self.model.items() if x.slot >= 0 and self.is_unknown(x)]
+        if unknown:
+            name = data.draw(st.sampled_from(unknown))
             assert not self.ledger.release(self.name_of(name))
             assert self.model[name].phase == "computing" or not self.ledger.renew(self.name_of(name))
+
+    def is_unknown(self, lease: Modelled) -> bool:
+        """Whether nobody may release it."""
+        return lease.phase in ("computing", "ending")
 
     @rule()
     def release_all(self) -> None:
@@ -184,14 +198,15 @@ class ProducerHistories(RuleBasedStateMachine):
         assert {int(end.epoch, 16) for end in orders.ends} == self.must_end
         assert len(orders.ends) == len(self.must_end)
         live = [(name, lease) for name, lease in live if lease.phase != "intended"]
-        unreported = {lease.epoch for _, lease in live if not lease.announced}
-        assert {int(opened.epoch, 16) for opened in orders.opens} == unreported
+        expected = self.must_open.union(*(lease.opens for _, lease in live))
+        assert {int(opened.epoch, 16) for opened in orders.opens} == expected
+        assert len(orders.opens) == len(expected)
         finished = {name for name, lease in live if lease.phase == "complete"}
         assert {hold.request_id for hold in orders.holds} == finished
         slots = {int(opened.epoch, 16): opened.slot for opened in orders.opens}
-        self.must_end = set()
+        self.must_end, self.must_open = set(), set()
         for _, lease in live:
-            lease.announced = True
+            lease.announced, lease.opens = True, []
             lease.slot = slots.get(lease.epoch, lease.slot)
             if lease.phase == "complete":
                 lease.phase, lease.deadline_s = "held", self.clock_s + FIRST_S[lease.use]
@@ -265,9 +280,7 @@ class ProducerHistories(RuleBasedStateMachine):
         """Without further messages everything is free within a lease, or a turn's time, and one step."""
         for name in [name for name, lease in self.model.items() if lease.phase in ("intended", "computing")]:
             self.ledger.abandon(name)
-            lease = self.model.pop(name)
-            if lease.announced:
-                self.must_end.add(lease.epoch)
+            self.forget(self.model.pop(name))
         turns = any(lease.use is LeaseUse.TURN for lease in self.model.values())
         for _ in range(round((TURN_S if turns else LEASE_S) / HEARTBEAT_S) + 2):
             self.step(HEARTBEAT_S)
