@@ -21,6 +21,7 @@ from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
+from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
@@ -64,6 +65,7 @@ class CacheEngine:
 
     Attributes:
         fabrics: of the workers, in their order.
+        launched: what the next step computes, after its orders and before its end.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class CacheEngine:
         self.name, self.lease_s, self.port = name, lease_s, free_port() if port is None else port
         self.shards, self.mac_key = shards, new_mac_key()
         self.seen, self.counters = Seen(), Counters()
+        self.launched: list[Callable[[], None]] = []
         self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters)
         self.loads = ConsumerLedger(self.counters, max_ended=MAX_ENDED_LEASES if remembers else 0)
         self.fabrics: list[FaultFabric] = []
@@ -129,21 +132,30 @@ class CacheEngine:
         """A prefill has finished; its workers learn of the hold with the next step. None when it has no lease."""
         mirrored = any(worker._memory.mirror is not None for worker in self.workers)
         lease = self.leases.finish(request_id, blocks if mirrored else ())
-        if lease is None:
-            return None
+        return None if lease is None else self.params_of(lease, blocks, tokens)
+
+    def params_of(
+        self, lease: Lease, blocks: tuple[tuple[int, ...], ...], tokens: int, row: int | None = None
+    ) -> RemotePrefill:
+        """The signed params of a prompt.
+
+        Args:
+            row: where its blocks are listed, in place of `blocks`, while it is computed.
+        """
         ticket = Ticket(
             version=1,
             boot=self.boot,
             lease_slot=lease.slot,
-            lease_epoch=lease.name.epoch,
+            lease_epoch=lease.origin.epoch,
             lease_s=self.lease_s,
             digests=tuple(f"{index:032x}" for index in range(-(-tokens // 256))),
             mac="0" * 64,
+            stream_row=row,
         )
         sizes = self.description.topology
         params = RemotePrefill(
             remote_engine_id=self.name,
-            remote_request_id=request_id,
+            remote_request_id=lease.request_id,
             remote_block_ids=blocks,
             remote_host=HOST,
             remote_port=self.port,
@@ -176,9 +188,14 @@ class CacheEngine:
         return count
 
     def step(self) -> None:
-        """One step of the engine: pass the scheduler's orders to the workers and their results back."""
+        """One step of the engine: pass the scheduler's orders to the workers, compute, and pass their results back."""
         receive_messages(self.listener.inbox, self.leases, self.boot, self.counters)
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
+        launched, self.launched = self.launched, []
+        for write in launched:
+            write()
+        for worker in self.workers:
+            worker.end_step()
         self.collect()
         self.renewer.submit(self.loads.take_commands())
 

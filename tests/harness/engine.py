@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvferry.worker.staging.pool import StagingPool
 from kvferry.worker.worker import MakeFabric
 from tests.harness.cache_engine import FACTS, LEASE_S, SETTINGS, CacheEngine
 from tests.harness.caches import CPU, Bytes, CacheShape, ToyCaches
+from tests.harness.prefills import Prefill
 from tests.waiting import step_until
 
 SHAPE = CacheShape()
@@ -119,6 +121,19 @@ class Engine(CacheEngine):
         self.step()
         return offer
 
+    def begin_prefill(self, tokens: int, seed: int) -> Prefill:
+        """A prompt to be computed part by part (`compute`), which consumers may read meanwhile."""
+        self._numbers += 1
+        return Prefill(self, [self.caches], f"{self.name}-{self.boot[:4]}-prefill-{self._numbers}", tokens, seed)
+
+    def compute(self, prefill: Prefill, tokens: int) -> None:
+        """The next step computes so many more tokens of a prompt, into any blocks that are free."""
+        prefill.compute(tokens, self._take_blocks(prefill.done + tokens, len(prefill.blocks)))
+        if prefill.is_complete:
+            assert prefill.params is not None
+            offer = Offer(prefill.params, prefill.blocks, prefill.tokens, prefill.seed)
+            self.offers[prefill.request_id] = offer
+
     def changed(self, offer: Offer, *, ticket: dict[str, Any] | None = None, **fields: Any) -> RemotePrefill:
         """The offer's params with other fields and the producer's MAC."""
         ticket_now = msgspec.structs.replace(offer.params.kvferry, **(ticket or {}))
@@ -193,8 +208,12 @@ class Engine(CacheEngine):
         self.caches.write_into(expected, load.blocks, load.first, load.stop, seed, tail=0)
         return expected
 
-    def _take_blocks(self, tokens: int) -> tuple[int, ...]:
-        count = -(-tokens // self.shape.group.block_tokens)
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Blocks of a prompt that was preempted or aborted are free."""
+        self._free += blocks
+
+    def _take_blocks(self, tokens: int, taken: int = 0) -> tuple[int, ...]:
+        count = -(-tokens // self.shape.group.block_tokens) - taken
         self._draw.shuffle(self._free)
         assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
         return tuple(self._free.pop() for _ in range(count))
