@@ -208,7 +208,7 @@ def test_the_fields_of_a_description_are_these() -> None:
     assert list(plain) == ["type", "version", "engine_id", "boot", "mac_key", "facts", "topology", "groups", "workers"]
     assert plain["type"] == "engine"
     assert list(plain["workers"][0]) == [
-        *("place", "agent", "agent_metadata", "memory", "device", "lease_table", "tensors"),
+        *("place", "agent", "agent_metadata", "memory", "device", "lease_table", "tensors", "stream_rows"),
     ]
     tensor = plain["workers"][0]["tensors"][0]
     assert tensor == msgspec.to_builtins(make_tensor())

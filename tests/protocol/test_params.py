@@ -39,6 +39,7 @@ def remote_prefills(draw: st.DrawFn) -> RemotePrefill:
         digests=tuple(draw(st.lists(hex128, min_size=chunks, max_size=chunks))),
         mac=draw(st.integers(0, 2**256 - 1).map(lambda number: f"{number:064x}")),
         held_from=tuple(draw(st.lists(st.integers(0, 2**40), max_size=4))),
+        stream_row=draw(st.none() | st.integers(0, 63)),
     )
     groups = draw(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4))
     return make_params(
@@ -106,6 +107,7 @@ def test_the_keys_are_those_that_every_nixl_router_passes_on() -> None:
         "mac",
         "held_from",
         "opens_within_s",
+        "stream_row",
     }
 
 
@@ -195,7 +197,7 @@ def test_later_fields_have_defaults_so_that_older_producers_are_understood() -> 
         "remote_num_tokens",
         "kvferry",
     }
-    later = {"held_from", "opens_within_s"}
+    later = {"held_from", "opens_within_s", "stream_row"}
     assert {field.name for field in msgspec.structs.fields(Ticket) if field.required} == set(
         msgspec.structs.asdict(make_ticket())
     ) - later

@@ -90,6 +90,7 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
     ],
     "kvferry.held_from": [None, 0, {}, "0", [-1], [0.5], [2**41], ["0"], [None], [[0]], [0] * 65, [0] * 10**5, [1e300]],
     "kvferry.opens_within_s": [None, "1", -0.001, 60.1, float("nan"), float("inf"), 10**400, True, [], {}],
+    "kvferry.stream_row": ["1", -1, 64, 1.5, True, 2**63, 10**400, [], {}],
 }
 
 

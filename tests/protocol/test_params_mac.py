@@ -55,6 +55,7 @@ OTHERS: dict[str, list[Any]] = {
         ("a1" * 16, "b2" * 16, "c3" * 16),
     ],
     "kvferry.held_from": [(0,), (16, 0), (1 << 40,)],
+    "kvferry.stream_row": [0, 63],
 }
 
 
@@ -167,6 +168,7 @@ def slow_mac(params: RemotePrefill, key: bytes) -> str:
     where = (params.remote_host, params.remote_port, params.tp_size, params.pp_size, params.dcp_size)
     what = (params.remote_block_ids, params.remote_num_tokens, ticket.lease_slot, ticket.lease_epoch)
     lasts = (round(ticket.lease_s * 1000), ticket.digests, ticket.held_from)
+    lasts += () if ticket.stream_row is None else (ticket.stream_row,)
     block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
     inner, outer = (bytes(byte ^ pad for byte in block) for pad in (0x36, 0x5C))
     message = packed(("kvferry-ticket-1", *own, *where, *what, *lasts))
