@@ -168,10 +168,10 @@ def slow_mac(params: RemotePrefill, key: bytes) -> str:
     where = (params.remote_host, params.remote_port, params.tp_size, params.pp_size, params.dcp_size)
     what = (params.remote_block_ids, params.remote_num_tokens, ticket.lease_slot, ticket.lease_epoch)
     lasts = (round(ticket.lease_s * 1000), ticket.digests, ticket.held_from)
-    lasts += () if ticket.stream_row is None else (ticket.stream_row,)
+    row = () if ticket.stream_row is None else (ticket.stream_row,)
     block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
     inner, outer = (bytes(byte ^ pad for byte in block) for pad in (0x36, 0x5C))
-    message = packed(("kvferry-ticket-1", *own, *where, *what, *lasts))
+    message = packed(("kvferry-ticket-1", *own, *where, *what, *lasts, *row))
     return hashlib.sha256(outer + hashlib.sha256(inner + message).digest()).hexdigest()
 
 
