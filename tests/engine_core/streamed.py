@@ -1,0 +1,77 @@
+"""A producer with a prompt that a consumer has asked for, in the middle of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvferry.protocol.asks import Answer, Ask, Progress, Question, request_key
+from kvferry.protocol.digests import Prompt, digest_chain
+from kvferry.protocol.params import RemotePrefill, read_params
+from kvferry.protocol.params_mac import check_params_mac
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
+from kvferry.scheduler.producer.lease import Lease
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import Scheduled, tokens
+
+PROMPT = tokens(200, seed=3)
+REMOTE_DECODE = {"do_remote_decode": True}
+
+
+def ask(node: Node, name: str, prompt: list[int] = PROMPT, *, number: int = 1, streams: bool = True) -> Answer:
+    """As a consumer that has asked the listener."""
+    digest = digest_chain(Prompt(tokens=prompt))[-1]
+    question = Question(number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, streams=streams)
+    asked: AskedPrompts = node.engine.connector.scheduler_side._offers._asked
+    return asked.ask(b"peer", Ask(asker="consumer", questions=(question,))).answers[0]
+
+
+def asked_for(make: Any, **config: Any) -> Node:
+    """A producer whose first step has computed a part of the prompt, and that is asked for it then."""
+    producer: Node = make("kv_producer", **{"max_step_tokens": 64, **config})
+    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    first = producer.step()
+    assert not first.orders.progress
+    assert ask(producer, "p").progress is Progress.QUEUED
+    return producer
+
+
+def ticket(node: Node, name: str = "p", prompt: list[int] = PROMPT, number: int = 1) -> RemotePrefill:
+    """The one that the consumer has got, or gets if it repeats its question."""
+    answer = ask(node, name, prompt, number=number)
+    assert answer.progress is Progress.TICKET
+    params = read_params(answer.params)
+    assert isinstance(params, RemotePrefill)
+    check_params_mac(params, node.engine.connector.scheduler_side.channel.local.mac_key)
+    return params
+
+
+def lease_of(node: Node, name: str = "p") -> Lease:
+    """Its request runs, or has ended."""
+    leases: dict[str, Lease] = node.engine.connector.scheduler_side.leases._by_request
+    return leases[name]
+
+
+def published(step: Scheduled) -> list[tuple[int, tuple[int, ...], int]]:
+    """Tokens, first block, and number of blocks of every order of a step."""
+    return [(order.tokens, order.first_blocks, len(order.blocks[0])) for order in step.orders.progress]
+
+
+def free_rows(node: Node) -> int:
+    return len(node.engine.connector.scheduler_side.leases.streams._free)
+
+
+def is_over(node: Node) -> bool:
+    """Whether nothing is leaked: no block, no request, no slot, no row."""
+    side = node.engine.connector.scheduler_side
+    side.monitor.check_integrity()
+    return node.engine.is_whole and not len(side.leases) and free_rows(node) == 64
+
+
+def preempt(node: Node, name: str) -> None:
+    """As vLLM does when it empties its prefix cache with running requests."""
+    scheduler = node.engine.scheduler
+    request = scheduler.requests[name]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.discard(name)

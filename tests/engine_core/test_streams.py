@@ -1,0 +1,150 @@
+"""A producer publishes a prompt that a consumer has asked for, step by step, until it is complete."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.asks import Progress
+from kvferry.protocol.digests import Prompt, digest_chain
+from kvferry.protocol.ids import MAX_PROGRESS
+from tests.engine_core.streamed import (
+    PROMPT,
+    REMOTE_DECODE,
+    ask,
+    asked_for,
+    free_rows,
+    is_over,
+    lease_of,
+    published,
+    ticket,
+)
+from tests.harness.core.node import Node, ferry_of
+from tests.harness.core.scheduler import tokens
+from tests.harness.integrity import check_worker
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
+def test_every_step_publishes_what_it_computes_from_the_next_one_after_the_question(make: Any, overlap: bool) -> None:
+    producer = asked_for(make, overlap=overlap)
+    steps = [producer.step() for _ in range(3)]
+    assert [published(step) for step in steps] == [[(128, (0,), 8)], [(192, (8,), 4)], [(200, (12,), 1)]]
+    blocks = [block for step in steps for order in step.orders.progress for block in order.blocks[0]]
+    (hold,) = steps[-1].orders.completions
+    (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    assert blocks == list(lease.block_ids)
+    orders = [order for step in steps for order in step.orders.progress]
+    assert {(order.slot, order.epoch, order.origin) for order in orders} == {(hold.slot, hold.epoch, hold.epoch)}
+    params = producer.answer("p").params
+    assert params is not None
+    assert (params["remote_block_ids"], params["kvferry"]["stream_row"]) == ([blocks], None)
+    producer.engine.connector.scheduler_side.leases.release(lease.name)
+    producer.until(lambda: is_over(producer))
+    assert producer.engine.counted("streams") == 1
+
+
+def test_the_ticket_comes_with_the_first_of_these_steps_and_lists_no_blocks(make: Any) -> None:
+    producer = asked_for(make)
+    producer.step()
+    params = ticket(producer)
+    lease = lease_of(producer)
+    assert lease.stream is not None
+    assert params.kvferry.stream_row == lease.stream.row
+    assert (params.kvferry.lease_slot, params.kvferry.lease_epoch) == (lease.slot, lease.origin.epoch)
+    assert (params.remote_block_ids, params.remote_num_tokens) == (((),), len(PROMPT))
+    assert params.kvferry.digests == digest_chain(Prompt(tokens=PROMPT))
+    assert params.kvferry.held_from == (0,)
+
+
+def test_a_prompt_that_nobody_has_asked_for_is_not_published(make: Any) -> None:
+    producer: Node = make("kv_producer", max_step_tokens=64)
+    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    assert not any(step.orders and step.orders.progress for step in [producer.step() for _ in range(4)])
+    assert producer.engine.answers["p"].params is not None
+
+
+def test_a_prompt_that_the_next_step_completes_gets_the_plain_ticket(make: Any) -> None:
+    producer = asked_for(make, max_step_tokens=128)
+    step = producer.step()
+    assert (step.orders.progress, len(step.orders.completions)) == ((), 1)
+    assert ticket(producer).kvferry.stream_row is None
+    assert free_rows(producer) == 64
+
+
+def test_blocks_that_another_prompt_computes_in_the_same_step_count_when_that_step_has_run(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reports them as computed to the second prompt in the `schedule()` that gives them to the first."""
+    producer: Node = make("kv_producer", max_step_tokens=128)
+    prompts = {"a": PROMPT[:70], "b": [*PROMPT[:64], *tokens(120, seed=9)]}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        producer.engine.add(name, prompt, REMOTE_DECODE, max_tokens=1)
+        ask(producer, name, prompt, number=number)
+    worker = ferry_of(producer.workers[0]).worker_side
+    with monkeypatch.context() as changed:
+        changed.setattr("kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None)
+        step = producer.step()
+        assert step.computed == {"a": 70, "b": 58}
+        assert published(step) == [(122, (0,), 8)]
+        slot = lease_of(producer, "b").slot
+        progress = worker._worker._memory.table.progress
+        check_worker(worker._worker)  # the transfer thread has taken the orders
+        assert int(progress[slot]) & MAX_PROGRESS == 0
+    worker.end_step()
+    end_s = time.monotonic() + 30
+    while int(progress[slot]) & MAX_PROGRESS != 122:
+        assert time.monotonic() < end_s, int(progress[slot])
+        time.sleep(0.001)
+
+
+def test_an_abort_ends_the_lease_and_frees_the_row(make: Any) -> None:
+    producer = asked_for(make)
+    producer.step()
+    name = lease_of(producer).name
+    producer.engine.abort("p")
+    assert free_rows(producer) == 64
+    step = producer.step()
+    assert [(end.slot, end.epoch) for end in step.orders.ends] == [(name.slot, name.epoch)]
+    producer.until(lambda: is_over(producer))
+    assert producer.engine.counted("leases_released", "abandoned") == 1
+    assert ask(producer, "p").progress is Progress.OVER
+
+
+def test_a_consumer_that_leaves_while_the_prompt_is_computed_ends_the_lease_when_it_is_complete(make: Any) -> None:
+    producer = asked_for(make)
+    producer.step()
+    lease = lease_of(producer)
+    assert producer.engine.connector.scheduler_side.leases.release(lease.origin)
+    assert producer.answer("p").params is None
+    producer.until(lambda: is_over(producer))
+    assert producer.engine.counted("leases_released", "release") == 1
+
+
+def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> None:
+    producer = asked_for(make)
+    streams = producer.engine.connector.scheduler_side.leases.streams
+    rows, streams._free = streams._free, []
+    assert not any(step.orders and step.orders.progress for step in [producer.step() for _ in range(3)])
+    assert ticket(producer).kvferry.stream_row is None
+    streams._free = rows
+    producer.step()
+    assert producer.engine.counted("streams_refused", "rows") == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "config", "streams"),
+    [("engine", {"extra": {"streaming": "off"}}, True), ("engine", {"window": 32}, True), ("consumer", {}, False)],
+    ids=["switched off", "with windows", "the consumer's is switched off"],
+)
+def test_engines_that_do_not_stream_give_the_plain_ticket(
+    make: Any, reason: str, config: dict[str, Any], streams: bool
+) -> None:
+    producer: Node = make("kv_producer", max_step_tokens=64, **config)
+    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    ask(producer, "p", streams=streams)
+    steps = [producer.step() for _ in range(5)]
+    assert not any(step.orders and step.orders.progress for step in steps)
+    assert ticket(producer).kvferry.stream_row is None
+    assert producer.engine.counted("streams_refused") == producer.engine.counted("streams_refused", reason) == 1
