@@ -44,7 +44,7 @@ GUARDS = (
         "the slot is read again after the data",
         (1, 2),
         "kvferry.worker.loads.load:Load._check_fence",
-        switches.only_one_reading(before=True),
+        switches.no_steps,
         (
             f"{_ENGINES}/test_fence.py::test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good[nixl]",
             f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",
@@ -54,8 +54,8 @@ GUARDS = (
         "fence-before",
         "the slot is read before the data",
         (2,),
-        "kvferry.worker.loads.load:Load._check_fence",
-        switches.only_one_reading(before=False),
+        "kvferry.worker.loads.load:Load._wait_until_ready",
+        switches.no_steps,
         (f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from",),
     ),
     Guard(

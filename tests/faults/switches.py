@@ -39,23 +39,17 @@ def always(value: object) -> Callable[[Function], Function]:
     return lambda _: lambda *_args, **_options: value
 
 
-def only_one_reading(before: bool) -> Callable[[Function], Function]:
-    def off(check: Function) -> Function:
-        def one(load: Any, peer: Any, *, wait_until_ready: bool) -> Any:
-            return check(load, peer, wait_until_ready=wait_until_ready) if wait_until_ready is before else iter(())
-
-        return one
-
-    return off
+def no_steps(_: Function) -> Function:
+    return lambda *_args: iter(())
 
 
 def computing_will_do(check: Function) -> Function:
-    def lenient(load: Any, peer: Any, *, wait_until_ready: bool) -> Any:
+    def lenient(load: Any, peer: Any) -> Any:
         from kvferry.protocol.ids import epoch_from_text
         from kvferry.worker.loads.load import LoadFailed
 
         try:
-            yield from check(load, peer, wait_until_ready=wait_until_ready)
+            yield from check(load, peer)
         except LoadFailed:
             epoch = epoch_from_text(load.order.source.kvferry.lease_epoch)
             if any(int(load.context.slot_reads.words[entry]) >> 4 != epoch for entry in load.entries):
@@ -139,7 +133,7 @@ def never_late(advance: Function) -> Function:
     def never_late(runner: Any, load: Any, steps: Any) -> Any:
         import time
 
-        load.record.ordered_s = time.monotonic()
+        load.progressed_s = time.monotonic()
         return advance(runner, load, steps)
 
     return never_late

@@ -25,13 +25,13 @@ def resumed() -> Counter[str]:
 @pytest.fixture
 def runner(resumed: Counter[str]) -> LoadRunner:
     """Three loads that are in flight for ever."""
-    context = cast("LoadContext", SimpleNamespace(reader=SimpleNamespace(let_go_s=-math.inf)))
+    context = cast("LoadContext", SimpleNamespace(reader=SimpleNamespace(let_go_s=-math.inf), slot_reads=None))
     made = LoadRunner(context, ResultBox(), timeout_s=60.0, max_loads=8)
 
     def steps(name: str) -> Steps:
         while True:
             resumed[name] += 1
-            yield
+            yield None
 
     for name in "abc":
         made._running[cast("Load", _InFlight(name))] = steps(name)
@@ -44,7 +44,8 @@ class _InFlight:
     def __init__(self, name: str) -> None:
         self.order = SimpleNamespace(request_id=name)
         source = PeerKey("host", 1, "engine", "0" * 32)
-        self.record, self.staged = LoadRecord(request_id=name, source=source, ordered_s=time.monotonic()), None
+        self.progressed_s, self.staged = time.monotonic(), None
+        self.record = LoadRecord(request_id=name, source=source, ordered_s=self.progressed_s)
 
 
 def test_loads_that_do_not_fit_are_resumed_by_the_next_steps_each_once_a_round(
@@ -78,12 +79,12 @@ def test_a_round_takes_the_time_of_all_its_stretches_and_not_what_lies_between_t
         nonlocal now_s
         while True:
             now_s += 0.25
-            yield
+            yield None
 
     monkeypatch.setattr(load_runner, "_STRETCH_S", stretch_s)
     monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: now_s))
     for load in runner._running:
-        load.record.ordered_s = now_s
+        load.progressed_s = now_s
         runner._running[load] = slow()
     runner.step()
     while runner.is_amid_round():

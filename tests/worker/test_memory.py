@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.worker.caches import HostMemory, KvCaches
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
 from kvferry.worker.fabric.reads import SlotReads
@@ -57,19 +58,20 @@ def test_no_entry_has_two_owners_and_all_come_back(wishes: list[tuple[bool, int]
 def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
     network = MemoryNetwork()
     producer, consumer = MemoryFabric("p", network), MemoryFabric("c", network)
-    slots = np.arange(1, 5, dtype=np.uint64)
+    slots = np.arange(1, 9, dtype=np.uint64).reshape(4, 2)
     producer.register([Region(slots.ctypes.data, slots.nbytes, MemoryKind.DRAM)])
     slot_reads = SlotReads(6)
     consumer.register([slot_reads.region()])
     slot_reads.prepare(consumer)
     peer = consumer.add_peer(producer.metadata())
-    row = (slots.ctypes.data, 8, 0, 8, len(slots))
+    row = (slots.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, len(slots))
     remote = consumer.prepare_remote(peer, DescriptorRows.of(MemoryKind.DRAM, [row]))
     read = consumer.post_read(
         slot_reads.descriptors, np.array([5, 2], dtype=np.int32), remote, np.array([0, 3], dtype=np.int32)
     )
     assert consumer.poll(read) is TransferState.DONE
-    assert slot_reads.words.tolist() == [0, 0, 4, 0, 0, 1]
+    assert slot_reads.words.tolist() == [0, 0, 7, 0, 0, 1]
+    assert slot_reads.progress.tolist() == [0, 0, 8, 0, 0, 2]
 
 
 def test_the_system_is_asked_for_huge_pages() -> None:

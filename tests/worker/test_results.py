@@ -53,13 +53,13 @@ LATE_S = TIMEOUT_S + SLACK_S
 
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 100.0
+        self.now_s, self.turned_s = 100.0, 100.0
         monkeypatch.setattr("kvferry.worker.loads.results.time.monotonic", lambda: self.now_s)
         self.watchdog = LoadWatchdog(TIMEOUT_S)
 
     def poll(self, **values: object) -> StepResults:
         results = StepResults(**values)  # type: ignore[arg-type]
-        self.watchdog.poll(results)
+        self.watchdog.poll(results, self.turned_s)
         return results
 
 
@@ -95,6 +95,15 @@ def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_ali
     assert (results.failed, results.alive) == ({}, None)
     scene.now_s += 1.0
     assert scene.poll().alive == frozenset({"stuck", "later"})
+
+
+def test_as_long_as_the_thread_turns_it_judges_progress_itself(scene: Scene) -> None:
+    scene.watchdog.ordered(["slow"])
+    scene.now_s += 10 * LATE_S
+    scene.turned_s = scene.now_s - LATE_S + 0.01
+    assert not scene.poll().failed
+    scene.now_s += 0.01
+    assert scene.poll().failed == {"slow": FailureReason.DEADLINE}
 
 
 @pytest.mark.parametrize("late", ["loaded", "failed"])

@@ -39,7 +39,7 @@ class Scene:
         self.network = MemoryNetwork()
         shape = CacheShape()
         self._group, self._caches, self._remote = shape.group, ToyCaches(shape, 1), ToyCaches(shape, 2)
-        self._words = np.zeros(16, dtype=np.uint64)
+        self._words = np.zeros((16, 2), dtype=np.uint64)
         self._metadata: dict[str, bytes] = {}
         self._found: dict[PeerKey, tuple[EngineDescription, TransferPlan]] = {}
         self.fabric = FaultFabric(MemoryFabric("consumer", self.network))

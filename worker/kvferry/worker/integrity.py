@@ -2,9 +2,9 @@
 
 | of | taken | by |
 | --- | --- | --- |
-| the entries for slot reads | all that are not free | loads that run or are quarantined, first reads |
+| the entries for slot reads | all that are not free | loads that run or are quarantined, looks, first reads |
 | the staging pool | waves that are out | staged reads of these loads, quarantined ones by quarantined loads |
-| the fabric's transfers | not released | these loads, first reads |
+| the fabric's transfers | not released | these loads, looks (`slot_watch`), first reads |
 | its prepared lists | not released | the slot reads, peers |
 | its peers | not removed | peers |
 | the lease table | words that are not empty | leases |
@@ -84,15 +84,18 @@ class WorkerIntegrity:
         """All the sums in a line."""
         context, runner = self._context, self._runner
         slot_reads, registry, reader = context.slot_reads, context.registry, context.reader
-        first_reads, loads = registry.first_reads.all(), list(runner.alive())
+        first_reads, loads, looks = registry.first_reads.all(), list(runner.alive()), list(runner.looks())
+        running = len(loads) - runner.parked() - len(runner.quarantined) - runner.flushing()
         pool = context.staging.pool if context.staging is not None else None
         return (
-            f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantined) - runner.flushing()} running, "
+            f"loads: {runner.waiting()} waiting, {running} running, {runner.parked()} parked, "
             f"{runner.flushing()} flushing, {len(runner.quarantined)} quarantined; peers: {registry.describe()}; "
             f"entries: {len(slot_reads.words)} = {slot_reads.free()} free + "
             f"{sum(len(one.entries) for one in loads)} of loads + "
+            f"{sum(len(one.entries) for one in looks)} of looks + "
             f"{sum(len(one.entries) for one in first_reads)} of first reads; "
             f"transfers: {sum(one.transfers() for one in loads)} of loads, "
+            f"{sum(len(one.reads) for one in looks)} of looks, "
             f"{sum(len(one.reads) for one in first_reads)} of first reads; "
             f"not taken back: {len(reader.refused())}; the fabric has {reader.fabric.open_handles()}; "
             f"pool: {f'{pool.capacity} = {pool.free_bytes} free + {pool.waves()}' if pool is not None else 'none'}; "
@@ -102,6 +105,7 @@ class WorkerIntegrity:
     def _entries(self) -> list[str]:
         slot_reads = self._context.slot_reads
         owners = [one.entries for one in self._runner.alive()]
+        owners += [one.entries for one in self._runner.looks()]
         owners += [one.entries for one in self._context.registry.first_reads.all()]
         taken = Counter(entry for entries in owners for entry in entries)
         wrong = [f"entry {entry} has {count} owners" for entry, count in taken.items() if count > 1]
@@ -120,6 +124,7 @@ class WorkerIntegrity:
         lists = sum(isinstance(one, (LocalDescriptors, RemoteDescriptors)) for one in refused)
         expected = {
             "transfers": sum(one.transfers() for one in self._runner.alive())
+            + sum(len(one.reads) for one in self._runner.looks())
             + sum(len(one.reads) for one in self._context.registry.first_reads.all())
             + sum(isinstance(one, Transfer) for one in refused),
             "prepared": 1 + sum(len(peer.made) for peer in peers) - agents + lists,

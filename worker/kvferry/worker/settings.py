@@ -14,8 +14,9 @@ class WorkerSettings:
     """Attributes:
     lease_slots: size of the lease table.
     handshake_timeout_s: how long a producer may take to describe itself, and again to answer the first read.
-    load_timeout_s: how long a load may take from its order to its last byte; afterwards it has failed.
-    max_loads: loads that may be in flight at once; more of them wait their turn.
+    load_timeout_s: how long a load may go without progress; afterwards it has failed.
+    max_loads: loads that may be in flight at once; more of them wait their turn. Those that wait for their
+        producer are not counted.
     staging_pool_bytes: size of the pool that short runs are staged in; 0 for no pool, None for the device's default.
     direct_min_bytes: run length from which nothing is staged.
     host_buffer: the fabric does not reach the caches' device: everything goes through host memory.

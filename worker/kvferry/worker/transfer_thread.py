@@ -153,6 +153,7 @@ class TransferThread:
         while not self._stopping:
             self._survive(self._take_work)
             self._step()
+            self.results.turned_s = time.monotonic()
             self._integrity.stepped(is_idle=self._is_idle())
         self._wind_up()
 
@@ -209,7 +210,10 @@ class TransferThread:
         polls_s = []
         if self._table.held():
             polls_s.append(self._notification_backoff_s)
-        if len(self.runner.quarantined) or self.runner.flushing() or self.registry.closing() or self.reader.refused():
+        look_s = self.runner.next_s()
+        if look_s is not None:
+            polls_s.append(max(look_s - time.monotonic(), 0.0))
+        if self.runner.closing() or self.registry.closing() or self.reader.refused():
             polls_s.append(_QUARANTINE_POLL_S)
         return min(polls_s, default=None)
 

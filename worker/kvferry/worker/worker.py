@@ -140,7 +140,7 @@ class FerryWorker:
         if timeout_s and self._watchdog:
             self._thread.results.wait_for_load(timeout_s)
         results = self._thread.results.take()
-        self._watchdog.poll(results)
+        self._watchdog.poll(results, self._thread.results.turned_s)
         return results
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence, Set
 
 import numpy as np
 
@@ -145,6 +145,12 @@ class Reads:
             reader.let_go_s = posted_s
         return transfer
 
+    def until_done(self, transfers: Sequence[Transfer]) -> Generator[None, None, None]:
+        """Poll these transfers until all are DONE; raises what `Fabric.poll` raises. None is given back."""
+        poll = self._reader.fabric.poll
+        while transfers := [one for one in transfers if poll(one) is TransferState.IN_FLIGHT]:
+            yield
+
     def finished(self, transfer: Transfer) -> None:
         """Give back a transfer that `poll` reported as DONE and whose telemetry has been read."""
         self._posted.remove(transfer)
@@ -184,20 +190,21 @@ class SlotReads:
     """Slots, of two words each, that slot reads are written to. An entry belongs to one reader until it is given back.
 
     Attributes:
-        words, progress: uint64 `[entries]`, the two words of each entry, which alternate in memory.
+        pairs: uint64 `[entries, 2]`, the memory.
+        words, progress: uint64 `[entries]`, the two words of each entry.
         descriptors: of all entries, once `prepare` has made them: descriptor `i` is entry `i`.
     """
 
     descriptors: LocalDescriptors
 
     def __init__(self, entries: int) -> None:
-        self._memory = np.full((entries, 2), EMPTY, dtype=np.uint64)
-        self.words, self.progress = self._memory[:, 0], self._memory[:, 1]
+        self.pairs = np.full((entries, 2), EMPTY, dtype=np.uint64)
+        self.words, self.progress = self.pairs[:, 0], self.pairs[:, 1]
         self._free = list(range(entries - 1, -1, -1))
 
     def region(self) -> Region:
         """The memory to register."""
-        return Region(int(self._memory.ctypes.data), self._memory.nbytes, MemoryKind.DRAM)
+        return Region(int(self.pairs.ctypes.data), self.pairs.nbytes, MemoryKind.DRAM)
 
     def prepare(self, fabric: Fabric) -> None:
         """Make the descriptors, once the region is registered."""

@@ -8,11 +8,10 @@ transfer thread resumes every load in turn. Everything that may still write into
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.descriptors import descriptor_pairs
@@ -26,19 +25,20 @@ from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params_mac import check_params_mac
 from kvferry.worker.caches import DeviceMark, KvCaches
 from kvferry.worker.fabric.errors import FabricError, internal_errors
-from kvferry.worker.fabric.port import Transfer, TransferState
+from kvferry.worker.fabric.port import Transfer
 from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
+from kvferry.worker.loads.lease_reads import LeaseReads
 from kvferry.worker.loads.results import LoadRecord, Stage
+from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.peers.peer import Peer, PeerRoute
+from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads
 
-Steps = Generator[None, None, None]
-
-_ASK_AGAIN_S = 0.001
+Steps = Generator[Wait | None, None, None]
+"""The steps of a load: None where it wants to be resumed soon, a `Wait` where it is parked until that is over."""
 
 
 class LoadFailed(KvferryError):
@@ -78,10 +78,11 @@ class Load:
         boot: this engine's, by which the producer counts reports.
         record: all that metrics, traces and logs say of it.
         peer: the peer it reads from, once connected.
-        reads: the reads that may still write into the request's blocks, or into `entries`.
+        reads: the reads that may still write into the request's blocks, or into the memory of `lease_reads`.
         staged: the reads through the staging pool, which may still write too.
         zeroed: reached when the device has zeroed what was not loaded; until then it may still write as well.
         undelivered: producer workers that could not be notified.
+        progressed_s: its last progress, from which its deadline counts: the order, or a change of its slot.
     """
 
     order: LoadOrder
@@ -91,13 +92,21 @@ class Load:
     record: LoadRecord
     peer: Peer | None = None
     reads: Reads = field(init=False)
+    lease_reads: LeaseReads = field(init=False)
     staged: StagedReads | None = None
     zeroed: DeviceMark | None = None
-    entries: tuple[int, ...] = ()
     undelivered: int = 0
+    progressed_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.reads = self.context.reader.reads()
+        self.lease_reads = LeaseReads(self.reads, self.context.slot_reads, self.order.source.kvferry.lease_slot)
+        self.progressed_s = self.record.ordered_s
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """The entries for slot reads that it holds."""
+        return self.lease_reads.entries
 
     def transfers(self) -> int:
         """Transfers that have not been given back."""
@@ -119,23 +128,23 @@ class Load:
         peer = self.peer = yield from self._connect_peer()
         units = self._pair_units(peer)
         while not self.mark.reached():
-            yield
+            yield None
         record.go_on(Stage.FENCE, now_s())
-        yield from self._check_fence(peer, wait_until_ready=True)
+        yield from self._wait_until_ready(peer)
         record.go_on(Stage.POSTING, now_s())
         handles = self._post_reads(peer, units)
         record.go_on(Stage.READING, now_s())
         yield from self._read_staged(peer, units)
-        yield from self._finish(handles, record)
+        yield from self._finish(handles)
         record.go_on(Stage.FENCE_AGAIN, now_s())
         try:
             self.zeroed = self.context.tail_zeroing.zero(units, self.context.groups, self._blocks)
         except Exception:
             self.zeroed = self.context.tail_zeroing.mark()  # what was launched before the error still writes
             raise
-        yield from self._check_fence(peer, wait_until_ready=False)
+        yield from self._check_fence(peer)
         while self.zeroed is not None and not self.zeroed.reached():
-            yield
+            yield None
         record.end(now_s())
 
     def settle(self) -> bool:
@@ -145,9 +154,8 @@ class Load:
             Whether nothing is in flight: the blocks are safe to use again.
         """
         none_is_read = self.reads.settle()
-        if none_is_read and self.entries:
-            self.context.slot_reads.give_back(self.entries)
-            self.entries = ()
+        if none_is_read:
+            self.lease_reads.give_back()
         staged_is_safe = self.staged is None or self.staged.settle()
         is_zeroed = self.zeroed is None or self.zeroed.reached()
         return none_is_read and staged_is_safe and is_zeroed
@@ -189,44 +197,38 @@ class Load:
             num_tokens=source.remote_num_tokens,
         )
 
-    def _check_fence(self, peer: Peer, *, wait_until_ready: bool) -> Steps:
-        """Read the lease's slot on every producer worker: only `epoch | READY` on all of them is good.
+    def _wait_until_ready(self, peer: Peer) -> Steps:
+        """The fence before the data: wait until the lease's slot is READY on every producer worker.
 
-        Before the data is read, a slot that is still COMPUTING is read again, and so is one that may not be open yet.
+        A slot that is COMPUTING is watched, and so is one that may not be open yet.
         """
         ticket = self.order.source.kvferry
-        epoch = epoch_from_text(ticket.lease_epoch)
-        ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
-        if not peer.routes:
-            return  # this worker holds nothing of the model's caches: nothing to check, no producer to notify
-        while not (entries := self.entries or self.context.slot_reads.try_take(len(peer.routes))):
-            yield
-        self.entries = entries
-        words = self.context.slot_reads.words
-        was_open = False
-        while True:
-            words[list(self.entries)] = 0
-            handles = [self._read_slot(route, entry) for route, entry in zip(peer.routes, self.entries, strict=True)]
-            yield from self._finish(handles)
-            found = {int(words[entry]) for entry in self.entries}
-            if found == {ready}:
-                return
-            is_open = found <= {ready, computing}
-            may_open = not was_open and time.monotonic() < self.record.ordered_s + ticket.opens_within_s
-            was_open |= is_open
-            if not (wait_until_ready and (is_open or may_open)):
-                when = "before" if wait_until_ready else "after"
-                raise LoadFailed(FailureReason.FENCE, f"the lease had ended {when} the read")
-            again_s = time.monotonic() + _ASK_AGAIN_S
-            while time.monotonic() < again_s:
-                yield
+        ready, computing = self._word(SlotState.READY), self._word(SlotState.COMPUTING)
+        opens_until_s = self.record.ordered_s + ticket.opens_within_s
+        words = yield from self.lease_reads.slots(peer)
+        while not {ready}.issuperset(states := {state for state, _ in words}):
+            is_open = states <= {ready, computing}
+            if not is_open and time.monotonic() >= opens_until_s:
+                raise LoadFailed(FailureReason.FENCE, "the lease had ended before the read")
+            if is_open:
+                opens_until_s = -math.inf
+            wait = Wait(peer, ticket.lease_slot, words, math.inf if is_open else opens_until_s)
+            self.lease_reads.give_back()
+            yield wait
+            if wait.error is not None:
+                raise wait.error
+            if wait.words != words:
+                self.progressed_s = time.monotonic()
+            words = wait.words
 
-    def _read_slot(self, route: PeerRoute, entry: int) -> Transfer:
-        """Read the lease's slot on one producer worker into `entry`."""
-        slot = np.array([self.order.source.kvferry.lease_slot], dtype=np.int32)
-        return self.reads.post(
-            self.context.slot_reads.descriptors, np.array([entry], dtype=np.int32), route.slots, slot
-        )
+    def _check_fence(self, peer: Peer) -> Steps:
+        """The fence after the data: only READY on every producer worker is good."""
+        words = yield from self.lease_reads.slots(peer)
+        if any(state != self._word(SlotState.READY) for state, _ in words):
+            raise LoadFailed(FailureReason.FENCE, "the lease had ended after the read")
+
+    def _word(self, state: SlotState) -> int:
+        return slot_word(epoch_from_text(self.order.source.kvferry.lease_epoch), state)
 
     def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
         handles = []
@@ -250,20 +252,14 @@ class Load:
             self.staged = reads
             yield from reads.steps(sources)
 
-    def _finish(self, handles: list[Transfer], record: LoadRecord | None = None) -> Steps:
-        """Poll transfers until all are done, and give them back.
+    def _finish(self, handles: list[Transfer]) -> Steps:
+        """Poll data reads until all are done, count them, and give them back.
 
         A transfer that raises ends the load; it and the others stay in `reads`.
-
-        Args:
-            record: where they are counted; None for slot reads.
         """
-        fabric, waiting = self.context.reader.fabric, handles
-        while waiting := [x for x in waiting if fabric.poll(x) is TransferState.IN_FLIGHT]:
-            yield
+        yield from self.reads.until_done(handles)
         for transfer in handles:
-            if record is not None:
-                record.count(fabric.telemetry(transfer))
+            self.record.count(self.context.reader.fabric.telemetry(transfer))
             self.reads.finished(transfer)
 
     def tell(self) -> None:
@@ -284,7 +280,7 @@ class Load:
             try:
                 self.context.reader.fabric.notify(route.agent, encode_notification(message))
                 with contextlib.suppress(FabricError):
-                    self._read_slot(route, self.entries[index])
+                    self.lease_reads.post_slot(route, index)
             except FabricError:
                 self.undelivered += 1  # the producer will free the blocks when their lease runs out
             except Exception:  # noqa: BLE001 - shown, with its traceback

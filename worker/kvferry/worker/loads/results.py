@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -157,6 +158,7 @@ class ResultBox:
 
     Attributes:
         ring: called when loads have ended.
+        turned_s: when the transfer thread last finished a turn of its loop, in seconds on the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -164,6 +166,7 @@ class ResultBox:
         self._lock = threading.Lock()
         self._load_ended = threading.Condition(self._lock)
         self._results = StepResults()
+        self.turned_s = -math.inf
 
     def __enter__(self) -> StepResults:
         self._lock.acquire()
@@ -202,7 +205,7 @@ class LoadWatchdog:
     transfer thread reports the load.
 
     Args:
-        timeout_s: after which a load has failed.
+        timeout_s: without progress, after which a load has failed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -221,8 +224,12 @@ class LoadWatchdog:
         now_s = time.monotonic()
         self._ordered_s.update(dict.fromkeys(request_ids, now_s))
 
-    def poll(self, results: StepResults) -> None:
-        """Remove loads that were reported already, and add those that are overdue."""
+    def poll(self, results: StepResults, turned_s: float) -> None:
+        """Remove loads that were reported already, and add those that are overdue.
+
+        Args:
+            turned_s: when the transfer thread last finished a turn; as long as it turns, it fails late loads itself.
+        """
         over = results.loaded | results.failed.keys()
         for request_id in over & self._given_up:
             results.loaded.discard(request_id)
@@ -230,7 +237,9 @@ class LoadWatchdog:
         self._given_up -= over
         for request_id in over:
             self._ordered_s.pop(request_id, None)
-        self._give_up(results, time.monotonic() - self._timeout_s - SLACK_S)
+        overdue_s = time.monotonic() - self._timeout_s - SLACK_S
+        if turned_s <= overdue_s:
+            self._give_up(results, overdue_s)
         if results.alive is not None:
             self._alive = results.alive
         alive = self._alive | self._given_up

@@ -1,6 +1,7 @@
-"""The loads of a worker: those that wait for their turn, those that run, and quarantined ones.
+"""The loads of a worker: those that wait for their turn, those that run, parked and quarantined ones.
 
-A failed load is quarantined while its blocks may still be written.
+A load is parked while it waits for its producer: until its slot changes it holds no place among those that run. A
+failed load is quarantined while its blocks may still be written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvferry.worker.caches import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.results import LoadRecord, ResultBox, Stage
+from kvferry.worker.loads.slot_watch import Look, SlotWatch, Wait
 from kvferry.worker.peers.peer import PeerKey
 
 logger = logging.getLogger(__name__)
@@ -24,13 +26,16 @@ _STRETCH_S = 100e-6
 interpreter's lock, and the engine's step thread would wait that long for the lock. A post that has released the lock
 for a while begins a new stretch, so that loads whose posts copy follow one another without a pause."""
 
+_DEADLINE_CHECK_S = 10e-3
+"""Interval of the checks of loads that do not run."""
+
 
 class LoadRunner:
     """Runs loads. Used on the transfer thread.
 
     Args:
         results: where loads are reported.
-        timeout_s: after which a load has failed.
+        timeout_s: without progress, after which a load has failed.
         max_loads: loads that run at once.
 
     Attributes:
@@ -45,10 +50,13 @@ class LoadRunner:
         self._results = results
         self._max_loads = max_loads
         self._waiting: deque[Load] = deque()
+        self._watch = SlotWatch(context.reader, context.slot_reads)
+        self._parked: dict[Wait, tuple[Load, Steps]] = {}
+        self._resumed: deque[Wait] = deque()
         self._running: dict[Load, Steps] = {}
         self._round: deque[Load] = deque()
         self._flushing: list[Load] = []
-        self.round_s = self._stretched_s = 0.0
+        self.round_s = self._stretched_s = self._checked_s = 0.0
         self._in_use: frozenset[PeerKey] | None = None
 
     def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str) -> None:
@@ -58,27 +66,45 @@ class LoadRunner:
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._resumed or self._watch.busy())
+
+    def next_s(self) -> float | None:
+        """When `step` must be called at the latest while it is not busy; None if there is nothing to do."""
+        return self._watch.next_s()
 
     def is_amid_round(self) -> bool:
         """Whether `step` has not resumed all loads of the present round yet."""
         return bool(self._round)
 
     def in_use(self) -> frozenset[PeerKey]:
-        """Peers that reads may be in flight from."""
+        """Peers that reads may be in flight from, or that parked loads wait for."""
         if self._in_use is None:
             self._in_use = frozenset(load.record.source for load in self.alive())
-        return self._in_use
+        closing = self._watch.closing
+        return self._in_use | {look.peer.key for look in closing} if closing else self._in_use
 
     def alive(self) -> Iterator[Load]:
-        """Loads that may hold entries, waves or transfers."""
+        """Loads that have begun; except for parked ones, they may hold entries, waves or transfers."""
         yield from self._running
+        yield from (load for load, _ in self._parked.values())
         yield from self._flushing
         yield from self.quarantined
+
+    def looks(self) -> Iterator[Look]:
+        """Reads of slots that loads wait for."""
+        return self._watch.looks()
+
+    def closing(self) -> bool:
+        """Whether `step` must be called again, not urgently: reads are in flight that no load waits for."""
+        return bool(self._flushing or self.quarantined or self._watch.closing)
 
     def flushing(self) -> int:
         """Number of loads that are over, with the reads behind their last messages still in flight."""
         return len(self._flushing)
+
+    def parked(self) -> int:
+        """Number of loads that wait for a change of their slot, or, since it has changed, for their turn."""
+        return len(self._parked)
 
     def waiting(self) -> int:
         """Number of loads that have not begun."""
@@ -88,16 +114,16 @@ class LoadRunner:
         """Resume every load once, or as many as fit into a stretch: the next call continues with the others. Returns
         whether there was progress: a load that ended, or reached its next stage or wave. A poll alone is no progress.
 
-        Deadlines are checked for running loads only; a load that waited past its deadline fails when it begins.
+        A load that has waited for its turn past its deadline fails when it begins.
         """
-        while self._waiting and len(self._running) < self._max_loads:
-            load = self._waiting.popleft()
-            self._running[load] = load.steps()
-            self._in_use = None
+        begun_s = time.monotonic()
+        over, moved = self._watch.step(begun_s)
+        self._resumed.extend(over)
+        ended = self._fail_late_parked(begun_s)
+        while (self._resumed or self._waiting) and len(self._running) < self._max_loads:
+            self._begin()
         if not self._round:
             self._round.extend(self._running)
-        ended = moved = False
-        begun_s = time.monotonic()
         while self._round:
             load = self._round.popleft()
             place = _place(load)
@@ -116,23 +142,51 @@ class LoadRunner:
             self._in_use = None
         return ended or moved
 
-    def stop(self) -> list[Load]:
+    def stop(self) -> list[Load | Look]:
         """Stop all loads.
 
         Returns:
-            The loads whose reads may still write.
+            The loads and looks whose reads may still write.
         """
-        for steps in self._running.values():
+        for steps in (*self._running.values(), *(steps for _, steps in self._parked.values())):
             steps.close()
-        return list(self.alive())
+        return [*self.alive(), *self.looks()]
+
+    def _begin(self) -> None:
+        """Give a place to the next load: resumed ones come first."""
+        if self._resumed:
+            load, steps = self._parked.pop(self._resumed.popleft(), (None, None))
+        else:
+            load = self._waiting.popleft()
+            steps = load.steps()
+            self._in_use = None
+        if load is not None and steps is not None:  # else it has missed its deadline since it was resumed
+            self._running[load] = steps
+
+    def _fail_late_parked(self, now_s: float) -> bool:
+        """Fail the parked loads that are past their deadline. Returns whether there were any."""
+        if not self._parked or now_s < self._checked_s + _DEADLINE_CHECK_S:
+            return False
+        self._checked_s = now_s
+        late = [wait for wait, (load, _) in self._parked.items() if now_s - load.progressed_s > self.timeout_s]
+        for wait in late:
+            self._watch.remove(wait)
+            self._advance(*self._parked.pop(wait))
+        return bool(late)
 
     def _advance(self, load: Load, steps: Steps) -> bool:
-        """Resume one load. Returns whether it has ended."""
+        """Resume one load. Returns whether it has ended, or gives up its place."""
         try:
-            if time.monotonic() - load.record.ordered_s > self.timeout_s:
+            now_s = time.monotonic()
+            if now_s - load.progressed_s > self.timeout_s:
                 steps.close()
-                raise LoadFailed(FailureReason.DEADLINE, f"not complete after {self.timeout_s:g} s")
-            next(steps)
+                raise LoadFailed(FailureReason.DEADLINE, f"no progress for {self.timeout_s:g} s")
+            wait = next(steps)
+            if wait is None:
+                return False
+            del self._running[load]
+            self._parked[wait] = load, steps
+            self._watch.add(wait, now_s)
         except StopIteration:
             self._succeed(load)
         except LoadFailed as failed:
@@ -144,8 +198,6 @@ class LoadRunner:
         except Exception as error:
             logger.exception("req=%s peer=%s: an internal error in a load", load.order.request_id, load.record.source)
             self._fail(load, FailureReason.TRANSFER, repr(error))
-        else:
-            return False
         return True
 
     def _succeed(self, load: Load) -> None:
@@ -217,6 +269,6 @@ class LoadRunner:
         return bool(over)
 
 
-def _place(load: Load) -> tuple[Stage, int]:
+def _place(load: Load) -> tuple[Stage, float, int]:
     """The progress of a load: its stage, and the changes of its waves."""
-    return load.record.stage, load.staged.changes if load.staged is not None else 0
+    return load.record.stage, load.progressed_s, load.staged.changes if load.staged is not None else 0

@@ -78,7 +78,7 @@ class PeerRoute:
     sources: tuple[PreparedSource, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Peer:
     """A producer engine, ready to be read from. `made` lists the handles to give back, in the order of creation."""
 

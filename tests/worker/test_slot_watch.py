@@ -1,0 +1,195 @@
+"""The watch reads the slots of all loads that wait for a peer together, more and more seldom while none changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.worker.fabric.errors import PeerLost, TransferFailed
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
+from kvferry.worker.fabric.reads import Reader, SlotReads
+from kvferry.worker.loads.slot_watch import SlotWatch, Wait
+from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
+from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+from tests.harness.fault_fabric import FaultFabric
+
+SLOTS = 2000
+ENTRIES = 4096
+GRACE_S = 0.5
+
+
+class Scene:
+    """A watch, and one peer of two workers whose slots the test writes."""
+
+    def __init__(self) -> None:
+        self.network, self.now_s = MemoryNetwork(), 100.0
+        self.fabric = FaultFabric(MemoryFabric("c", self.network))
+        self.slot_reads = SlotReads(ENTRIES)
+        self.fabric.register([self.slot_reads.region()])
+        self.slot_reads.prepare(self.fabric)
+        self.tables = [np.zeros((SLOTS, 2), dtype=np.uint64) for _ in range(2)]
+        self.peer = self._peer()
+        self.watch = SlotWatch(Reader(self.fabric, GRACE_S, lambda: self.now_s), self.slot_reads)
+
+    def _peer(self) -> Peer:
+        routes = []
+        for index, table in enumerate(self.tables):
+            producer = MemoryFabric(f"p{index}", self.network)
+            producer.register([Region(table.ctypes.data, table.nbytes, MemoryKind.DRAM)])
+            agent = self.fabric.add_peer(producer.metadata())
+            row = (table.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, SLOTS)
+            slots = self.fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
+            routes.append(PeerRoute(cast("Any", None), agent, slots, (), ()))
+        return Peer(PeerKey("host", 1, "engine", "0" * 32), cast("Any", None), cast("Any", None), tuple(routes), ())
+
+    def add(self, slot: int, **wait: Any) -> Wait:
+        words = tuple((int(table[slot, 0]), int(table[slot, 1])) for table in self.tables)
+        made = Wait(self.peer, slot, words, **wait)
+        self.watch.add(made, self.now_s)
+        return made
+
+    def step(self, seconds: float = 0.0) -> list[Wait]:
+        self.now_s += seconds
+        return self.watch.step(self.now_s)[0]
+
+    def posts(self) -> int:
+        return self.fabric.calls["post_read"]
+
+    def nothing_is_left(self) -> bool:
+        transfers = self.fabric.open_handles().transfers
+        return self.slot_reads.free() == ENTRIES and not transfers and not list(self.watch.looks())
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_one_read_of_each_worker_serves_all_waits_and_those_whose_slot_changed_are_over(scene: Scene) -> None:
+    waits = [scene.add(slot) for slot in (7, 3, 500, 3, 1999)]
+    assert scene.step() == []
+    assert scene.posts() == 2
+    scene.tables[1][3] = 5, 6
+    scene.tables[0][1999, 1] = 8
+    assert set(scene.step(0.001)) == {waits[1], waits[3], waits[4]}
+    assert scene.posts() == 4
+    assert waits[1].words == waits[3].words == ((0, 0), (5, 6))
+    assert waits[4].words == ((0, 8), (0, 0))
+    scene.tables[0][7, 0] = 1
+    assert scene.step(0.001) == [waits[0]]
+    assert scene.nothing_is_left()
+
+
+def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(scene: Scene) -> None:
+    scene.add(1)
+    begun_s: list[float] = []
+    for _ in range(4000):
+        before = scene.posts()
+        scene.step(0.0001)
+        if scene.posts() > before:
+            begun_s.append(scene.now_s)
+    intervals_ms = [round((after - one) * 1e3, 1) for one, after in pairwise(begun_s)]
+    assert intervals_ms[:5] == [1.0] * 5
+    assert intervals_ms == sorted(intervals_ms)
+    assert intervals_ms[-1] == pytest.approx(5.0, abs=0.11)
+    scene.add(2)
+    before = scene.posts()
+    scene.step(0.0011)
+    assert scene.posts() == before + 2, "a new wait is served at once"
+
+
+def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: Scene) -> None:
+    scene.network.freeze("p1")
+    wait = scene.add(1, until_s=scene.now_s + 0.01)
+    assert scene.step() == []
+    scene.network.thaw("p1")
+    assert scene.step(0.02) == [], "this look began before"
+    scene.tables[0][1, 1] = 9
+    while not (over := scene.step(0.001)):
+        pass
+    assert over == [wait]
+    assert wait.words == ((0, 9), (0, 0))
+
+
+def test_more_waits_than_a_look_has_entries_for_are_served_in_turn(scene: Scene) -> None:
+    waits = {scene.add(slot) for slot in range(1500)}
+    assert scene.step() == []
+    assert scene.posts() == 2
+    assert scene.slot_reads.free() == ENTRIES
+    for table in scene.tables:
+        table[:1500, 0] = 1
+    over = {wait for _ in range(3) for wait in scene.step(0.001)}
+    assert over == waits
+
+
+def failure() -> Exception:
+    return TransferFailed("post", "the test")
+
+
+FAILURES: dict[str, tuple[Callable[[Scene], None], type[Exception]]] = {
+    "a post fails": (
+        lambda scene: scene.fabric.fail("post_read", failure),
+        TransferFailed,
+    ),
+    "the second post fails": (
+        lambda scene: scene.fabric.fail("post_read", failure, first=1),
+        TransferFailed,
+    ),
+    "a read fails": (lambda scene: scene.network.fail_reads("p1"), TransferFailed),
+    "the peer dies": (lambda scene: scene.network.kill("p0"), PeerLost),
+    "a bug": (lambda scene: scene.fabric.fail("post_read", lambda: ZeroDivisionError("bug")), ZeroDivisionError),
+}
+
+
+@pytest.mark.parametrize(("fault", "error"), FAILURES.values(), ids=FAILURES)
+def test_a_failed_look_fails_all_waits_and_its_entries_come_back_when_they_are_safe(
+    scene: Scene, fault: Callable[[Scene], None], error: type[Exception]
+) -> None:
+    waits = {scene.add(slot) for slot in range(20)}
+    fault(scene)
+    over: list[Wait] = []
+    while not over:
+        over = scene.step(0.001)
+    assert set(over) == waits
+    assert {type(wait.error) for wait in waits} == {error}
+    assert scene.watch.next_s() is None
+    scene.step(2 * GRACE_S)
+    scene.step(2 * GRACE_S)
+    assert scene.nothing_is_left()
+
+
+def test_a_look_that_no_load_waits_for_any_more_is_kept_until_it_has_ended(scene: Scene) -> None:
+    scene.network.freeze("p1")
+    wait = scene.add(4)
+    scene.step()
+    scene.watch.remove(wait)
+    assert scene.step(0.001) == []
+    assert len(scene.watch.closing) == 1
+    assert not scene.watch.busy()
+    assert scene.slot_reads.free() == ENTRIES - 2
+    scene.add(5)
+    assert scene.step(0.001) == []
+    assert len(list(scene.watch.looks())) == 2, "a new wait has its own look"
+    scene.network.thaw("p1")
+    scene.tables[0][5, 0] = 1
+    scene.step(0.001)
+    scene.step(0.001)
+    assert scene.nothing_is_left()
+
+
+def test_without_free_entries_the_watch_waits_for_some(scene: Scene) -> None:
+    taken = scene.slot_reads.try_take(ENTRIES)
+    assert taken is not None
+    scene.add(1)
+    scene.tables[0][1, 0] = 1
+    assert scene.step() == []
+    next_s = scene.watch.next_s()
+    assert next_s is not None
+    assert next_s > scene.now_s
+    scene.slot_reads.give_back(taken)
+    assert len(scene.step(0.0011)) == 1
