@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingW
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.local_engine import LocalEngine, block_spans
+from kvferry.connector.engine.local_engine import LocalEngine, block_spans, row_blocks
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, LeaseName
@@ -130,3 +130,12 @@ def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
     made = both_roles()
     assert (made.offers_turns, made.takes_turns) == (False, True)
     assert "recurrent state" in ferry_log.records[-1].getMessage()
+
+
+def test_a_row_has_room_for_the_longest_prompt_of_every_group() -> None:
+    made = vllm_config("NixlConnector", module="kvferry.connector", max_tokens=500)
+    narrow = group(MLAAttentionSpec(**{**LATENT, "block_size": 64}), "layers.1")
+    assert row_blocks(made, cache(latent(), narrow), FerryConfig()) == (32, 8)
+    made.parallel_config.decode_context_parallel_size = 4
+    assert row_blocks(made, cache(latent(), narrow), FerryConfig()) == (8, 2)
+    assert row_blocks(made, cache(latent(), narrow), FerryConfig(streaming="off")) == ()

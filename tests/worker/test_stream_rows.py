@@ -101,10 +101,15 @@ def test_the_end_of_a_lease_does_not_touch_a_row_that_another_one_has_taken() ->
 def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under_another_epoch() -> None:
     table, rows = table_of(9)
     table.open(opened(0, FIRST))
-    order, mark = progress(0, FIRST, 0, 7), FakeMark()
-    assert table.publish(order)
-    table.complete(order, mark)
-    assert not table.publish(progress(0, FIRST, 2, 9, tokens=48)), "the ids of the second block are missing"
+    mark = FakeMark()
+    for number, reached in enumerate([FakeMark(over=True), mark]):
+        order = progress(0, FIRST, number, 7, tokens=16 * number + 16)
+        assert table.publish(order)
+        table.complete(order, reached)
+    assert table.advance()
+    assert progress_of(int(table.progress[0]), FIRST) == 16
+    assert not table.publish(progress(0, FIRST, 3, 9, tokens=64)), "the ids of the third block are missing"
+    assert (int(table.words[0]), int(table.progress[0])) == (EMPTY, EMPTY)
     assert table.pending() == 0
     table.hold(hold(0, FIRST), None)
     table.complete(hold(0, FIRST), mark)
@@ -130,6 +135,22 @@ def test_what_was_published_under_a_former_epoch_does_not_count() -> None:
     assert rows.headers[3].tolist() == [header_word(FIRST), header_word(NEXT)]
     assert table.publish(progress(0, NEXT, 0, 4, origin=epoch_to_text(FIRST)))
     assert rows.ids[3, :2].tolist() == [4, 8]
+
+
+def test_a_step_that_ends_while_its_lease_goes_on_under_another_epoch_reports_nothing() -> None:
+    table, _ = table_of(9)
+
+    class Late(FakeMark):
+        def reached(self) -> bool:
+            table.open(opened(0, NEXT, row=3, origin=epoch_to_text(FIRST)))
+            return True
+
+    table.open(opened(0, FIRST))
+    order = progress(0, FIRST, 0, 7)
+    assert table.publish(order)
+    table.complete(order, Late())
+    assert table.advance()
+    assert (int(table.words[0]), int(table.progress[0])) == (slot_word(NEXT, SlotState.COMPUTING), EMPTY)
 
 
 def test_a_row_that_belongs_to_no_lease_is_an_error() -> None:
