@@ -94,7 +94,7 @@ def test_a_prompt_whose_published_blocks_do_not_hold_any_more_gets_a_new_epoch(
     producer.step()
     before = lease_of(producer).name
     if change == "fewer tokens":
-        producer.engine.scheduler.requests["p"].num_computed_tokens = 32
+        producer.engine.scheduler.requests["p"].num_computed_tokens = 100
     else:
         side = producer.engine.connector.scheduler_side
         table = side.blocks.table

@@ -89,7 +89,7 @@ class Offers:
             self._asked.over(request.request_id, "no_lease")
             return
         is_prefill = lease.use is LeaseUse.PROMPT and request.max_tokens == 1
-        if is_prefill and self._holds_early and lease.state is LeaseState.COMPUTING:
+        if is_prefill and self._holds_early:
             self._prefilling.setdefault(request.request_id, _Prefill(request))
 
     def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str]) -> None:
