@@ -5,6 +5,7 @@
 | the version | yes | the start ends, unless `KVFERRY_ALLOW_VLLM` names it |
 | references on blocks of the pool (`EngineBlocks`) | yes | the start ends |
 | the CPU backend's packing of keys (`cpu_attention_isa`), on that backend | yes | the start ends |
+| a status of waiting requests that are skipped (`scheduler_side/parking.py`) | no | every step costs more |
 | the number of blocks that a request lacks (`EngineBlocks.lacking`) | no | leases are not evicted |
 | the engine's loop (`EngineLoop`) | no | an idle engine is not woken, and no pause is seen |
 

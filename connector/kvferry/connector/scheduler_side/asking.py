@@ -1,8 +1,10 @@
 """Requests whose prompts are prefilled on another engine at this moment: they wait for the answers to their questions.
 
 vLLM asks a connector again in every step how many tokens it can load for a waiting request, as long as the answer is
-that it is not known yet. A step in which nothing else happens costs vLLM's workers a second of spinning each. So when
-all requests of an engine wait for answers, its loop waits too, until an answer or input arrives.
+that it is not known yet, except for parked ones (`parking.py`).
+
+A step in which nothing else happens costs vLLM's workers a second of spinning each. So when all requests of an engine
+wait for answers, its loop waits too, until an answer or input arrives.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.asks import Answer, Progress, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
@@ -59,6 +62,7 @@ class Asking:
         self._fails: list[str] = []
         self._loop = loop
         self._may_wait = may_wait
+        self._parking = Parking()
         self._wait_until_s: float | None = None
         self._lock = threading.Lock()
         self._answers: dict[tuple[Producer, int], Answer] = {}
@@ -80,11 +84,15 @@ class Asking:
         digest = digest_chain(prompt, num_tokens)[-1]
         key = request_key(request.request_id, source.transfer_id)
         producer = (source.remote_host, source.remote_port)
-        return self.questions.ask(request.request_id, producer, key, num_tokens, digest, time.monotonic())
+        if not self.questions.ask(request.request_id, producer, key, num_tokens, digest, time.monotonic()):
+            return False
+        self._parking.enter(request)
+        return True
 
     def finished(self, request_id: str) -> None:
         """The request has ended, answered or not."""
         self.questions.finished(request_id)
+        self._parking.leave(request_id)
         self.failing.discard(request_id)
 
     def allocated(self, request_id: str) -> None:
@@ -127,8 +135,10 @@ class Asking:
         for (producer, _), answer in answers.items():
             opened = self.questions.answered(producer, answer.number, answer.progress, now_s)
             if opened is not None:
+                self._parking.leave(opened.request_id)
                 yield Settled(opened.request_id, opened.waits, answer)
         for opened in self.questions.give_up(now_s):
+            self._parking.leave(opened.request_id)
             yield Settled(opened.request_id, opened.waits, None)
 
 
