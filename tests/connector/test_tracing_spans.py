@@ -47,7 +47,7 @@ STAGES = (
     StageSpan(stage=Phase.QUEUED, begun_ns=21, ended_ns=25),
     StageSpan(stage=Phase.READING, begun_ns=25, ended_ns=40),
 )
-LOAD = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, bytes=7, descriptors=2)
+LOAD = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, bytes=7, descriptors=2, early_bytes=3)
 NAMES: dict[str, str | int] = {"kvferry.request_id": "d", "kvferry.lease": f"{LEASE.boot}/{LEASE.epoch}"}
 
 
@@ -139,7 +139,7 @@ def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
         "kvferry.remote_request_id": "p",
         "kvferry.tokens": 100,
     }
-    moved = {"kvferry.bytes": 7, "kvferry.descriptors": 2, "kvferry.staged_bytes": 0}
+    moved = {"kvferry.bytes": 7, "kvferry.descriptors": 2, "kvferry.staged_bytes": 0, "kvferry.early_bytes": 3}
     for worker, first in ((0, 2), (1, 5)):
         made, *stages = spans[first : first + 3]
         assert attributes_of(made) == {"kvferry.worker": worker, **moved}

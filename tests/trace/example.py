@@ -1,11 +1,17 @@
-"""The example of docs/timelines.md: two producers, two decoders, and something wrong with some requests."""
+"""The example of docs/timelines.md: two producers, two decoders, something wrong with some requests, and one that is
+read while it is computed."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from tests.trace.simulated import MS, Simulation, Times
+from tests.trace.simulated_stream import follow
+
+STREAMED = 8
+"""The number of the request that is read while it is computed."""
 
 
 def write_example(folder: Path) -> Path:
@@ -32,16 +38,16 @@ def write_example(folder: Path) -> Path:
         )
         times, how = wrong.get(number, (usual, {}))
         name = f"7c1e-{1000 + number}"  # the router's
-        simulation.handover(
-            producers[number % 2],
-            consumers[number // 2 % 2],
-            number * 25 * MS,
-            times,
-            request=f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
-            decode_request=f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
-            tokens=tokens,
-            **how,  # type: ignore[arg-type]
-        )
+        named: dict[str, Any] = {
+            "request": f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
+            "decode_request": f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
+            "tokens": tokens,
+        }
+        engines = producers[number % 2], consumers[number // 2 % 2]
+        if number == STREAMED:
+            follow(simulation, *engines, number * 25 * MS, times, **named)
+        else:
+            simulation.handover(*engines, number * 25 * MS, times, **{**named, **how})
     simulation.handover(
         producers[0], None, 700 * MS, Times(kept=480_000 * MS), request="cmpl-7c1e-1024-0-00000000", how="expired"
     )

@@ -124,6 +124,10 @@ class Simulation:
         self.engines.append(engine)
         return engine
 
+    def lease_of(self, producer: SimulatedEngine) -> LeaseName:
+        """A new lease."""
+        return LeaseName(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
+
     def handover(
         self,
         producer: SimulatedEngine,
@@ -147,16 +151,16 @@ class Simulation:
             recomputed: why the consumer computes the prompt; without `reason` it orders no load at all.
         """
         times = times or Times()
-        lease = LeaseName(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
+        lease = self.lease_of(producer)
         theirs = producer.scheduler
         now = BEGIN_NS + at_ns
-        _tell(theirs, PrefillArrived(at_ns=now, request=request, tokens=tokens))
+        record(theirs, PrefillArrived(at_ns=now, request=request, tokens=tokens))
         now += times.prefill_queue
-        _tell(theirs, PrefillScheduled(at_ns=now, request=request, lease=lease))
+        record(theirs, PrefillScheduled(at_ns=now, request=request, lease=lease))
         now += times.prefill
-        _tell(theirs, ParamsGiven(at_ns=now, request=request, lease=lease, tokens=tokens))
+        record(theirs, ParamsGiven(at_ns=now, request=request, lease=lease, tokens=tokens))
         if consumer is None:
-            _tell(theirs, LeaseOver(at_ns=now + times.kept, request=request, lease=lease, how=how))
+            record(theirs, LeaseOver(at_ns=now + times.kept, request=request, lease=lease, how=how))
             return lease
         ours, name = consumer.scheduler, decode_request or f"{request}-d"
         now += times.router
@@ -168,23 +172,23 @@ class Simulation:
             remote_request=request,
             tokens=tokens,
         )
-        _tell(ours, arrived)
+        record(ours, arrived)
         now += times.decode_queue
         if not recomputed or reason:
-            _tell(ours, LoadOrdered(at_ns=now, request=name, first_token=0, stop_token=tokens))
+            record(ours, LoadOrdered(at_ns=now, request=name, first_token=0, stop_token=tokens))
             share = tokens * token_bytes // len(consumer.workers)
             ends = [
                 _load(worker, name, producer.name, now + times.order, times.of_worker(number), share, reason)
                 for number, worker in enumerate(consumer.workers)
             ]
             now = max(ends) + times.report
-            _tell(ours, LoadReported(at_ns=now, request=name, good=not reason))
-            _tell(theirs, LeaseOver(at_ns=max(ends) + times.kept, request=request, lease=lease, how=how))
+            record(ours, LoadReported(at_ns=now, request=name, good=not reason))
+            record(theirs, LeaseOver(at_ns=max(ends) + times.kept, request=request, lease=lease, how=how))
         if recomputed:
-            _tell(ours, Recomputed(at_ns=now, request=name, reason=recomputed, lease=lease))
+            record(ours, Recomputed(at_ns=now, request=name, reason=recomputed, lease=lease))
         now += times.first_step
-        _tell(ours, DecodeScheduled(at_ns=now, request=name))
-        _tell(ours, Finished(at_ns=now + 50 * MS, request=name))
+        record(ours, DecodeScheduled(at_ns=now, request=name))
+        record(ours, Finished(at_ns=now + 50 * MS, request=name))
         return lease
 
     def processes(self) -> list[SimulatedProcess]:
@@ -202,7 +206,8 @@ class Simulation:
         return folder
 
 
-def _tell(process: SimulatedProcess, event: AnyEvent) -> None:
+def record(process: SimulatedProcess, event: AnyEvent) -> None:
+    """Record an event of a true time."""
     process.events.append(msgspec.structs.replace(event, at_ns=event.at_ns + process.ahead_ns))
 
 
@@ -217,7 +222,7 @@ def _load(
 ) -> int:
     """A worker's load; gives its true end."""
     done = list(stages.items())[: 3 if reason else None]
-    spans = _following(done, begun_ns + worker.ahead_ns)
+    spans = spans_from(done, begun_ns + worker.ahead_ns)
     end_ns = begun_ns + sum(lasted for _, lasted in done)
     event = LoadEnded(
         at_ns=end_ns,
@@ -228,11 +233,12 @@ def _load(
         bytes=0 if reason else num_bytes,
         descriptors=0 if reason else 64,
     )
-    _tell(worker, event)
+    record(worker, event)
     return end_ns
 
 
-def _following(stages: Sequence[tuple[str, int]], begun_ns: int) -> tuple[StageSpan, ...]:
+def spans_from(stages: Sequence[tuple[str, int]], begun_ns: int) -> tuple[StageSpan, ...]:
+    """Stages of these lengths, one after the other."""
     spans = []
     for stage, lasted in stages:
         spans.append(StageSpan(stage=Phase[stage.upper()], begun_ns=begun_ns, ended_ns=begun_ns + lasted))

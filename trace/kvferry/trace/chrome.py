@@ -1,8 +1,9 @@
 """Export in the Trace Event Format of ui.perfetto.dev and chrome://tracing.
 
 A process of the format is an engine, a thread one lane of its scheduler or of a worker: slices of a thread must nest,
-so overlapping handovers are in different lanes. Arrows go from the producer's prompt to the consumer's, and from the
-order to load to every worker. Times are microseconds since the first event.
+so overlapping handovers are in different lanes. Steps of a prefill that is read meanwhile, and the reads, have lanes of
+their own. Arrows go from the producer's prompt to the consumer's, and from the order to load to every worker. Times are
+microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -83,13 +84,17 @@ def _add(tracks: _Tracks, arrows: _Arrows, one: Timeline) -> None:
         spans = (*one.before, *((one.held,) if one.held else ()))
         prefill = _bar(f"prefill {handover.producer_request}", spans, one.zero_ns, args)
         tracks[handover.producer]["prefills"].append(prefill)
+        if one.steps:
+            steps = _bar(f"steps {handover.producer_request}", (step.span for step in one.steps), one.zero_ns, args)
+            tracks[handover.producer]["prefill steps"].append(steps)
     if handover.decode is None:
         return
     own = (span for span in (*one.to_load, *one.from_load) if span.phase not in _NOT_THE_CONSUMERS)
     decode = _bar(f"handover {handover.consumer_request}", (*own, *_loading(one)), one.zero_ns, args)
     tracks[handover.consumer]["handovers"].append(decode)
     if prefill is not None:
-        arrows.append((prefill, min(max(one.zero_ns, prefill.begun_ns), prefill.ended_ns), decode))
+        handed_over_ns = min(one.zero_ns, decode.begun_ns)
+        arrows.append((prefill, min(max(handed_over_ns, prefill.begun_ns), prefill.ended_ns), decode))
     ordered = next((span.begun_ns for span in decode.inside if span.phase == Phase.LOAD), None)
     for worker in one.workers:
         reported, process = worker.load.ended, worker.load.process
@@ -98,10 +103,17 @@ def _add(tracks: _Tracks, arrows: _Arrows, one: Timeline) -> None:
             "staged_bytes": reported.staged_bytes,
             "descriptors": reported.descriptors,
             "relayout_ms": reported.relayout_ns / 1e6,
+            "early_bytes": reported.early_bytes,
+            "restarts": reported.restarts,
             "reason": reported.reason,
         }
         load = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | details)
-        tracks[process.engine_id][f"worker {process.place or f'pid {process.pid}'}"].append(load)
+        thread = f"worker {process.place or f'pid {process.pid}'}"
+        tracks[process.engine_id][thread].append(load)
+        if worker.chunks:
+            bar = f"reads {handover.consumer_request}"
+            reads = _bar(bar, (chunk.span for chunk in worker.chunks), one.zero_ns, args)
+            tracks[process.engine_id][f"{thread} reads"].append(reads)
         if ordered is not None:
             arrows.append((decode, ordered, load))
 

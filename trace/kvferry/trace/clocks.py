@@ -23,6 +23,7 @@ from kvferry.trace.events import (
     LoadOrdered,
     LoadReported,
     ParamsGiven,
+    PrefillScheduled,
     ProcessStarted,
     RequestEvent,
 )
@@ -125,7 +126,9 @@ def shifts(bounds: Bounds) -> dict[Clock, int] | None:
 
 def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
     """Pairs of moments of which the first must precede the second."""
-    kinds = (ParamsGiven, LeaseOver, DecodeArrived, LoadOrdered, LoadReported)
+    params = handover.get(DecodeArrived)
+    offered = PrefillScheduled if params is not None and params.is_early else ParamsGiven
+    kinds = (offered, LeaseOver, DecodeArrived, LoadOrdered, LoadReported)
     given, over, arrived, ordered, reported = (moment(handover, kind) for kind in kinds)
     ended = handover.get(LeaseOver)
     if ended is None or ended.how != READ_BY_ALL:

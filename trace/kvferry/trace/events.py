@@ -18,6 +18,9 @@ from kvferry.protocol.ids import Address, Count, Hex128, HexEpoch, Text
 
 TRACE_VERSION = 1
 
+MOST_CHUNKS = 64
+"""Reads of a load that are recorded one by one."""
+
 Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 RequestName = Annotated[str, Meta(min_length=1, max_length=4096)]
 
@@ -45,6 +48,7 @@ class Phase(str, enum.Enum):
 
     PREFILL_QUEUE = "prefill_queue", "prefill queue", "the producer has no room or no step for it yet"
     PREFILL = "prefill", "prefill", "the producer computes the prompt"
+    PREFILL_STEP = "prefill_step", "prefill step", "the producer computes a part of a prompt that is read meanwhile"
     HANDOVER = "handover", "handover", "from the prompt's end until it is loaded, or computed here"
     ROUTER = "router", "router", "from the producer's answer to the consumer, by the router"
     DECODE_QUEUE = "decode_queue", "decode queue", "the consumer has no blocks or no step for it yet"
@@ -55,6 +59,7 @@ class Phase(str, enum.Enum):
     FENCE = "fence", "fence", "the producer's worker is not ready"
     POSTING = "posting", "posting", "reads are prepared and posted"
     READING = "reading", "reading", "bytes are under way"
+    CHUNK_READ = "chunk_read", "chunk read", "the part of the prompt that is complete is read"
     FENCE_AGAIN = "fence_again", "second fence", "check that the lease was still valid"
     REPORT = "report", "report", "some workers have not reported to the scheduler yet"
     FIRST_STEP = "first_step", "first step", "loaded, and not scheduled yet"
@@ -134,6 +139,17 @@ class PrefillScheduled(RequestEvent, frozen=True, kw_only=True, tag="prefill_sch
     lease: LeaseName
 
 
+class PrefillStep(Event, frozen=True, kw_only=True, tag="prefill_step"):
+    """Producer's scheduler: a step computes a part of a prompt that is read meanwhile.
+
+    Attributes:
+        tokens: leading tokens of the prompt that are complete after it.
+    """
+
+    lease: LeaseName
+    tokens: Count
+
+
 class ParamsGiven(RequestEvent, frozen=True, kw_only=True, tag="params_given"):
     """Producer's scheduler: the prompt is computed, its answer carries params."""
 
@@ -157,6 +173,7 @@ class DecodeArrived(RequestEvent, frozen=True, kw_only=True, tag="decode_arrived
 
     Attributes:
         remote_request: its id in the producer.
+        is_early: whether the producer gave them before it had computed the prompt.
         traceparent: of the client's or the router's span, as W3C writes it, where the engine traces.
     """
 
@@ -164,6 +181,7 @@ class DecodeArrived(RequestEvent, frozen=True, kw_only=True, tag="decode_arrived
     producer: Text
     remote_request: RequestName
     tokens: Count
+    is_early: bool = False
     traceparent: str = ""
 
 
@@ -208,6 +226,18 @@ class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
     ended_ns: Nanoseconds
 
 
+class ChunkSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A read of a load that followed the prefill.
+
+    Attributes:
+        stop_token: the token up to which it went.
+    """
+
+    stop_token: Address
+    begun_ns: Nanoseconds
+    ended_ns: Nanoseconds
+
+
 class LoadEnded(RequestEvent, frozen=True, kw_only=True, tag="load_ended"):
     """Consumer's worker: a load has ended.
 
@@ -215,6 +245,9 @@ class LoadEnded(RequestEvent, frozen=True, kw_only=True, tag="load_ended"):
         reason: the reason of its failure; empty for a good load.
         stages: in order; a failed load failed in the last one.
         relayout_ns: time to put staged bytes in place.
+        early_bytes: the part of the bytes that was read before the prefill had ended.
+        restarts: times that it began anew, since the prefill was preempted.
+        chunks: its reads, if it followed the prefill.
     """
 
     producer: Text
@@ -224,6 +257,9 @@ class LoadEnded(RequestEvent, frozen=True, kw_only=True, tag="load_ended"):
     descriptors: Count = 0
     staged_bytes: Count = 0
     relayout_ns: Nanoseconds = 0
+    early_bytes: Count = 0
+    restarts: Count = 0
+    chunks: Annotated[tuple[ChunkSpan, ...], Meta(max_length=MOST_CHUNKS)] = ()
 
 
 AnyEvent = (
@@ -231,6 +267,7 @@ AnyEvent = (
     | Dropped
     | PrefillArrived
     | PrefillScheduled
+    | PrefillStep
     | ParamsGiven
     | LeaseOver
     | DecodeArrived

@@ -26,6 +26,7 @@ from kvferry.trace.events import (
     Part,
     PrefillArrived,
     PrefillScheduled,
+    PrefillStep,
     ProcessStarted,
     Recomputed,
     RequestEvent,
@@ -83,6 +84,7 @@ class Handover:
     Attributes:
         lease: the lease that joins them; None where neither half had one.
         loads: loads of all workers of the consumer.
+        steps: of the prefill, from the one on in which the consumer could begin to read; in order.
 
     Texts are empty where they are unknown.
     """
@@ -91,6 +93,7 @@ class Handover:
     prefill: Half | None = None
     decode: Half | None = None
     loads: tuple[Load, ...] = ()
+    steps: tuple[PrefillStep, ...] = ()
 
     def get(self, kind: type[EventT]) -> EventT | None:
         """The event of a type, which only one half can have; None if it was not recorded."""
@@ -160,6 +163,7 @@ class _Schedulers:
     def __init__(self) -> None:
         self._prefills: dict[LeaseName, Half] = {}
         self._unscheduled: list[Half] = []
+        self._steps: defaultdict[LeaseName, list[PrefillStep]] = defaultdict(list)
         self._decodes: defaultdict[tuple[str, str], list[Half]] = defaultdict(list)
 
     def take(self, process: ProcessStarted, events: Iterable[AnyEvent]) -> None:
@@ -172,6 +176,8 @@ class _Schedulers:
                 prefill.add(event)
                 if event.request in arrived and PrefillArrived not in prefill.events:
                     prefill.add(arrived.pop(event.request))
+            elif isinstance(event, PrefillStep):
+                self._steps[event.lease].append(event)
             elif isinstance(event, _OF_DECODE):
                 self._decode(process, event).add(event)
         for event in arrived.values():
@@ -198,13 +204,17 @@ class _Schedulers:
                 lease = _lease_of(decode)
                 if lease:
                     fetched.add(lease)
-                yield Handover(lease, self._prefills.get(lease) if lease else None, decode, tuple(mine))
-        for lease, prefill in self._prefills.items():
-            if lease not in fetched:
-                yield Handover(lease, prefill)
+                yield self._handover(lease, decode, tuple(mine))
+        yield from (self._handover(lease) for lease in self._prefills if lease not in fetched)
         yield from (Handover(None, prefill) for prefill in self._unscheduled)
         for (_, request), left in loads.items():  # of a consumer whose scheduler recorded nothing
             yield Handover(None, None, Half(left[0].process, request), tuple(left))
+
+    def _handover(self, lease: LeaseName | None, decode: Half | None = None, loads: tuple[Load, ...] = ()) -> Handover:
+        if lease is None:
+            return Handover(None, None, decode, loads)
+        steps = sorted(self._steps.get(lease, ()), key=lambda one: one.at_ns)
+        return Handover(lease, self._prefills.get(lease), decode, loads, tuple(steps))
 
 
 def _lease_of(decode: Half) -> LeaseName | None:

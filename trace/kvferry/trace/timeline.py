@@ -43,11 +43,24 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """A step of a prefill that was read meanwhile, or one such read.
+
+    Attributes:
+        stop_token: the token up to which it computed, or read.
+    """
+
+    span: Span
+    stop_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpans:
-    """The stages of one worker's load."""
+    """The stages of one worker's load, and its reads if it followed the prefill."""
 
     load: Load
     spans: tuple[Span, ...]
+    chunks: tuple[Chunk, ...] = ()
 
     @property
     def ended_ns(self) -> int:
@@ -61,6 +74,7 @@ class Timeline:
 
     Attributes:
         before: phases until the prompt was computed.
+        steps: of the prefill, from the one on in which the consumer could begin to read.
         to_load: from then until the last worker had the order to load, or until the consumer went on without a load.
         workers: every worker's load, in the order of their places.
         from_load: from the end of the last worker's load on.
@@ -73,6 +87,7 @@ class Timeline:
 
     handover: Handover
     before: tuple[Span, ...]
+    steps: tuple[Chunk, ...]
     to_load: tuple[Span, ...]
     workers: tuple[WorkerSpans, ...]
     from_load: tuple[Span, ...]
@@ -89,8 +104,13 @@ class Timeline:
 
     @property
     def path(self) -> tuple[Span, ...]:
-        """The critical path of the handover: while workers load, the stages of the last one."""
-        return (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
+        """The critical path of the handover, from the zero on: while workers load, the stages of the last one."""
+        spans = (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
+        return tuple(
+            Span(span.phase, max(span.begun_ns, self.zero_ns), span.ended_ns)
+            for span in spans
+            if span.begun_ns >= self.zero_ns or span.ended_ns > self.zero_ns
+        )
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -113,10 +133,15 @@ class Timeline:
         return sum(load.ended.bytes for load in self.handover.loads)
 
     @property
+    def early_bytes(self) -> int:
+        """The part of these that was read before the prefill had ended."""
+        return min(self.bytes, sum(load.ended.early_bytes for load in self.handover.loads))
+
+    @property
     def gb_s(self) -> float | None:
-        """Bytes over the time in which any worker read; None where nothing was loaded."""
+        """Bytes over the time in which any worker read; None where nothing was loaded, or reads waited for steps."""
         reads = [span for worker in self.workers for span in worker.spans if span.phase in _READS]
-        if not self.bytes or not reads:
+        if not self.bytes or not reads or self.early_bytes:
             return None
         seconds = (max(span.ended_ns for span in reads) - min(span.begun_ns for span in reads)) / 1e9
         return self.bytes / seconds / 1e9 if seconds else None
@@ -148,6 +173,7 @@ def timeline(handover: Handover, clocks: Clocks) -> Timeline:
     held_from = given if given is not None else read_until
     return Timeline(
         handover=handover,
+        steps=_steps(handover, clocks, given),
         before=_spans((Phase.PREFILL_QUEUE, queued, scheduled), (Phase.PREFILL, scheduled, given)),
         to_load=_spans(
             (Phase.ROUTER, given, arrived),
@@ -178,6 +204,19 @@ def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
     )
 
 
+def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Chunk, ...]:
+    """A step ends where the next one begins, the last one with the prompt."""
+    if handover.prefill is None:
+        return ()
+    shift_ns = clocks.shift(handover.prefill.process)
+    begins = [step.at_ns + shift_ns for step in handover.steps]
+    ends = [*begins[1:], given if given is not None else begins[-1]] if begins else []
+    return tuple(
+        Chunk(Span(Phase.PREFILL_STEP, begun, max(begun, ended)), step.tokens)
+        for step, begun, ended in zip(handover.steps, begins, ends, strict=True)
+    )
+
+
 def _workers(loads: Iterable[Load], clocks: Clocks) -> tuple[WorkerSpans, ...]:
     found = []
     for load in sorted(loads, key=lambda one: _by_number(one.process)):
@@ -187,7 +226,14 @@ def _workers(loads: Iterable[Load], clocks: Clocks) -> tuple[WorkerSpans, ...]:
             for stage in load.ended.stages
         )
         whole = Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
-        found.append(WorkerSpans(load, spans or (whole,)))
+        chunks = tuple(
+            Chunk(
+                Span(Phase.CHUNK_READ, chunk.begun_ns + shift_ns, max(chunk.begun_ns, chunk.ended_ns) + shift_ns),
+                chunk.stop_token,
+            )
+            for chunk in load.ended.chunks
+        )
+        found.append(WorkerSpans(load, spans or (whole,), chunks))
     return tuple(found)
 
 

@@ -58,11 +58,13 @@ def _details(one: Timeline) -> str:
             decimal_bytes(worker.load.ended.staged_bytes),
             str(worker.load.ended.descriptors),
             format_time(worker.load.ended.relayout_ns),
+            decimal_bytes(worker.load.ended.early_bytes),
+            str(worker.load.ended.restarts),
             worker.load.ended.reason,
         )
         for worker in one.workers
     )
-    heads = ("worker", "host", "load", "bytes", "staged", "descriptors", "relayout", "failed")
+    heads = ("worker", "host", "load", "bytes", "staged", "descriptors", "relayout", "early", "restarts", "failed")
     return "".join(
         (
             _table(("id", ""), (each for each in ids if each[1])),
@@ -83,8 +85,8 @@ def _drawing(parts: Iterable[str], height: float) -> str:
 
 
 _ABOUT = """0 is where the prompt is computed: left of it the prefill, right of it the handover, on two scales that all
-rows share. Thin bars are workers, the grey line is how long the producer keeps the blocks. Open a row for ids, workers
-and times."""
+rows share. Thin bars are the steps of a prefill that is read meanwhile, its reads, and workers; the grey line is how
+long the producer keeps the blocks. Open a row for ids, workers and times."""
 _POLICY = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 _STYLE = """
 :root{color-scheme:light dark}

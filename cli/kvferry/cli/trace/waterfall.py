@@ -1,8 +1,9 @@
 """The waterfall: one row per handover, for a picture and for the page.
 
-A row has the phases in their order, a line for the time that the producer held the blocks, and a thin bar for every
-worker. Left of the zero is the time before the prompt was computed, right of it the handover; each side has its own
-scale. Waiting is pale or warm, work is saturated.
+A row has the phases in their order, a line for the time that the producer held the blocks, and thin bars: where the
+prefill was read meanwhile its steps, and below them the reads of the worker that ended last; then every worker. Left of
+the zero is the time before the prompt was computed, right of it the handover; each side has its own scale. Waiting is
+pale or warm, work is saturated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvferry.cli.trace.report import (
     ticks,
 )
 from kvferry.trace.events import Phase
-from kvferry.trace.timeline import Span, Timeline, WorkerSpans
+from kvferry.trace.timeline import Chunk, Span, Timeline, WorkerSpans
 
 WIDTH = 1240.0
 RIGHT = 1052.0
@@ -32,6 +33,7 @@ MOST_WORKERS = 16
 _COLOURS = {
     Phase.PREFILL_QUEUE: "#bccbe4",
     Phase.PREFILL: "#4c7fe0",
+    Phase.PREFILL_STEP: "#2a5bb8",
     Phase.ROUTER: "#9b7be8",
     Phase.DECODE_QUEUE: "#f3b62c",
     Phase.ORDER: "#d8c9a3",
@@ -41,6 +43,7 @@ _COLOURS = {
     Phase.FENCE: "#dc4a4a",
     Phase.POSTING: "#45c4b6",
     Phase.READING: "#1f9150",
+    Phase.CHUNK_READ: "#0f6b38",
     Phase.FENCE_AGAIN: "#9bc53d",
     Phase.REPORT: "#e46aa7",
     Phase.FIRST_STEP: "#8fa1b8",
@@ -53,23 +56,25 @@ _STYLE = """
 @media (prefers-color-scheme:dark){
 .paper{fill:#12161d}.ink{fill:#e8edf4}.muted{fill:#98a5b6}.bad{fill:#ff8a80}.grid{stroke:#2d3644}.zero{stroke:#7c8a9d}}
 """
-LEFT, ZERO = 262.0, 432.0
+LEFT, ZERO, WIDE_ZERO = 262.0, 432.0, 742.0
+"""The zero is at `WIDE_ZERO` where prefills were read meanwhile: most of their reading is left of it."""
 _PAD = 9.0
 _LETTER = 5.6
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The mapping of times to pixels, by the time that fits on either side of the zero."""
+    """The mapping of times to pixels, by the time that fits on either side of the zero, which is at `zero`."""
 
     before_ns: float
     after_ns: float
+    zero: float = ZERO
 
     def x(self, at_ns: float) -> float:
         """The position of a time relative to the zero, clipped to the edges."""
         if at_ns < 0:
-            return max(LEFT, ZERO + at_ns / self.before_ns * (ZERO - LEFT))
-        return min(RIGHT, ZERO + at_ns / self.after_ns * (RIGHT - ZERO))
+            return max(LEFT, self.zero + at_ns / self.before_ns * (self.zero - LEFT))
+        return min(RIGHT, self.zero + at_ns / self.after_ns * (RIGHT - self.zero))
 
 
 def style() -> str:
@@ -87,7 +92,7 @@ def scale_for(timelines: Sequence[Timeline]) -> Scale:
     ends = [span.ended_ns - one.zero_ns for one in timelines for span in (*one.to_load, *one.from_load)]
     ends += [worker.ended_ns - one.zero_ns for one in timelines for worker in one.workers]
     after = max(ends or [one.held.lasted_ns for one in timelines if one.held], default=0)
-    return Scale(max(1, before), max(1, after))
+    return Scale(max(1, before), max(1, after), WIDE_ZERO if any(map(chunk_rows, timelines)) else ZERO)
 
 
 def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) -> str:
@@ -127,6 +132,7 @@ def legend(timelines: Sequence[Timeline], top: float) -> tuple[list[str], float]
     """The phases that occur, in the order of a handover, and the bottom of the legend."""
     seen = {span.phase for one in timelines for span in one.spans}
     seen |= {span.phase for one in timelines for worker in one.workers for span in worker.spans}
+    seen |= {chunk.span.phase for one in timelines for chunks in chunk_rows(one) for chunk in chunks}
     parts, x = [], 16.0
     for phase in filter(seen.__contains__, Phase):
         width = 36 + 6.3 * len(phase.label)
@@ -152,7 +158,7 @@ def axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
 def height_of(one: Timeline) -> float:
     """The height of a row."""
     texts = 41 if one.missing else 29
-    return max(texts, BAR + GAP + HELD + 1 + len(shown_workers(one)) * (THIN + 1))
+    return max(texts, BAR + GAP + HELD + 1 + (len(chunk_rows(one)) + len(shown_workers(one))) * (THIN + 1))
 
 
 def row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
@@ -165,12 +171,21 @@ def row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
     yield from segments((*one.before, *one.path), one.zero_ns, scale, top, BAR)
     if one.held is not None:
         yield from _held(one.held, one.zero_ns, scale, top + BAR + GAP)
-    for index, worker in enumerate(shown_workers(one)):
-        y = top + BAR + GAP + HELD + 1 + index * (THIN + 1)
+    y = top + BAR + GAP + HELD + 1
+    for chunks in chunk_rows(one):
+        yield from _chunks(chunks, one.zero_ns, scale, y)
+        y += THIN + 1
+    for worker in shown_workers(one):
         yield from segments(worker.spans, one.zero_ns, scale, y, THIN, f"{worker.load.process.place} ")
+        y += THIN + 1
     yield text(format_lasted(one), right, top + 12, 13, class_="ink", font_weight=650)
     yield text(format_result(one)[:34], right, top + 27, 10.5, class_="muted" if one.is_good else "bad")
     yield text(format_missing(one)[:34], right, top + 39, 9.5, class_="muted")
+
+
+def chunk_rows(one: Timeline) -> list[tuple[Chunk, ...]]:
+    """The steps of a prefill that was read meanwhile, and the reads of the worker that ended last."""
+    return [chunks for chunks in (one.steps, one.last.chunks if one.last else ()) if chunks]
 
 
 def shown_workers(one: Timeline) -> tuple[WorkerSpans, ...]:
@@ -197,6 +212,16 @@ def segments(
         if name and height >= BAR:
             at = ((begun + ended) / 2, y + height / 2 + 3.7)
             yield text(name, *at, 10.5, text_anchor="middle", class_=f"on-{phase}", pointer_events="none")
+
+
+def _chunks(chunks: Iterable[Chunk], zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
+    """A row of thin bars, every second one paler, since steps touch one another."""
+    for index, chunk in enumerate(chunks):
+        span = chunk.span
+        begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
+        hint = f"{span.phase.label} to token {chunk.stop_token}: {format_time(span.lasted_ns)} – {span.phase.meaning}"
+        shape = {"x": begun, "y": y, "width": max(ended - begun, 0.75), "height": THIN}
+        yield element("rect", hint=hint, class_=f"p-{span.phase}", opacity=1 - index % 2 * 0.4, **shape)
 
 
 def _held(span: Span, zero_ns: int, scale: Scale, y: float) -> Iterator[str]:

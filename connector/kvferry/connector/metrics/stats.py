@@ -133,6 +133,8 @@ def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:
     }
     if load.staged_bytes:
         counts["staged_bytes", ""] = load.staged_bytes
+    if load.early_bytes:
+        counts["early_bytes", ""] = load.early_bytes
     return counts
 
 

@@ -76,6 +76,9 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_planned_descriptors", "Descriptors of good loads, by the transfer plan, before neighbours are merged."
     ),
     "staged_bytes": Metric("kvferry_staged_bytes", "Planned bytes that went through the staging pool."),
+    "early_bytes": Metric(
+        "kvferry_early_bytes", "Planned bytes that were read before the prefill had ended, while it computed the rest."
+    ),
     "placed_loads": Metric(
         "kvferry_placed_loads",
         "Good loads, by worker and destination of their reads in the plan: the cache itself, the staging pool, some of "

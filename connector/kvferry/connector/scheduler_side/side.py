@@ -184,9 +184,9 @@ class SchedulerSide:
             return False, None
         slot, num_tokens = params.kvferry.lease_slot, params.remote_num_tokens
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, slot, num_tokens)
+        self.tracing.params_given(request.request_id, params)
         if lease is None:
             return False, params.to_json(at_once=self.channel.announces)  # a consumer has read it already
-        self.tracing.params_given(lease, num_tokens)
         is_turn = lease.use is LeaseUse.TURN
         return False, params.to_json(is_turn=is_turn, at_once=self.channel.announces and not is_turn)
 
@@ -211,6 +211,7 @@ class SchedulerSide:
         self.monitor.poll()
         metadata = _NOTHING
         if orders:
+            self.tracing.progressed(orders.progress)
             self.tracing.ordered(orders.loads)
             metadata = FerryMetadata(encode_head(orders), encode_orders(orders))  # once for all workers
         is_idle = not num_tokens and self._idle.is_alone

@@ -13,7 +13,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.tracing.spans import SpanItem, SpanSink, WorkerLoads
 from kvferry.connector.tracing.worker_events import has_opentelemetry_on, open_trace_file
 from kvferry.protocol.errors import InputError
-from kvferry.protocol.orders import LoadOrder
+from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RemotePrompt
 from kvferry.scheduler.producer.lease import Lease
@@ -32,6 +32,7 @@ from kvferry.trace.events import (
     Part,
     PrefillArrived,
     PrefillScheduled,
+    PrefillStep,
     Recomputed,
 )
 from kvferry.trace.recorder import Recorder
@@ -74,15 +75,17 @@ class SchedulerTracing(Observer):
         self._record(PrefillArrived, request.request_id, tokens=tokens, traceparent=_traceparent(request))
 
     def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
-        """A prompt came with usable params."""
+        """A prompt came with usable params, or a producer has answered with them."""
         self._expect(request.request_id)
+        ticket = source.kvferry
         self._record(
             DecodeArrived,
             request.request_id,
-            lease=LeaseName(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch),
+            lease=LeaseName(boot=ticket.boot, epoch=ticket.lease_epoch),
             producer=source.engine_id,
             remote_request=source.remote_request_id,
             tokens=shared_tokens,
+            is_early=ticket.opens_within_s > 0,
             traceparent=_traceparent(request),
         )
 
@@ -99,9 +102,17 @@ class SchedulerTracing(Observer):
     def lease_opened(self, lease: Lease) -> None:
         self._record(PrefillScheduled, lease.request_id, lease=self._own_name(lease))
 
-    def params_given(self, lease: Lease, num_tokens: int) -> None:
+    def progressed(self, progress: Sequence[LeaseProgress]) -> None:
+        """A step that is about to begin computes parts of prompts that are read meanwhile."""
+        if self.is_on:
+            for part in progress:
+                lease = LeaseName(boot=self._boot, epoch=part.origin)
+                self._put(PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens))
+
+    def params_given(self, request_id: str, params: RemotePrefill) -> None:
         """A request has ended, and its response carries params."""
-        self._record(ParamsGiven, lease.request_id, lease=self._own_name(lease), tokens=num_tokens)
+        lease = LeaseName(boot=self._boot, epoch=params.kvferry.lease_epoch)
+        self._record(ParamsGiven, request_id, lease=lease, tokens=params.remote_num_tokens)
 
     def lease_over(self, lease: Lease, how: str) -> None:
         self._record(LeaseOver, lease.request_id, lease=self._own_name(lease), how=how)
@@ -151,13 +162,15 @@ class SchedulerTracing(Observer):
         """Record an event of this kind, now. If nothing is recorded, the event is not made."""
         if not self.is_on:
             return
-        event = kind(at_ns=time.time_ns(), request=request_id[:_LONGEST_NAME], **fields)
+        self._put(kind(at_ns=time.time_ns(), request=request_id[:_LONGEST_NAME], **fields))
+
+    def _put(self, event: Event) -> None:
         for recorder in (self._file, self._spans):
             if recorder is not None:
                 recorder.record(event)
 
     def _own_name(self, lease: Lease) -> LeaseName:
-        return LeaseName(boot=self._boot, epoch=lease.name.epoch)
+        return LeaseName(boot=self._boot, epoch=lease.origin.epoch)
 
 
 def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: LocalEngine) -> SchedulerTracing:

@@ -170,6 +170,7 @@ class SpanSink:
             "kvferry.bytes": load.bytes,
             "kvferry.descriptors": load.descriptors,
             "kvferry.staged_bytes": load.staged_bytes,
+            "kvferry.early_bytes": load.early_bytes,
         }
         first, last = load.stages[0], load.stages[-1]
         inside = self._make("kvferry.load", first.begun_ns, last.ended_ns, parent, attributes, load.reason)

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.config import FerryConfig
 from kvferry.protocol.geometry import Place
-from kvferry.trace.events import TRACE_VERSION, Event, LoadEnded, Part, Phase, ProcessStarted, StageSpan
+from kvferry.trace.events import (
+    MOST_CHUNKS,
+    TRACE_VERSION,
+    ChunkSpan,
+    Event,
+    LoadEnded,
+    Part,
+    Phase,
+    ProcessStarted,
+    StageSpan,
+)
 from kvferry.trace.recorder import Recorder, TraceFile
 from kvferry.worker.loads.results import LoadRecord
 
@@ -56,13 +66,19 @@ class WorkerTracing:
 
 
 def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
-    """The event of a load with its stages, converted from the monotonic clock to the wall clock."""
+    """The event of a load with its stages and its reads, converted from the monotonic clock to the wall clock."""
     begun_ns = int(load.ordered_s * _NS) + offset_ns
     stages: list[StageSpan] = []
     for stage, ended_s in load.ended_s.items():
         ended_ns = int(ended_s * _NS) + offset_ns
         stages.append(StageSpan(stage=Phase[stage.name], begun_ns=begun_ns, ended_ns=ended_ns))
         begun_ns = ended_ns
+    chunks = (
+        ChunkSpan(
+            stop_token=stop_token, begun_ns=int(begun_s * _NS) + offset_ns, ended_ns=int(ended_s * _NS) + offset_ns
+        )
+        for stop_token, begun_s, ended_s in load.chunks[:MOST_CHUNKS]
+    )
     return LoadEnded(
         at_ns=begun_ns,
         request=load.request_id[:_LONGEST_NAME],
@@ -73,6 +89,9 @@ def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
         descriptors=load.planned_descriptors,
         staged_bytes=load.staged_bytes,
         relayout_ns=int(load.relayout_s * _NS),
+        early_bytes=load.early_bytes,
+        restarts=load.restarts,
+        chunks=tuple(chunks),
     )
 
 
