@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from scripts import protocol_reference
-from tests.trace.example import write_example
+from tests.trace.example import STREAMED, write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PICTURED = ("layers=32,heads=8,dim=128,tp=4,pp=2,layout=NHD", "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64")
@@ -42,6 +42,7 @@ def pages() -> dict[Path, str]:
         for name, tables in parts.items():
             found[DOCS / name] = with_output(filled((DOCS / name).read_text(), tables))
         found[DOCS / "plan.svg"] = drawn(f"plan {' '.join(PICTURED)} --svg", "plan.svg")
+        found[DOCS / "streaming.svg"] = drawn(f"trace traces --request {1000 + STREAMED} -o", "streaming.svg")
         found[DOCS / "timelines.svg"] = drawn("trace traces --slowest 12 -o", "waterfall.svg")
     return found
 

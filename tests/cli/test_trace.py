@@ -15,7 +15,7 @@ from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE, PAGE, PICTURE, TRACE
 from kvferry.cli.trace.report import format_time, short_id
 from kvferry.trace.events import LoadEnded
 from tests.cli.command import refused, run
-from tests.trace.example import write_example
+from tests.trace.example import STREAMED, write_example
 from tests.trace.simulated import MS, Simulation, Times
 
 HOSTILE = """</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>"'&amp;]]><!--\x1b[31m\u202e\x00"""
@@ -89,6 +89,20 @@ def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Pa
     assert [worker["place"] for worker in one["workers"]] == ["tp0", "tp1"]
     by_theirs = run("trace", str(example), "--request", one["consumer_request"], "--json")
     assert json.loads(by_theirs.out)["slowest"] == [one]
+
+
+def test_of_a_request_that_was_read_while_it_was_computed_steps_and_reads_are_listed(example: Path) -> None:
+    name = f"7c1e-{1000 + STREAMED}"
+    (row,) = (line for line in run("trace", str(example), "--request", name).out.splitlines() if name in line)
+    assert re.search(r" 8192 +4\.47 ms +reading 3\.27 ms +1\.07 GB, 87% early", row)
+    (one,) = json.loads(run("trace", str(example), "--request", name, "--json").out)["slowest"]
+    assert one["early_bytes"] * 8 == one["bytes"] * 7
+    steps, workers = one["steps"], one["workers"]
+    assert [step["stop_token"] for step in steps] == [1024 * number for number in range(1, 9)]
+    assert (steps[0]["phase"], steps[-1]["ended_ms"]) == ("prefill_step", 0)
+    for worker in workers:
+        assert [chunk["begun_ms"] for chunk in worker["chunks"]] == [step["ended_ms"] for step in steps]
+        assert (worker["early_bytes"] * 2, worker["restarts"]) == (one["early_bytes"], 0)
 
 
 def test_the_answer_as_json_counts_everything_and_lists_as_many_as_asked(example: Path) -> None:

@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = PeerKey("host", 1, "engine", "0" * 32)
 
 
-def record(reason: FailureReason | None = None, staged_bytes: int = 0) -> LoadRecord:
+def record(reason: FailureReason | None = None, staged_bytes: int = 0, early_bytes: int = 0) -> LoadRecord:
     """A load of 1 s, 2 s, 4 s, 8 s, 16 s and 32 s, by stage."""
     made = LoadRecord(
         request_id="r",
@@ -48,6 +48,7 @@ def record(reason: FailureReason | None = None, staged_bytes: int = 0) -> LoadRe
         transfer_s=0.5,
         staged_bytes=staged_bytes,
         relayout_s=0.125,
+        early_bytes=early_bytes,
     )
     for stage, now_s in zip([*Stage][1:], (101.0, 103.0, 107.0, 115.0, 131.0), strict=True):
         made.go_on(stage, now_s)
@@ -67,7 +68,7 @@ COUNTED = {
 }
 EVERYTHING = StepResults(
     failed={reason.value: reason for reason in FailureReason},
-    load_records=[record(), record(staged_bytes=40), record(FailureReason.FENCE)],
+    load_records=[record(early_bytes=70), record(staged_bytes=40), record(FailureReason.FENCE, 9, 9)],
     handshake_s=[0.25, 0.5],
     counts=Counter(COUNTED),
 )
@@ -149,6 +150,7 @@ def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> N
         ("planned_bytes", ""): 200,
         ("planned_descriptors", ""): 18,
         ("staged_bytes", ""): 40,
+        ("early_bytes", ""): 70,
         ("placed_loads", "direct"): 1,
         ("placed_loads", "mixed"): 1,
         ("peer_loads", "host:1"): 2,

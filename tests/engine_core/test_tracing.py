@@ -9,20 +9,25 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.connector.tracing.worker_events import load_event
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import read_params
 from kvferry.trace.events import (
     AnyEvent,
+    ChunkSpan,
     DecodeArrived,
     LeaseName,
     LoadEnded,
     LoadOrdered,
     LoadReported,
     Part,
+    PrefillStep,
     ProcessStarted,
     Recomputed,
 )
-from kvferry.worker.loads.results import Stage
+from kvferry.worker.loads.results import LoadRecord, Stage
+from kvferry.worker.peers.peer import PeerKey
+from tests.engine_core import streamed
 from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow
@@ -201,13 +206,47 @@ def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
     assert over == ["release"]
 
 
+def test_the_steps_of_a_prompt_that_is_read_meanwhile_are_recorded_under_its_first_epoch(
+    make: Any, folder: Path, extra: dict[str, Any]
+) -> None:
+    producer = streamed.asked_for(make, extra=extra)
+    producer.step()
+    params = streamed.ticket(producer)
+    lease = LeaseName(boot=params.kvferry.boot, epoch=params.kvferry.lease_epoch)
+    streamed.preempt(producer, "p")
+    assert producer.answer("p").params is not None
+    producer.engine.connector.scheduler_side.leases.release(streamed.lease_of(producer).name)
+    producer.until(lambda: streamed.is_over(producer))
+    producer.close()
+    opened, *steps, given, over = events_of(folder, producer)[1:]
+    assert {event.lease for event in (opened, *steps, given, over)} == {lease}
+    assert all(isinstance(step, PrefillStep) for step in steps)
+    assert [step.tokens for step in steps] == [128, 192, 200]
+    assert producer.engine.counted("stream_restarts") == 1, "the answer's params name another epoch"
+    assert steps[-1].tokens == len(streamed.PROMPT)
+    assert [given.at_ns, over.at_ns] == sorted([given.at_ns, over.at_ns])
+
+
+def test_a_load_that_follows_a_prefill_says_what_it_read_when() -> None:
+    source = PeerKey("host", 1, "engine", "0" * 32)
+    chunks = tuple((number, 1.0 + number, 1.5 + number) for number in range(1, 70))
+    load = LoadRecord(
+        request_id="r", source=source, ordered_s=1.0, planned_bytes=9, early_bytes=7, restarts=2, chunks=chunks
+    )
+    event = load_event(load, offset_ns=5)
+    assert event.chunks[0] == ChunkSpan(stop_token=1, begun_ns=2 * 10**9 + 5, ended_ns=25 * 10**8 + 5)
+    assert (event.early_bytes, event.restarts) == (7, 2)
+    assert _DECODER.decode(msgspec.json.encode(event)) == event, "as many as a reader takes"
+
+
 def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(*_: object, **__: object) -> None:
         raise AssertionError("an event was made")
 
-    for name in ("DecodeArrived", "PrefillArrived", "PrefillScheduled", "LoadOrdered", "LoadReported", "Finished"):
+    scheduler = ("PrefillArrived", "PrefillScheduled", "PrefillStep", "ParamsGiven")
+    for name in (*scheduler, "DecodeArrived", "LoadOrdered", "LoadReported", "Finished"):
         monkeypatch.setattr(f"kvferry.connector.tracing.scheduler_events.{name}", made)
     monkeypatch.setattr("kvferry.connector.tracing.worker_events.LoadEnded", made)
     producer, consumer = make("kv_producer"), make("kv_consumer")

@@ -85,12 +85,31 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
             b'"stages":[{"stage":"</rect>","begun_ns":1,"ended_ns":2}]}',
             "no event that this command knows",
         ),
+        (b'{"event":"prefill_step","at_ns":1,"lease":{"boot":"","epoch":"</g>"},"tokens":1}', "no event that"),
+        (
+            b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p","stages":[],"chunks":['
+            + b",".join([b'{"stop_token":1,"begun_ns":1,"ended_ns":2}'] * 65)
+            + b"]}",
+            "no event that this command knows",
+        ),
         (b'{"event":"finished","at_ns":1e400,"request":"r"}', ""),
         (b'{"event":"finished","at_ns":1,"request":"' + b"r" * 5000 + b'"}', "no event that this command knows"),
         (b'{"event":"finished","at_ns":1,"request":"\\ud800"}', ""),
         (b"x" * (3 << 20), "no JSON"),
     ],
-    ids=["bytes", "deep", "unknown", "negative", "unknown stage", "huge", "long id", "surrogate", "long line"],
+    ids=[
+        "bytes",
+        "deep",
+        "unknown",
+        "negative",
+        "unknown stage",
+        "no lease",
+        "many chunks",
+        "huge",
+        "long id",
+        "surrogate",
+        "long line",
+    ],
 )
 def test_a_hostile_line_is_named_and_all_others_are_read(tmp_path: Path, line: bytes, problem: str) -> None:
     lines = one_handover().processes()[0].lines().splitlines()

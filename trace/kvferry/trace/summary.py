@@ -18,7 +18,7 @@ class Durations:
     """Durations of one phase.
 
     Attributes:
-        count: times recorded; a load's stages count once for every worker.
+        count: times recorded; a load's stages count once for every worker, from the end of the prefill on.
     """
 
     phase: Phase
@@ -34,7 +34,7 @@ def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
     for one in timelines:
         if one.lasted_ns is not None:
             found[Phase.HANDOVER].append(one.lasted_ns)
-        stages = (span for worker in one.workers for span in worker.spans)
+        stages = (span for worker in one.workers for span in one.after_prefill(worker.spans))
         chunks = (chunk.span for part in (one.steps, *(worker.chunks for worker in one.workers)) for chunk in part)
         for span in (*one.before, *one.to_load, *stages, *chunks, *one.from_load, *((one.held,) if one.held else ())):
             found[span.phase].append(span.lasted_ns)

@@ -104,8 +104,14 @@ class Timeline:
 
     @property
     def path(self) -> tuple[Span, ...]:
-        """The critical path of the handover, from the zero on: while workers load, the stages of the last one."""
-        spans = (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
+        """The critical path of the handover: while workers load, the stages of the last one."""
+        return self.after_prefill((*self.to_load, *(self.last.spans if self.last else ()), *self.from_load))
+
+    def after_prefill(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        """The parts of spans from the zero on, where the consumer had the params before it."""
+        arrived = self.handover.get(DecodeArrived)
+        if arrived is None or not arrived.is_early:
+            return spans
         return tuple(
             Span(span.phase, max(span.begun_ns, self.zero_ns), span.ended_ns)
             for span in spans

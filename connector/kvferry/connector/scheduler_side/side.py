@@ -184,7 +184,7 @@ class SchedulerSide:
             return False, None
         slot, num_tokens = params.kvferry.lease_slot, params.remote_num_tokens
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, slot, num_tokens)
-        self.tracing.params_given(request.request_id, params)
+        self.tracing.params_given(request.request_id, params, lease)
         if lease is None:
             return False, params.to_json(at_once=self.channel.announces)  # a consumer has read it already
         is_turn = lease.use is LeaseUse.TURN
