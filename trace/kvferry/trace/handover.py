@@ -213,8 +213,7 @@ class _Schedulers:
     def _handover(self, lease: LeaseName | None, decode: Half | None = None, loads: tuple[Load, ...] = ()) -> Handover:
         if lease is None:
             return Handover(None, None, decode, loads)
-        steps = sorted(self._steps.get(lease, ()), key=lambda one: one.at_ns)
-        return Handover(lease, self._prefills.get(lease), decode, loads, tuple(steps))
+        return Handover(lease, self._prefills.get(lease), decode, loads, tuple(self._steps.get(lease, ())))
 
 
 def _lease_of(decode: Half) -> LeaseName | None:
