@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.protocol.digests import Media, Prompt, digest_chain, shared_tokens
+from kvferry.protocol.digests import GrowingChain, Media, Prompt, digest_chain, shared_tokens
 
 GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
     "one token": (Prompt([0]), ("05e26e3217c991d575fa665cab550ebb",)),
@@ -81,6 +81,17 @@ def test_a_prefix_is_digested_as_if_the_rest_were_not_there(prompt: Prompt, data
     count = data.draw(st.integers(0, len(prompt.tokens)))
     prefix = Prompt(prompt.tokens[:count], prompt.lora, prompt.salt, prompt.media)
     assert digest_chain(prompt, count) == digest_chain(prefix)
+
+
+@given(PROMPTS, st.data())
+def test_a_chain_that_grows_is_the_same(prompt: Prompt, data: st.DataObject) -> None:
+    counts = sorted(data.draw(st.lists(st.integers(0, len(prompt.tokens)), max_size=4)))
+    grown = GrowingChain(prompt)
+    for count in counts:
+        grown.grow(count)
+    assert grown.digests(len(prompt.tokens)) == digest_chain(prompt)
+    with pytest.raises(ValueError, match="num_tokens"):
+        grown.digests(len(prompt.tokens) + 1)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**63, 2**64, -(2**64)])

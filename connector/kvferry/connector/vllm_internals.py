@@ -143,6 +143,8 @@ class EngineBlocks:
 
 def distinct_blocks(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Every block of a request once, without the null block (0) that vLLM uses for blocks that left a window."""
+    if len(block_ids) == 1 and 0 not in block_ids[0]:
+        return tuple(block_ids[0])
     return tuple(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_ended_well
+from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_ended_well, prompt_of
 from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
+from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
@@ -42,10 +43,12 @@ class _Prefill:
     """A prompt for another engine that is not complete.
 
     Attributes:
+        chain: its digests so far: all of a long prompt's would take too long in one step. None for embeddings.
         is_refused: whether it is asked for and cannot be streamed.
     """
 
     request: Request
+    chain: GrowingChain | None
     is_refused: bool = False
 
 
@@ -90,7 +93,9 @@ class Offers:
             return
         is_prefill = lease.use is LeaseUse.PROMPT and request.max_tokens == 1
         if is_prefill and self._holds_early:
-            self._prefilling.setdefault(request.request_id, _Prefill(request))
+            prompt = prompt_of(request, request.num_prompt_tokens)
+            chain = GrowingChain(prompt) if prompt is not None else None
+            self._prefilling.setdefault(request.request_id, _Prefill(request, chain))
 
     def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str]) -> None:
         """Hold the blocks of the prompts that this step completes, and publish those of streamed ones.
@@ -155,7 +160,9 @@ class Offers:
             self._leases.streams.publish(lease, stream, num_complete, blocks)
         if is_complete:
             del self._prefilling[request.request_id]
-            self._complete(request, lease)
+            self._complete(prefill, lease)
+        elif prefill.chain is not None:
+            prefill.chain.grow(min(num_complete + num_tokens, request.num_prompt_tokens))  # a step ahead
 
     def _begin_stream(self, prefill: _Prefill, lease: Lease) -> Stream | None:
         """Give a consumer that has asked for the prompt a ticket for what is computed of it."""
@@ -172,9 +179,11 @@ class Offers:
         prefill.is_refused = stream is None
         return stream
 
-    def _complete(self, request: Request, lease: Lease) -> None:
+    def _complete(self, prefill: _Prefill, lease: Lease) -> None:
+        request, chain = prefill.request, prefill.chain
         block_ids, num_tokens = self._blocks.table(request.request_id), request.num_prompt_tokens
-        params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s)
+        digests = chain.digests(num_tokens) if chain is not None else ()
+        params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s, digests)
         if params is not None:
             self._leases.complete(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
             self._built[request.request_id] = params, lease

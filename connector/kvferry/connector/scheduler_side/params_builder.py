@@ -117,9 +117,19 @@ class ParamsBuilder:
         return max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
 
     def build(
-        self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int, lease: Lease, lease_s: float
+        self,
+        request: Request,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        lease: Lease,
+        lease_s: float,
+        digests: tuple[str, ...] = (),
     ) -> RemotePrefill | None:
-        """The signed params of a request's first `num_tokens` tokens; None if it has no blocks for them."""
+        """The signed params of a request's first `num_tokens` tokens; None if it has no blocks for them.
+
+        Args:
+            digests: of these tokens, if they are known.
+        """
         prompt = prompt_of(request, num_tokens) if num_tokens else None
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
@@ -131,7 +141,7 @@ class ParamsBuilder:
             lease_slot=lease.slot,
             lease_epoch=lease.name.epoch,
             lease_s=lease_s,
-            digests=digest_chain(prompt, num_tokens),
+            digests=digests or digest_chain(prompt, num_tokens),
             mac=_NO_MAC,
             held_from=tuple(held_from(span, len(ids), num_tokens) for span, ids in sides),
         )
