@@ -46,7 +46,7 @@ def no_steps(_: Function) -> Function:
 def computing_will_do(check: Function) -> Function:
     def lenient(load: Any, peer: Any) -> Any:
         from kvferry.protocol.ids import epoch_from_text
-        from kvferry.worker.loads.load import LoadFailed
+        from kvferry.worker.loads.context import LoadFailed
 
         try:
             yield from check(load, peer)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
@@ -25,8 +26,10 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
+from kvferry.worker.fabric.reads import ID_PAGES
 
 _STOPPED_S = 120.0
+ID_PAGES_ROW = [PAGE_IDS * ID_BYTES, 0, PAGE_IDS * ID_BYTES, ID_PAGES]
 
 
 class Point(str, enum.Enum):
@@ -186,7 +189,7 @@ class FaultFabric:
         self._called("prepare_local")
         made = self.inner.prepare_local(rows)
         self.live.add(made)
-        if (rows.rows[:, 1] == SLOT_BYTES).all():
+        if (rows.rows[:, 1] == SLOT_BYTES).all() or rows.rows[:, 1:].tolist() == [ID_PAGES_ROW]:
             self._slot_lists.add(made)
         return made
 
@@ -253,7 +256,7 @@ class FaultFabric:
         self.inner.close()
 
     def is_slot_list(self, local: LocalDescriptors) -> bool:
-        """Whether these descriptors are those of slot reads."""
+        """Whether these descriptors are those of slots, headers or block ids."""
         return local in self._slot_lists
 
     def _called(self, method: str) -> None:

@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 
 from kvferry.worker.loads import runner as load_runner
-from kvferry.worker.loads.load import Load, LoadContext, Steps
+from kvferry.worker.loads.context import LoadContext, Steps
+from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import LoadRecord, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.peers.peer import PeerKey

@@ -13,7 +13,8 @@ from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.fabric.reads import Reader, SlotReads
-from kvferry.worker.peers.peer import FirstReads, Peer, PeerKey
+from kvferry.worker.peers.first_reads import FirstReads
+from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.caches import CacheShape, ToyCaches

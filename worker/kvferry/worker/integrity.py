@@ -3,9 +3,10 @@
 | of | taken | by |
 | --- | --- | --- |
 | the entries for slot reads | all that are not free | loads that run or are quarantined, looks, first reads |
+| the pages for block ids | all that are not free | loads that run or are quarantined |
 | the staging pool | waves that are out | staged reads of these loads, quarantined ones by quarantined loads |
 | the fabric's transfers | not released | these loads, looks (`slot_watch`), first reads |
-| its prepared lists | not released | the slot reads, peers |
+| its prepared lists | not released | the slot reads, the pages, peers |
 | its peers | not removed | peers |
 | the lease table | words that are not empty | leases |
 | the rows | headers that are not empty | leases |
@@ -21,7 +22,7 @@ from collections import Counter
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
 from kvferry.worker.leases import LeaseTable
-from kvferry.worker.loads.load import LoadContext
+from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 
@@ -115,6 +116,9 @@ class WorkerIntegrity:
             wrong.append(
                 f"{len(slot_reads.words)} entries are not {slot_reads.free()} free + {sum(taken.values())} taken"
             )
+        pages, held = self._context.id_pages, sum(len(one.lease_reads.pages) for one in self._runner.alive())
+        if pages.free() + held != len(pages.memory):
+            wrong.append(f"{len(pages.memory)} pages are not {pages.free()} free + {held} taken")
         return wrong
 
     def _handles(self) -> list[str]:
@@ -127,7 +131,7 @@ class WorkerIntegrity:
             + sum(len(one.reads) for one in self._runner.looks())
             + sum(len(one.reads) for one in self._context.registry.first_reads.all())
             + sum(isinstance(one, Transfer) for one in refused),
-            "prepared": 1 + sum(len(peer.made) for peer in peers) - agents + lists,
+            "prepared": 2 + sum(len(peer.made) for peer in peers) - agents + lists,
             "peers": agents + sum(isinstance(one, str) for one in refused),
         }
         found = {"transfers": has.transfers, "prepared": has.prepared, "peers": has.peers}

@@ -29,12 +29,13 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.integrity import WorkerIntegrity
-from kvferry.worker.loads.load import LoadContext
+from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.notifications import Notifications
-from kvferry.worker.peers.peer import FirstReads, Handshake, PeerKey
+from kvferry.worker.peers.first_reads import FirstReads
+from kvferry.worker.peers.peer import Handshake, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker_memory import WorkerMemory
@@ -87,6 +88,7 @@ class TransferThread:
             reader=self.reader,
             registry=self.registry,
             slot_reads=memory.slot_reads,
+            id_pages=memory.id_pages,
             staging=memory.staging,
             caches=memory.caches,
             tail_zeroing=TailZeroing(memory.caches),

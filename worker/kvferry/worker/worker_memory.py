@@ -9,7 +9,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
-from kvferry.worker.fabric.reads import SlotReads
+from kvferry.worker.fabric.reads import IdPages, SlotReads
 from kvferry.worker.leases import LeaseTable
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
@@ -34,7 +34,7 @@ class WorkerMemory:
         mirror: the copy of the caches that peers read; None where they read the caches.
         table: the lease table, which peers read.
         rows: of prompts that peers read while they are computed.
-        slot_reads: where peers' lease slots are read to.
+        slot_reads, id_pages: where peers' lease slots, and the block ids of their rows, are read to.
         staging: the staging pool; None without one.
         regions: what the fabric registers.
     """
@@ -44,6 +44,7 @@ class WorkerMemory:
     table: LeaseTable
     rows: Rows
     slot_reads: SlotReads
+    id_pages: IdPages
     staging: Staging | None
     regions: tuple[Region, ...]
 
@@ -55,6 +56,7 @@ class WorkerMemory:
             InvalidConfig: the host memory that the settings require cannot be allocated.
         """
         slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
+        id_pages = IdPages()
         staging = _staging(caches, settings)
         try:
             mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
@@ -67,6 +69,7 @@ class WorkerMemory:
             Region(table.address.address, table.num_bytes, MemoryKind.DRAM),
             *rows.regions(),
             slot_reads.region(),
+            id_pages.region(),
         ]
         if mirror is not None:
             regions += mirror.caches.regions()
@@ -74,7 +77,7 @@ class WorkerMemory:
             regions += caches.regions()
         if staging is not None:
             regions.append(staging.region())
-        return cls(caches, mirror, table, rows, slot_reads, staging, tuple(regions))
+        return cls(caches, mirror, table, rows, slot_reads, id_pages, staging, tuple(regions))
 
     @property
     def exported(self) -> KvCaches:
@@ -89,6 +92,7 @@ class WorkerMemory:
         """
         fabric.register(self.regions)
         self.slot_reads.prepare(fabric)
+        self.id_pages.prepare(fabric)
 
     def unpin(self) -> None:
         """Undo the pinning, once nothing reads or writes the memory any more. Idempotent."""

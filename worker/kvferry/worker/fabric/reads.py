@@ -27,7 +27,8 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence,
 
 import numpy as np
 
-from kvferry.protocol.ids import EMPTY, SLOT_BYTES
+from kvferry.protocol.ids import EMPTY
+from kvferry.protocol.stream_rows import PAGE_IDS
 from kvferry.worker.fabric.errors import FabricClosed, FabricError, InvalidRequest, PeerLost, internal_errors
 from kvferry.worker.fabric.port import (
     DescriptorRows,
@@ -186,29 +187,28 @@ class Reads:
             return False
 
 
-class SlotReads:
-    """Slots, of two words each, that slot reads are written to. An entry belongs to one reader until it is given back.
+class Landing:
+    """Memory in equal entries, in which small reads land. An entry belongs to one reader until it is given back.
 
     Attributes:
-        pairs: uint64 `[entries, 2]`, the memory.
-        words, progress: uint64 `[entries]`, the two words of each entry.
+        memory: `[entries, numbers of an entry]`.
         descriptors: of all entries, once `prepare` has made them: descriptor `i` is entry `i`.
     """
 
     descriptors: LocalDescriptors
 
-    def __init__(self, entries: int) -> None:
-        self.pairs = np.full((entries, 2), EMPTY, dtype=np.uint64)
-        self.words, self.progress = self.pairs[:, 0], self.pairs[:, 1]
-        self._free = list(range(entries - 1, -1, -1))
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+        self._free = list(range(len(memory) - 1, -1, -1))
 
     def region(self) -> Region:
         """The memory to register."""
-        return Region(int(self.pairs.ctypes.data), self.pairs.nbytes, MemoryKind.DRAM)
+        return Region(int(self.memory.ctypes.data), self.memory.nbytes, MemoryKind.DRAM)
 
     def prepare(self, fabric: Fabric) -> None:
         """Make the descriptors, once the region is registered."""
-        row = (int(self.words.ctypes.data), SLOT_BYTES, 0, SLOT_BYTES, len(self.words))
+        entry_bytes = self.memory.nbytes // len(self.memory)
+        row = (int(self.memory.ctypes.data), entry_bytes, 0, entry_bytes, len(self.memory))
         self.descriptors = fabric.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
 
     def try_take(self, count: int) -> tuple[int, ...] | None:
@@ -228,3 +228,25 @@ class SlotReads:
     def free_entries(self) -> Set[int]:
         """The free entries."""
         return set(self._free)
+
+
+class SlotReads(Landing):
+    """Where slots and the headers of rows land, of two words each.
+
+    Attributes:
+        words, progress: uint64 `[entries]`, the first and the second word of each entry.
+    """
+
+    def __init__(self, entries: int) -> None:
+        super().__init__(np.full((entries, 2), EMPTY, dtype=np.uint64))
+        self.words, self.progress = self.memory[:, 0], self.memory[:, 1]
+
+
+ID_PAGES = 256
+
+
+class IdPages(Landing):
+    """Where pages of a row's block ids land: uint32 `[ID_PAGES, PAGE_IDS]`."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros((ID_PAGES, PAGE_IDS), dtype=np.uint32))

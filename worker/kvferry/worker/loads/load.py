@@ -17,55 +17,23 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.descriptors import descriptor_pairs
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.waves import source_units
-from kvferry.protocol.errors import InvalidParams, KvferryError
-from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
+from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.ids import Epoch, SlotState, epoch_from_text, epoch_to_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params_mac import check_params_mac
-from kvferry.worker.caches import DeviceMark, KvCaches
+from kvferry.worker.caches import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer
-from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
+from kvferry.worker.fabric.reads import Reads
+from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.lease_reads import LeaseReads
 from kvferry.worker.loads.results import LoadRecord, Stage
-from kvferry.worker.loads.slot_watch import Wait
-from kvferry.worker.loads.tail_zeroing import TailZeroing
+from kvferry.worker.loads.slot_watch import SlotWords, Wait
 from kvferry.worker.peers.peer import Peer
-from kvferry.worker.peers.registry import PeerRegistry, Unavailable
-from kvferry.worker.staging.buffer import Staging
+from kvferry.worker.peers.registry import Unavailable
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads
-
-Steps = Generator[Wait | None, None, None]
-"""The steps of a load: None where it wants to be resumed soon, a `Wait` where it is parked until that is over."""
-
-
-class LoadFailed(KvferryError):
-    """A load has failed: the contents of its blocks must not be used."""
-
-    def __init__(self, reason: FailureReason, detail: str) -> None:
-        self.reason = reason
-        super().__init__(detail)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadContext:
-    """The parts of a worker that its loads share.
-
-    Attributes:
-        groups: this engine's cache groups.
-        worker: this worker's index in its engine.
-    """
-
-    reader: Reader
-    registry: PeerRegistry
-    slot_reads: SlotReads
-    staging: Staging | None
-    caches: KvCaches
-    tail_zeroing: TailZeroing
-    groups: tuple[CacheGroup, ...]
-    worker: int
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +51,7 @@ class Load:
         zeroed: reached when the device has zeroed what was not loaded; until then it may still write as well.
         undelivered: producer workers that could not be notified.
         progressed_s: its last progress, from which its deadline counts: the order, or a change of its slot.
+        epoch: the epoch that the lease must have after the data.
     """
 
     order: LoadOrder
@@ -97,11 +66,14 @@ class Load:
     zeroed: DeviceMark | None = None
     undelivered: int = 0
     progressed_s: float = field(init=False)
+    epoch: Epoch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reads = self.context.reader.reads()
-        self.lease_reads = LeaseReads(self.reads, self.context.slot_reads, self.order.source.kvferry.lease_slot)
+        context, ticket = self.context, self.order.source.kvferry
+        self.reads = context.reader.reads()
+        self.lease_reads = LeaseReads(self.reads, context.slot_reads, context.id_pages, ticket.lease_slot)
         self.progressed_s = self.record.ordered_s
+        self.epoch = epoch_from_text(ticket.lease_epoch)
 
     @property
     def entries(self) -> tuple[int, ...]:
@@ -126,16 +98,11 @@ class Load:
         record, now_s = self.record, time.monotonic
         record.go_on(Stage.CONNECTING, now_s())
         peer = self.peer = yield from self._connect_peer()
-        units = self._pair_units(peer)
+        units = self._prepare(peer)
         while not self.mark.reached():
             yield None
         record.go_on(Stage.FENCE, now_s())
-        yield from self._wait_until_ready(peer)
-        record.go_on(Stage.POSTING, now_s())
-        handles = self._post_reads(peer, units)
-        record.go_on(Stage.READING, now_s())
-        yield from self._read_staged(peer, units)
-        yield from self._finish(handles)
+        units = yield from self._read(peer, units)
         record.go_on(Stage.FENCE_AGAIN, now_s())
         try:
             self.zeroed = self.context.tail_zeroing.zero(units, self.context.groups, self._blocks)
@@ -173,7 +140,12 @@ class Load:
                 raise LoadFailed(found.reason, found.text)
             yield
 
-    def _pair_units(self, peer: Peer) -> dict[TokenMap, UnitPairs]:
+    def _prepare(self, peer: Peer) -> dict[TokenMap, UnitPairs]:
+        """Check the params against the peer, and pair the units."""
+        self._check_params(peer)
+        return self._pair_units(peer, self._blocks)
+
+    def _check_params(self, peer: Peer) -> None:
         source, groups = self.order.source, self.context.groups
         if not len(source.remote_block_ids) == len(self.order.local_blocks) == len(groups):
             text = f"{len(source.remote_block_ids)} groups of blocks; expected {len(groups)}"
@@ -181,13 +153,16 @@ class Load:
         slot = source.kvferry.lease_slot
         if any(slot >= route.slots.count for route in peer.routes):
             raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
+
+    def _pair_units(self, peer: Peer, blocks: RequestBlocks) -> dict[TokenMap, UnitPairs]:
         try:
-            return pair_request(peer.plan, groups, peer.description.groups, self._blocks)
+            return pair_request(peer.plan, self.context.groups, peer.description.groups, blocks)
         except InvalidParams as invalid:
             raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
 
     @property
     def _blocks(self) -> RequestBlocks:
+        """All that it loads."""
         order, source = self.order, self.order.source
         return RequestBlocks(
             local=order.local_blocks,
@@ -197,14 +172,21 @@ class Load:
             num_tokens=source.remote_num_tokens,
         )
 
+    def _read(
+        self, peer: Peer, units: dict[TokenMap, UnitPairs]
+    ) -> Generator[Wait | None, None, dict[TokenMap, UnitPairs]]:
+        """Read everything. Returns the units that it has read."""
+        yield from self._wait_until_ready(peer)
+        yield from self._read_units(peer, units)
+        return units
+
     def _wait_until_ready(self, peer: Peer) -> Steps:
         """The fence before the data: wait until the lease's slot is READY on every producer worker.
 
         A slot that is COMPUTING is watched, and so is one that may not be open yet.
         """
-        ticket = self.order.source.kvferry
         ready, computing = self._word(SlotState.READY), self._word(SlotState.COMPUTING)
-        opens_until_s = self.record.ordered_s + ticket.opens_within_s
+        opens_until_s = self._opens_until_s
         words = yield from self.lease_reads.slots(peer)
         while not {ready}.issuperset(states := {state for state, _ in words}):
             is_open = states <= {ready, computing}
@@ -212,14 +194,7 @@ class Load:
                 raise LoadFailed(FailureReason.FENCE, "the lease had ended before the read")
             if is_open:
                 opens_until_s = -math.inf
-            wait = Wait(peer, ticket.lease_slot, words, math.inf if is_open else opens_until_s)
-            self.lease_reads.give_back()
-            yield wait
-            if wait.error is not None:
-                raise wait.error
-            if wait.words != words:
-                self.progressed_s = time.monotonic()
-            words = wait.words
+            words = yield from self._wait(peer, words, math.inf if is_open else opens_until_s)
 
     def _check_fence(self, peer: Peer) -> Steps:
         """The fence after the data: only READY on every producer worker is good."""
@@ -227,8 +202,33 @@ class Load:
         if any(state != self._word(SlotState.READY) for state, _ in words):
             raise LoadFailed(FailureReason.FENCE, "the lease had ended after the read")
 
+    def _wait(self, peer: Peer, words: SlotWords, until_s: float) -> Generator[Wait | None, None, SlotWords]:
+        """Park until the slot's words are others, or until a time. Returns the words."""
+        wait = Wait(peer, self.order.source.kvferry.lease_slot, words, until_s)
+        self.lease_reads.give_back()
+        yield wait
+        if wait.error is not None:
+            raise wait.error
+        if wait.words != words:
+            self.progressed_s = time.monotonic()
+        return wait.words
+
+    @property
+    def _opens_until_s(self) -> float:
+        """Until when the producer may open the slot."""
+        return self.record.ordered_s + self.order.source.kvferry.opens_within_s
+
     def _word(self, state: SlotState) -> int:
-        return slot_word(epoch_from_text(self.order.source.kvferry.lease_epoch), state)
+        return slot_word(self.epoch, state)
+
+    def _read_units(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
+        if self.record.stage is Stage.FENCE:
+            self.record.go_on(Stage.POSTING, time.monotonic())
+        handles = self._post_reads(peer, units)
+        if self.record.stage is Stage.POSTING:
+            self.record.go_on(Stage.READING, time.monotonic())
+        yield from self._read_staged(peer, units)
+        yield from self._finish(handles)
 
     def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
         handles = []
@@ -268,11 +268,10 @@ class Load:
         A read is posted behind each message. Over TCP NIXL completes the peer's next read only after the answer to the
         message. The extra read absorbs this wait, which would cost the next load 0.2 ms (measured over loopback).
         """
-        ticket = self.order.source.kvferry
         for index, route in enumerate(self.peer.routes if self.peer is not None else ()):
             message = Done(
-                slot=ticket.lease_slot,
-                epoch=ticket.lease_epoch,
+                slot=self.order.source.kvferry.lease_slot,
+                epoch=epoch_to_text(self.epoch),
                 consumer=self.boot,
                 worker=self.context.worker,
                 expected=route.route.expected,

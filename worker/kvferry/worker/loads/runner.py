@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.worker.caches import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
-from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
+from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
+from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import LoadRecord, ResultBox, Stage
 from kvferry.worker.loads.slot_watch import Look, SlotWatch, Wait
+from kvferry.worker.loads.streamed_load import StreamedLoad
 from kvferry.worker.peers.peer import PeerKey
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ class LoadRunner:
     def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str) -> None:
         """Queue a load of this boot of the engine; it runs when it is its turn."""
         record = LoadRecord(request_id=order.request_id, source=PeerKey.of(order.source), ordered_s=ordered_s)
-        self._waiting.append(Load(order, mark, self._context, boot, record))
+        kind = Load if order.source.kvferry.stream_row is None else StreamedLoad
+        self._waiting.append(kind(order, mark, self._context, boot, record))
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon."""

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
@@ -178,7 +179,7 @@ class SlotWatch:
         if look is None or TransferState.IN_FLIGHT in [self._reader.fabric.poll(one) for one in look.transfers]:
             return []
         part, shape = look.part, (len(watched.peer.routes), len(look.part.waits), 2)
-        found = self._slot_reads.pairs[list(look.entries)].reshape(shape).swapaxes(0, 1)
+        found = self._slot_reads.memory[list(look.entries)].reshape(shape).swapaxes(0, 1)
         is_over = (found != part.seen).any(axis=(1, 2)) | (part.until_s <= look.begun_s)
         self._close(watched)
         over = []
@@ -200,7 +201,7 @@ class SlotWatch:
             return
         look = watched.look = Look(watched.peer, part, tuple(sorted(taken)), self._reader.reads(), now_s)
         entries = np.array(look.entries, dtype=np.int32)
-        self._slot_reads.pairs[entries] = 0
+        self._slot_reads.memory[entries] = EMPTY
         for index, route in enumerate(routes):
             local = entries[index * count : (index + 1) * count]
             look.transfers.append(look.reads.post(self._slot_reads.descriptors, local, route.slots, part.slots))

@@ -1,25 +1,19 @@
-"""A producer engine that this worker can read from: its agents, the plan and the prepared descriptors.
-
-Connecting ends with first reads: a small real read from every worker of the peer, because nothing else in NIXL shows a
-connection.
-"""
+"""A producer engine that this worker can read from: its agents, the plan and the prepared descriptors."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from kvferry.plan.descriptors import DescriptorTable, route_tables
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.plan.waves import source_table
-from kvferry.protocol.errors import HandshakeFailed, InvalidMessage
+from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, ROW_HEADER_BYTES, StreamRows
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import (
     DescriptorRows,
@@ -28,10 +22,8 @@ from kvferry.worker.fabric.port import (
     MemoryKind,
     PeerAgent,
     RemoteDescriptors,
-    Transfer,
-    TransferState,
 )
-from kvferry.worker.fabric.reads import Handle, Reader, Reads, SlotReads
+from kvferry.worker.fabric.reads import Handle, Reader
 from kvferry.worker.staging.buffer import PreparedSource, Staging
 
 
@@ -62,6 +54,20 @@ class PreparedTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """A worker's rows of prompts that are being computed.
+
+    Attributes:
+        headers: descriptor `i` is the header of row `i`.
+        pages: descriptor `row * rows.pages + i` is page `i` of the ids of a row.
+    """
+
+    rows: StreamRows
+    headers: RemoteDescriptors
+    pages: RemoteDescriptors
+
+
+@dataclass(frozen=True, slots=True)
 class PeerRoute:
     """One producer worker, ready to be read from.
 
@@ -69,6 +75,7 @@ class PeerRoute:
         slots: its lease table; descriptor `i` is slot `i`.
         tables: the reads in place from this worker.
         sources: the reads through the staging pool.
+        rows: its rows; None if its prompts can only be read when they are complete.
     """
 
     route: Route
@@ -76,6 +83,7 @@ class PeerRoute:
     slots: RemoteDescriptors
     tables: tuple[PreparedTable, ...]
     sources: tuple[PreparedSource, ...]
+    rows: PreparedRows | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,130 +168,22 @@ def _connect_route(
             remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, rows.rows))
             made.append(remote)
             sources.append(PreparedSource.of(rows, chunks, remote, staging.address))
-    return PeerRoute(route, agent, slots, tuple(tables), tuple(sources))
+    stream_rows = worker.stream_rows
+    prepared_rows = _prepare_rows(fabric, agent, stream_rows, made) if stream_rows is not None else None
+    return PeerRoute(route, agent, slots, tuple(tables), tuple(sources), prepared_rows)
+
+
+def _prepare_rows(fabric: Fabric, agent: PeerAgent, rows: StreamRows, made: list[Handle]) -> PreparedRows:
+    prepared = []
+    for address, length, count in (
+        (rows.headers, ROW_HEADER_BYTES, rows.rows),
+        (rows.ids, PAGE_IDS * ID_BYTES, rows.rows * rows.pages),
+    ):
+        row = (address, length, 0, length, count)
+        prepared.append(fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row])))
+        made.append(prepared[-1])
+    return PreparedRows(rows, *prepared)
 
 
 Handshake = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]
 """Fetches a peer's description and plans it; waits, so it runs on a thread of its own. Raises KvferryError."""
-
-
-@dataclass(slots=True, eq=False)
-class FirstRead:
-    """The first read of one peer.
-
-    Attributes:
-        reads: reads that may still write `entries`.
-        asked_s: when the peer was first asked for.
-        arrived_s: when its description and plan arrived.
-        prepared_s: how long the fabric took to prepare it.
-        transfers: the reads that were posted.
-    """
-
-    peer: Peer
-    reads: Reads
-    entries: tuple[int, ...]
-    asked_s: float
-    arrived_s: float
-    prepared_s: float
-    transfers: list[Transfer] = field(default_factory=list)
-
-
-class FirstReads:
-    """The first reads of a worker. Used on the transfer thread.
-
-    Args:
-        timeout_s: for one of them.
-    """
-
-    def __init__(
-        self, reader: Reader, caches: KvCaches, staging: Staging | None, slot_reads: SlotReads, timeout_s: float
-    ) -> None:
-        self.reader = reader
-        self.timeout_s = timeout_s
-        self._caches = caches
-        self._staging = staging
-        self._slot_reads = slot_reads
-        self._under_way: dict[PeerKey, FirstRead] = {}
-        self._given_up: list[FirstRead] = []
-
-    def __len__(self) -> int:
-        """Number of those under way."""
-        return len(self._under_way)
-
-    def __contains__(self, key: PeerKey) -> bool:
-        return key in self._under_way
-
-    def all(self) -> list[FirstRead]:
-        """Those under way, and those that were given up and may still write."""
-        return [*self._under_way.values(), *self._given_up]
-
-    def given_up(self) -> int:
-        """Number of those that were given up and may still write."""
-        return len(self._given_up)
-
-    def has_room(self) -> bool:
-        """Whether half of the entries are free."""
-        return 2 * self._slot_reads.free() >= len(self._slot_reads.words)
-
-    def begin(
-        self, key: PeerKey, description: EngineDescription, plan: TransferPlan, asked_s: float, now_s: float
-    ) -> None:
-        """Make a planned peer known to the fabric and post its first read.
-
-        Raises:
-            HandshakeFailed: there are too few entries.
-            FabricError, InvalidMessage: as `connect` and `Fabric.post_read`.
-        """
-        entries = self._slot_reads.try_take(len(plan.routes))
-        if entries is None:
-            raise HandshakeFailed("too many reads in flight")
-        began_s = time.perf_counter()
-        try:
-            peer = connect(self.reader, self._caches, self._staging, key, description, plan)
-        except Exception:
-            self._slot_reads.give_back(entries)
-            raise
-        first = FirstRead(peer, self.reader.reads(), entries, asked_s, now_s, time.perf_counter() - began_s)
-        try:
-            for entry, route in zip(entries, peer.routes, strict=True):
-                where, slot = np.array([entry], dtype=np.int32), np.zeros(1, dtype=np.int32)
-                first.transfers.append(first.reads.post(self._slot_reads.descriptors, where, route.slots, slot))
-        except Exception:
-            self._give_up(first)
-            raise
-        self._under_way[key] = first
-
-    def step(self, now_s: float) -> list[tuple[FirstRead, Exception | None]]:
-        """Those that have ended, each with its error, or None for a peer that is connected."""
-        ended: list[tuple[FirstRead, Exception | None]] = []
-        for first in list(self._under_way.values()):
-            error: Exception | None = None
-            try:
-                if {self.reader.fabric.poll(read) for read in first.transfers} - {TransferState.DONE}:
-                    if now_s < first.arrived_s + self.timeout_s:
-                        continue
-                    error = HandshakeFailed(f"the first read took longer than {self.timeout_s:g} s")
-            except Exception as failed:  # noqa: BLE001 - handled by the caller
-                error = failed
-            del self._under_way[first.peer.key]
-            if error is None:
-                for read in first.transfers:
-                    first.reads.finished(read)
-                self._slot_reads.give_back(first.entries)
-            else:
-                self._give_up(first)
-            ended.append((first, error))
-        self._given_up = [first for first in self._given_up if not self._try_close(first)]
-        return ended
-
-    def _give_up(self, first: FirstRead) -> None:
-        if not self._try_close(first):
-            self._given_up.append(first)
-
-    def _try_close(self, first: FirstRead) -> bool:
-        """Give everything back if the first read can write no more. Returns whether it did."""
-        if not first.reads.settle():
-            return False
-        self._slot_reads.give_back(first.entries)
-        disconnect(self.reader, first.peer)
-        return True

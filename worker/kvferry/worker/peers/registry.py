@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.peers.first_reads import FirstRead, FirstReads
 from kvferry.worker.peers.handshakes import Backoff, Found, Handshakes, Unavailable
-from kvferry.worker.peers.peer import FirstRead, FirstReads, Handshake, Peer, PeerKey, disconnect
+from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, disconnect
 
 logger = logging.getLogger(__name__)
 

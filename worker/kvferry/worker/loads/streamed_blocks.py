@@ -1,0 +1,111 @@
+"""The blocks of a prompt that is being computed, as its row lists them.
+
+What a peer's slots and rows say can be any number: nothing here depends on it, and `pair_request` checks the ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.ids import Epoch, SlotState, progress_of, slot_word
+from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows
+from kvferry.worker.loads.slot_watch import SlotWords
+
+
+def complete_tokens(words: SlotWords, epoch: Epoch, num_tokens: int) -> int | None:
+    """The leading tokens of a prompt that are complete on every producer worker, all of them where it is READY; None if
+    the slot of any worker is not under this epoch."""
+    ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
+    least = num_tokens
+    for state, progress in words:
+        if state == computing:
+            least = min(least, progress_of(progress, epoch))
+        elif state != ready:
+            return None
+    return least
+
+
+class StreamedBlocks:
+    """The ids of one prompt's blocks, as far as they have been read.
+
+    Args:
+        plan: by which this worker reads.
+        groups: the producer's.
+        num_tokens: of the whole prompt.
+
+    Raises:
+        InvalidParams: the producer's workers have no such row, or it has no room for the prompt.
+    """
+
+    def __init__(
+        self, rows: StreamRows, row: int, plan: TransferPlan, groups: Sequence[CacheGroup], num_tokens: int
+    ) -> None:
+        self._spans = _spans(plan, groups)
+        self._num_tokens = num_tokens
+        self._first_ids = tuple(itertools.accumulate(rows.blocks, initial=0))
+        if row >= rows.rows:
+            raise InvalidParams("kvferry.stream_row", row, f"a row below {rows.rows}")
+        if len(rows.blocks) != len(groups) or any(group.policy != "full" for group in groups):
+            raise InvalidParams("kvferry.stream_row", row, f"{len(rows.blocks)} cache groups that hold every token")
+        if any(count > most for count, most in zip(self._counts(num_tokens), rows.blocks, strict=True)):
+            raise InvalidParams("remote_num_tokens", num_tokens, f"as many as {rows.blocks} blocks hold")
+        runs = (tokens.remote.share for route in plan.routes for tokens in (bundle.tokens for bundle in route.bundles))
+        self._step = math.lcm(*self._spans.values(), *(share.run_tokens * share.ranks for share in runs))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all ids: the prompt is computed again."""
+        self._ids = [np.zeros(0, dtype=np.int64) for _ in self._first_ids[1:]]
+
+    def whole(self, tokens: int) -> int:
+        """How many of the leading tokens fill whole blocks of every producer worker; the whole prompt does."""
+        return tokens if tokens == self._num_tokens else tokens // self._step * self._step
+
+    def missing(self, held: int) -> list[int]:
+        """The pages of the row that list the blocks of `held` tokens, apart from those that have been taken."""
+        wanted = (_pages(*bounds) for bounds in self._bounds(held))
+        return sorted({page for pages in wanted for page in pages})
+
+    def take(self, held: int, pages: Mapping[int, np.ndarray]) -> None:
+        """Take the ids of the blocks of `held` tokens from the `missing` pages."""
+        for group, (begin, stop) in enumerate(self._bounds(held)):
+            if begin < stop:
+                wanted = _pages(begin, stop)
+                listed = np.concatenate([pages[page] for page in wanted])[: stop - wanted.start * PAGE_IDS]
+                new = listed[begin - wanted.start * PAGE_IDS :]
+                self._ids[group] = np.concatenate([self._ids[group], new.astype(np.int64)])
+
+    def ids(self, held: int) -> list[list[int]]:
+        """Per cache group the blocks of `held` tokens, which have been taken."""
+        return [ids[:count].tolist() for ids, count in zip(self._ids, self._counts(held), strict=True)]
+
+    def _bounds(self, held: int) -> list[tuple[int, int]]:
+        """Per cache group the part `[begin, stop)` of the row that lists blocks that have not been taken."""
+        firsts, counts = self._first_ids[:-1], self._counts(held)
+        return [(first + len(ids), first + count) for first, ids, count in zip(firsts, self._ids, counts, strict=True)]
+
+    def _counts(self, held: int) -> list[int]:
+        """Per cache group the blocks that hold so many tokens; 0 for groups that this worker does not read."""
+        spans = (self._spans.get(group) for group in range(len(self._first_ids) - 1))
+        return [-(-held // span) if span is not None else 0 for span in spans]
+
+
+def _pages(begin: int, stop: int) -> range:
+    return range(begin // PAGE_IDS, -(-stop // PAGE_IDS)) if begin < stop else range(0)
+
+
+def _spans(plan: TransferPlan, groups: Sequence[CacheGroup]) -> dict[int, int]:
+    """By cache group that is read the tokens of one block, on all producer workers that divide them."""
+    spans: dict[int, int] = {}
+    for tokens in (bundle.tokens for route in plan.routes for bundle in route.bundles):
+        span = groups[tokens.group].block_tokens * tokens.remote.share.ranks
+        if spans.setdefault(tokens.group, span) != span:
+            raise InvalidParams("kvferry.stream_row", span, f"blocks of {spans[tokens.group]} tokens in all tensors")
+    return spans

@@ -1,0 +1,141 @@
+"""First reads: connecting ends with a small real read from every worker of the peer, because nothing else in NIXL shows
+a connection.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.errors import HandshakeFailed
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric.port import Transfer, TransferState
+from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
+from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
+from kvferry.worker.staging.buffer import Staging
+
+
+@dataclass(slots=True, eq=False)
+class FirstRead:
+    """The first read of one peer.
+
+    Attributes:
+        reads: reads that may still write `entries`.
+        asked_s: when the peer was first asked for.
+        arrived_s: when its description and plan arrived.
+        prepared_s: how long the fabric took to prepare it.
+        transfers: the reads that were posted.
+    """
+
+    peer: Peer
+    reads: Reads
+    entries: tuple[int, ...]
+    asked_s: float
+    arrived_s: float
+    prepared_s: float
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+class FirstReads:
+    """The first reads of a worker. Used on the transfer thread.
+
+    Args:
+        timeout_s: for one of them.
+    """
+
+    def __init__(
+        self, reader: Reader, caches: KvCaches, staging: Staging | None, slot_reads: SlotReads, timeout_s: float
+    ) -> None:
+        self.reader = reader
+        self.timeout_s = timeout_s
+        self._caches = caches
+        self._staging = staging
+        self._slot_reads = slot_reads
+        self._under_way: dict[PeerKey, FirstRead] = {}
+        self._given_up: list[FirstRead] = []
+
+    def __len__(self) -> int:
+        """Number of those under way."""
+        return len(self._under_way)
+
+    def __contains__(self, key: PeerKey) -> bool:
+        return key in self._under_way
+
+    def all(self) -> list[FirstRead]:
+        """Those under way, and those that were given up and may still write."""
+        return [*self._under_way.values(), *self._given_up]
+
+    def given_up(self) -> int:
+        """Number of those that were given up and may still write."""
+        return len(self._given_up)
+
+    def has_room(self) -> bool:
+        """Whether half of the entries are free."""
+        return 2 * self._slot_reads.free() >= len(self._slot_reads.words)
+
+    def begin(
+        self, key: PeerKey, description: EngineDescription, plan: TransferPlan, asked_s: float, now_s: float
+    ) -> None:
+        """Make a planned peer known to the fabric and post its first read.
+
+        Raises:
+            HandshakeFailed: there are too few entries.
+            FabricError, InvalidMessage: as `connect` and `Fabric.post_read`.
+        """
+        entries = self._slot_reads.try_take(len(plan.routes))
+        if entries is None:
+            raise HandshakeFailed("too many reads in flight")
+        began_s = time.perf_counter()
+        try:
+            peer = connect(self.reader, self._caches, self._staging, key, description, plan)
+        except Exception:
+            self._slot_reads.give_back(entries)
+            raise
+        first = FirstRead(peer, self.reader.reads(), entries, asked_s, now_s, time.perf_counter() - began_s)
+        try:
+            for entry, route in zip(entries, peer.routes, strict=True):
+                where, slot = np.array([entry], dtype=np.int32), np.zeros(1, dtype=np.int32)
+                first.transfers.append(first.reads.post(self._slot_reads.descriptors, where, route.slots, slot))
+        except Exception:
+            self._give_up(first)
+            raise
+        self._under_way[key] = first
+
+    def step(self, now_s: float) -> list[tuple[FirstRead, Exception | None]]:
+        """Those that have ended, each with its error, or None for a peer that is connected."""
+        ended: list[tuple[FirstRead, Exception | None]] = []
+        for first in list(self._under_way.values()):
+            error: Exception | None = None
+            try:
+                if {self.reader.fabric.poll(read) for read in first.transfers} - {TransferState.DONE}:
+                    if now_s < first.arrived_s + self.timeout_s:
+                        continue
+                    error = HandshakeFailed(f"the first read took longer than {self.timeout_s:g} s")
+            except Exception as failed:  # noqa: BLE001 - handled by the caller
+                error = failed
+            del self._under_way[first.peer.key]
+            if error is None:
+                for read in first.transfers:
+                    first.reads.finished(read)
+                self._slot_reads.give_back(first.entries)
+            else:
+                self._give_up(first)
+            ended.append((first, error))
+        self._given_up = [first for first in self._given_up if not self._try_close(first)]
+        return ended
+
+    def _give_up(self, first: FirstRead) -> None:
+        if not self._try_close(first):
+            self._given_up.append(first)
+
+    def _try_close(self, first: FirstRead) -> bool:
+        """Give everything back if the first read can write no more. Returns whether it did."""
+        if not first.reads.settle():
+            return False
+        self._slot_reads.give_back(first.entries)
+        disconnect(self.reader, first.peer)
+        return True
