@@ -64,7 +64,7 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
         wait_until(lambda: not _handshake_threads(), "no handshake is under way", 60.0)
         handles = _at_rest(consumer)
         assert handles.peers <= MAX_PEERS
-        assert handles.prepared == 1 + handles.peers * _lists_of_a_peer(consumer)
+        assert handles.prepared == 2 + handles.peers * _lists_of_a_peer(consumer)
         assert (handles.transfers, handles.leaving) == (0, 0)
         assert consumer.all_entries_are_free()
         assert consumer.pool.free_bytes == consumer.pool.capacity
