@@ -29,13 +29,17 @@ from bench.soak_fleet import Fleet
 from bench.soak_report import grown, results_of
 from bench.soak_schedule import Fault
 
+STREAMED = 0.5
 
-def soak(requests: int | None, seconds: float | None, faults: float, seed: int) -> dict[str, Any]:
+
+def soak(
+    requests: int | None, seconds: float | None, faults: float, seed: int, streamed: float = STREAMED
+) -> dict[str, Any]:
     """Run it and return its figures; `violations` is what must be empty."""
     logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # faults are logged line by line
     torch.set_num_threads(1)  # tensors are tiny, and every transfer thread would have a team of its own
     start_s = time.monotonic()
-    fleet = Fleet(seed, faults, lambda line: print(line, flush=True))
+    fleet = Fleet(seed, faults, streamed, lambda line: print(line, flush=True))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: fleet.stop.set())
     try:
@@ -49,14 +53,15 @@ def soak(requests: int | None, seconds: float | None, faults: float, seed: int) 
     return {
         "seed": seed,
         "fault_rate": faults,
+        "streamed_rate": streamed,
         "requests": counts.requests,
         "seconds": time.monotonic() - start_s,
         "engine_lives": fleet.lives,
         "faults": by_fault,
         "loads": dict(counts.loads.most_common()),
         "checked_bytes": counts.checked_bytes,
-        "moved_bytes": fleet.moved_bytes,
-        "staged_bytes": fleet.staged_bytes,
+        "streamed": counts.streamed,
+        "moved": dict(fleet.moved),
         "leases": {
             f"{metric} {label}".strip(): amount
             for (metric, label), amount in sorted(fleet.counter_totals.items())
@@ -82,6 +87,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="how many; default 50000, unless --minutes is given")
     parser.add_argument("--minutes", type=float, help="how long, instead")
     parser.add_argument("--faults", type=float, default=0.05, help="the fraction of requests with a fault")
+    parser.add_argument("--streamed", type=float, default=STREAMED, help="the fraction that is streamed")
     parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
     arguments = parser.parse_args()
     started = begin()
@@ -89,7 +95,7 @@ def main() -> int:
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
-    figures = soak(requests, seconds, arguments.faults, seed)
+    figures = soak(requests, seconds, arguments.faults, seed, arguments.streamed)
     publish("soak", results_of(figures), started)
     return int(bool(figures["violations"] or grown(figures)))
 

@@ -24,6 +24,7 @@ class Counts:
     loads: of loads, by how they ended: `loaded`, or the reason for which they failed, …
     violations: what must never happen, in words.
     checked_bytes: of good loads, compared one by one.
+    streamed: loads of prompts that were being computed when their consumer asked.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -31,6 +32,7 @@ class Counts:
     loads: Counter[str] = field(default_factory=Counter)
     violations: Counter[str] = field(default_factory=Counter)
     checked_bytes: int = 0
+    streamed: int = 0
 
     def over(self, fault: Fault | None, outcome: str) -> None:
         """A request has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,6 @@ import torch
 
 from bench.soak_fabric import SoakFabric
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.caches import Caches, Side, carve
@@ -30,6 +30,7 @@ SETTINGS = WorkerSettings(
     max_loads=64,
     staging_pool_bytes=0,
     failed_read_grace_s=1.0,
+    row_blocks=(8,),  # of the longest prompt, 120 tokens, in the smallest blocks of a producer
 )
 STAGED = replace(SETTINGS, staging_pool_bytes=1 << 18)
 
@@ -41,7 +42,9 @@ class SoakEngine(CacheEngine):
         free: scheduler blocks that are not in use.
         spoilt: blocks that were written while they were free.
         is_dead: it was killed.
-        moved_bytes, staged_bytes: of its good loads.
+        leased: the blocks of prompts that are complete, until their leases are over.
+        moved: bytes of its good loads, by how: `moved`, of these `staged`, and `early`, before the prefill had ended;
+            and `restarts` of loads whose prefill was preempted.
     """
 
     def __init__(self, name: str, model: Model, side: Side, settings: WorkerSettings, port: int | None = None) -> None:
@@ -65,7 +68,7 @@ class SoakEngine(CacheEngine):
         self.spoilt = 0
         self.is_dead = False
         self.leased: dict[str, tuple[int, ...]] = {}
-        self.moved_bytes = self.staged_bytes = 0
+        self.moved: Counter[str] = Counter()
 
     @property
     def soak_fabrics(self) -> list[SoakFabric]:
@@ -92,12 +95,15 @@ class SoakEngine(CacheEngine):
         """Over all workers."""
         return sum(memory.wrong_bytes(blocks, tokens, seed) for memory in self.memories)
 
-    def offer(self, request_id: str, blocks: tuple[int, ...], tokens: int) -> RemotePrefill | None:
-        """The prompt is computed; its blocks are leased from the next step on. None when it has no lease."""
-        params = self.finish(request_id, (blocks,), tokens)
-        if params is not None:
-            self.leased[request_id] = blocks
-        return params
+    def give_away(self, blocks: Sequence[int]) -> None:
+        """The next request gets these blocks, of a request that was preempted, and writes them in the next step."""
+
+        def overwrite() -> None:
+            for memory in self.memories:
+                memory.fill(blocks, FREE)
+            self.free[:0] = blocks
+
+        self.launched.append(overwrite)
 
     def on_sent(self, request_id: str) -> None:
         self.give_back(self.leased.pop(request_id))
@@ -106,8 +112,9 @@ class SoakEngine(CacheEngine):
         """As without a soak; what is kept does not grow with the requests."""
         collected = super().collect()
         seen = self.seen
-        self.moved_bytes += sum(totals.transferred_bytes for totals in seen.totals)
-        self.staged_bytes += sum(totals.staged_bytes for totals in seen.totals)
+        for one in seen.totals:
+            early = {"early": one.early_bytes, "restarts": one.restarts}
+            self.moved.update({"moved": one.transferred_bytes, "staged": one.staged_bytes} | early)
         for request_id in seen.sent:
             del seen.sent_by[request_id]
         for reported in (seen.load_records, seen.sent, seen.loaded):

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from bench.soak_counts import Counts, Gauges
 from bench.soak_engine import SETTINGS, STAGED, SoakEngine
@@ -22,7 +23,6 @@ from tests.geometry.handmade import attention, side
 from tests.harness.integrity import check_worker
 
 MODEL = attention(layers=4, heads=4, size=8)
-MOST_TOKENS = 48
 MOST_AT_ONCE = 48
 _IDLE_WITHIN_S = 60.0
 _POLL_S = 2.0
@@ -55,12 +55,12 @@ class Fleet:
     """Runs requests by their scripts until it is stopped.
 
     Args:
-        seed, fault_rate: of the scripts.
+        seed, fault_rate, streamed: of the scripts.
         report: called about once in ten seconds with a line.
     """
 
-    def __init__(self, seed: int, fault_rate: float, report: Callable[[str], None]) -> None:
-        self.seed, self.fault_rate = seed, fault_rate
+    def __init__(self, seed: int, fault_rate: float, streamed: float, report: Callable[[str], None]) -> None:
+        self.script = partial(script, seed, fault_rate=fault_rate, streamed=streamed)
         self.counts, self.gauges = Counts(), Gauges()
         self.counter_totals: Counter[tuple[str, str]] = Counter()
         self.lives = 0
@@ -74,9 +74,10 @@ class Fleet:
         self._reported_s = time.monotonic()
         self._polled_s = time.monotonic()
         self._deaf: dict[SoakEngine, float] = {}
+        self._frozen: dict[SoakEngine, float] = {}
         self._not_ready: dict[SoakEngine, float] = {}
         self._graves: list[tuple[SoakEngine, threading.Thread, float]] = []
-        self.moved_bytes = self.staged_bytes = 0
+        self.moved: Counter[str] = Counter()
         self.producers = [self._start(f"P{index}", kind) for index, kind in enumerate(PRODUCERS)]
         self.consumers = [self._start(f"C{index}", kind) for index, kind in enumerate(CONSUMERS)]
 
@@ -91,7 +92,7 @@ class Fleet:
                 index = next(numbers, None)
                 more = index is not None and (end_s is None or time.monotonic() < end_s) and not self.stop.is_set()
                 if more and index is not None:
-                    drawn = script(self.seed, index, self.fault_rate, len(PRODUCERS), len(CONSUMERS), MOST_TOKENS)
+                    drawn = self.script(index, producers=len(PRODUCERS), consumers=len(CONSUMERS))
                     running[life(self, drawn)] = drawn
             progress = self._resume(running)
             self.step()
@@ -111,8 +112,10 @@ class Fleet:
                 del self._deaf[engine]
             else:
                 _drop_renewals(engine)
+        self._frozen = {engine: until_s for engine, until_s in self._frozen.items() if now_s < until_s}
         for engine in self._engines():
-            engine.step()
+            if engine not in self._frozen:
+                engine.step()
         for grave in [grave for grave in self._graves if now_s > grave[2] and not grave[1].is_alive()]:
             self._graves.remove(grave)
             self._drain(grave[0])
@@ -120,6 +123,10 @@ class Fleet:
     def deafen(self, producer: SoakEngine, until_s: float) -> None:
         """Renewals do not reach it for a while."""
         self._deaf[producer] = until_s
+
+    def freeze(self, engine: SoakEngine, until_s: float) -> None:
+        """It takes no step for a while; its workers' threads go on."""
+        self._frozen[engine] = until_s
 
     def restart_producer(self, index: int, choice: int) -> None:
         """It is gone at once; its next life listens on the same port, at first not ready, slow, or well."""
@@ -229,8 +236,7 @@ class Fleet:
         """The figures of a life that is over."""
         for key, amount in engine.counters.take().items():
             self.counter_totals[key] += amount
-        self.moved_bytes += engine.moved_bytes
-        self.staged_bytes += engine.staged_bytes
+        self.moved.update(engine.moved)
         if engine.spoilt and engine.is_dead:
             self.counts.violations[f"{engine.name}: free blocks were written"] += engine.spoilt
 

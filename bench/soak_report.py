@@ -55,7 +55,7 @@ def results_of(figures: dict[str, Any]) -> Results:
 
     return Results(
         command=f"python -m bench.soak --requests {figures['requests']} --faults {figures['fault_rate']:g} "
-        f"--seed {figures['seed']}",
+        f"--streamed {figures['streamed_rate']:g} --seed {figures['seed']}",
         what=_WHAT,
         tables=_tables(figures),
         charts=(
@@ -79,7 +79,7 @@ def results_of(figures: dict[str, Any]) -> Results:
 
 
 def _tables(figures: dict[str, Any]) -> Sequence[Table]:
-    loads, gauges = figures["loads"], figures["gauges"]
+    loads, gauges, moved = figures["loads"], figures["gauges"], figures["moved"]
     total, good = sum(loads.values()), loads.get("loaded", 0)
     reasons = {how.partition(": ")[2]: amount for how, amount in loads.items() if how.startswith("failed")}
     failed = sum(reasons.values())
@@ -90,8 +90,9 @@ def _tables(figures: dict[str, Any]) -> Sequence[Table]:
         "loads": f"{total:,}: {good:,} right byte for byte, {failed:,} reported failed, "
         f"{total - good - failed} ended with their engine",
         "failed by reason": _counted(reasons),
-        "compared": f"{figures['checked_bytes']:,} B; moved {figures['moved_bytes']:,} B, "
-        f"of these staged {figures['staged_bytes']:,} B",
+        "of them streamed": f"{figures['streamed']:,}; begun again after a preemption {moved['restarts']:,} times",
+        "compared": f"{figures['checked_bytes']:,} B; moved {moved['moved']:,} B, of these staged "
+        f"{moved['staged']:,} B, read before the prefill had ended {moved['early']:,} B",
         "leases": _counted(figures["leases"]),
         "what must not happen": _counted(figures["violations"]) or "nothing of it did",
     }

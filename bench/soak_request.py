@@ -15,6 +15,7 @@ from bench.soak_schedule import Fault, Script
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill, read_params
 from tests.harness.gates import Hold
+from tests.harness.prefills import Prefill
 
 if TYPE_CHECKING:
     from bench.soak_fleet import Fleet
@@ -27,44 +28,40 @@ FREE_WITHIN_S = LEASE_S + 30.0
 """A lease and one step; the rest is for machines with other things to do."""
 
 DEAD_PRODUCER, DEAD_CONSUMER = "ended with its producer", "ended with its consumer"
-_REVOKED_READS = 8
+_HELD_UP_S = {Fault.STALL: 0.2, Fault.REVOKED: 0.15, Fault.PREEMPTED: 0.1, Fault.DEADLINE: LOAD_TIMEOUT_S + 0.3}
+_TAKEN_READS = 8
+_FROZEN_S = (0.3, 1.0, LOAD_TIMEOUT_S + 0.5)
 _NEVER_GOOD = {Fault.LATE, Fault.TAMPERED, Fault.MIXED}
 
 
 def life(fleet: Fleet, script: Script) -> Life:
     """Returns what became of the request, in words."""
     name, fault = f"r{script.index}", script.fault
-    while True:
-        producer = fleet.producers[script.producer]
-        count = -(-script.tokens // producer.block_tokens)
-        if len(producer.free) >= count and producer.leases.slots.free:
-            break
+    while not fleet.producers[script.producer].leases.slots.free:
         yield
-    blocks = producer.take(count)
-    producer.leases.open(name)
-    producer.write(blocks, script.tokens, script.seed)
-    for _ in range(1 + script.choice % 3):
+    producer = fleet.producers[script.producer]
+    prefill = Prefill(producer, producer.memories, name, script.tokens, script.seed)
+    making = _compute(fleet, script, producer, prefill)
+    for _ in making:
+        if prefill.params is not None:
+            break
         yield
     if producer.is_dead:
         return DEAD_PRODUCER
-    if fault is Fault.ABORTED_PREFILL:
-        producer.leases.abandon(name)
-        producer.give_back(blocks)
+    if prefill.params is None:
         return "aborted"
-    offered = producer.offer(name, blocks, script.tokens)
-    if offered is None:
-        fleet.counts.violations["a lease was lost"] += 1
-        return "lost"
-    yield
-    outcome = "params dropped"
+    outcome, offered = "params dropped", prefill.params
+    if fault in (Fault.LATE, Fault.DROPPED_PARAMS):
+        yield from making
+    if fault is Fault.LATE:
+        yield from _until_free(fleet, producer, name)
     if fault is not Fault.DROPPED_PARAMS:
-        if fault is Fault.LATE:
-            yield from _until_free(fleet, producer, name)
         params = _on_the_way(fleet, script, offered)
         fleet.last_params = offered
-        outcome = yield from _load(fleet, script, producer, script.consumer, params, name)
-        if outcome == "loaded" and fault in _NEVER_GOOD:
-            fleet.counts.violations[f"loaded with {fault.value}"] += 1
+        fleet.counts.streamed += script.is_streamed
+        outcome = yield from _beside(making, _load(fleet, script, producer, script.consumer, params, name))
+        if outcome == "loaded" and (fault in _NEVER_GOOD or not prefill.is_complete):
+            fleet.counts.violations[f"loaded with {fault}"] += 1
     yield from _until_free(fleet, producer, name)
     if fault is Fault.REPLAYED and not producer.is_dead:
         again = yield from _load(
@@ -74,6 +71,53 @@ def life(fleet: Fleet, script: Script) -> Life:
             fleet.counts.violations["loaded a replay"] += 1
         return f"{outcome}; again: {again}"
     return outcome
+
+
+def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefill) -> Wait:
+    """The producer's half: part by part, in steps of its own, until the request has ended."""
+    parts, fault, choice = script.parts, script.fault, script.choice
+    aborted_at = choice % (len(parts) + 1) if fault is Fault.ABORTED_PREFILL else None
+    last, number = len(parts) - 1, 0
+    preempted_at = script.asked + 1 + choice % (last - script.asked) if fault is Fault.PREEMPTED else None
+    while number < len(parts) and not producer.is_dead:
+        if number == aborted_at:
+            producer.give_back(prefill.abort())
+            return
+        count = -(-(prefill.done + parts[number]) // producer.block_tokens) - len(prefill.blocks)
+        if number == preempted_at or (prefill.blocks and count > len(producer.free)):
+            producer.give_away(prefill.preempt())
+            preempted_at, number = None, 0
+        elif count > len(producer.free):
+            yield
+            continue
+        else:
+            if number == script.asked < last and prefill.params is None:
+                prefill.offer()
+            prefill.compute(parts[number], producer.take(count))
+            if prefill.is_complete:
+                producer.leased[prefill.request_id] = prefill.blocks
+            number += 1
+        for _ in range(1 + choice // 5 % 3):
+            yield
+    if number == aborted_at:
+        prefill.abort()
+    elif not producer.is_dead:
+        prefill.end()
+
+
+def _beside(making: Wait, loading: Life) -> Life:
+    """The load while the prompt is computed. Returns what became of the load when both are over."""
+    outcome = None
+    while outcome is None:
+        next(making, None)
+        try:
+            next(loading)
+        except StopIteration as over:
+            outcome = over.value
+        else:
+            yield
+    yield from making
+    return str(outcome)
 
 
 def _load(fleet: Fleet, script: Script, producer: SoakEngine, index: int, params: RemotePrefill, name: str) -> Life:
@@ -157,7 +201,10 @@ def _on_the_way(fleet: Fleet, script: Script, params: RemotePrefill) -> RemotePr
         ours, ids = fields["kvferry"], fields["remote_block_ids"]
         change = script.choice % 5
         if change == 0:
-            ids[0][script.choice % len(ids[0])] ^= 1
+            if ids[0]:
+                ids[0][script.choice % len(ids[0])] ^= 1
+            else:
+                ours["stream_row"] ^= 1
         elif change == 1:
             fields["remote_num_tokens"] += 1
         elif change == 2:
@@ -192,12 +239,12 @@ def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngin
     """Prepare the fault before the load is ordered."""
     fault, fabric, now_s = script.fault, _some_fabric(consumer, script), time.monotonic()
     at_once = (0.0, 0.5, 1.0)[script.choice % 3]
-    if fault in (Fault.STALL, Fault.REVOKED, Fault.DEADLINE):
-        length_s = {Fault.STALL: 0.2, Fault.REVOKED: 0.15, Fault.DEADLINE: LOAD_TIMEOUT_S + 0.3}[fault]
+    if fault in _HELD_UP_S:
+        length_s, taken = _HELD_UP_S[fault], fault in (Fault.REVOKED, Fault.PREEMPTED)
         hold = Hold(lambda: time.monotonic() > now_s + length_s, at_once)
-        for victim in consumer.soak_fabrics if fault is Fault.REVOKED else [fabric]:
+        for victim in consumer.soak_fabrics if taken else [fabric]:
             # Other loads are about to read as well.
-            victim.holds.extend([hold] * (_REVOKED_READS if fault is Fault.REVOKED else 1))
+            victim.holds.extend([hold] * (_TAKEN_READS if taken else 1))
     elif fault in (Fault.LOST_DONE, Fault.DOUBLED_DONE, Fault.FORGED_DONE):
         kind = {Fault.LOST_DONE: "lost", Fault.DOUBLED_DONE: "doubled", Fault.FORGED_DONE: "forged"}[fault]
         fabric.done_faults.append(kind)
@@ -221,6 +268,9 @@ def _strike(
     if fault is Fault.REVOKED and not producer.is_dead:
         ticket = params.kvferry
         producer.leases.release(LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch), "revoked")
+    if fault in (Fault.FROZEN_PRODUCER, Fault.FROZEN_CONSUMER):
+        until_s = time.monotonic() + _FROZEN_S[script.choice // 3 % len(_FROZEN_S)]
+        fleet.freeze(producer if fault is Fault.FROZEN_PRODUCER else consumer, until_s)
     if fault is Fault.KILLED_PRODUCER:
         fleet.restart_producer(script.producer, script.choice)
     if fault is Fault.KILLED_CONSUMER:
