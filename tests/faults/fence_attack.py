@@ -1,4 +1,5 @@
-"""Prompts whose leases run out while they are read, and whose blocks other prompts get meanwhile."""
+"""Prompts whose leases run out while they are read, or that are preempted or aborted while they are computed and read;
+other prompts get their blocks meanwhile."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import Bytes, CacheShape
 from tests.harness.engine import Engine, Offer, OrderedLoad
 from tests.harness.gates import GateFabric, Hold
+from tests.harness.prefills import Prefill
 from tests.waiting import wait_until
 
 LEASE_S = 0.05
@@ -26,8 +28,9 @@ PROMPTS = 7
 TIMEOUT_S = 120.0
 """For whatever is over in milliseconds on a quiet machine. No load or handshake may end by its deadline: the fence is
 to decide, however slow the machine is."""
-TOKENS = 11
-"""Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each."""
+TOKENS, FIRST_PART = 11, 8
+"""Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each. Two
+are the first part of a prompt that is read while it is computed."""
 
 LONG_TIMEOUTS = replace(SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
 DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))
@@ -46,6 +49,7 @@ class Counts:
         believed: those of them that were reported loaded.
         good: loads that were reported loaded, with the bytes that were promised.
         cautious: loads that failed although the right bytes had arrived, or none.
+        followed: of the changed ones, those that began again and were reported loaded with the promised bytes.
     """
 
     loads: int = 0
@@ -54,19 +58,31 @@ class Counts:
     believed: int = 0
     good: int = 0
     cautious: int = 0
+    followed: int = 0
 
-    def add(self, consumer: Engine, load: OrderedLoad, seed: int) -> None:
-        """One load that is over; its blocks are as it left them."""
+    def add(self, consumer: Engine, load: OrderedLoad, seed: int, *, was_changed: bool = False) -> None:
+        """One load that is over; its blocks are as it left them.
+
+        Args:
+            was_changed: whether it received other bytes, and could still read the promised ones.
+        """
         reason = consumer.seen.failed.get(load.request_id)
-        landed, promised = checksum(consumer, load), promised_checksum(consumer, load, seed)
-        untouched = landed == checksum(consumer, load, load.before)
+        is_wrong = has_other_bytes(consumer, load, seed, is_good=reason is None)
+        changed = is_wrong or was_changed
         self.loads += 1
-        changed = landed != promised and not (untouched and reason)
         self.changed += changed
-        self.believed += changed and reason is None
+        self.believed += is_wrong and reason is None
+        self.followed += was_changed and not is_wrong and reason is None
         self.detected += changed and reason is FailureReason.FENCE
         self.good += not changed and reason is None
         self.cautious += not changed and reason is FailureReason.FENCE
+
+
+def has_other_bytes(consumer: Engine, load: OrderedLoad, seed: int, *, is_good: bool = False) -> bool:
+    """Whether other bytes than promised are in the load's blocks; those from before it are none, unless it is good."""
+    landed = checksum(consumer, load)
+    is_untouched = landed == checksum(consumer, load, load.before)
+    return landed != promised_checksum(consumer, load, seed) and (is_good or not is_untouched)
 
 
 def checksum(engine: Engine, load: OrderedLoad, memory: list[Bytes] | None = None) -> str:
@@ -102,6 +118,12 @@ def gate_of(engine: Engine) -> GateFabric:
 def producer_of() -> Engine:
     """Its leases end after 50 ms, and it has 24 blocks."""
     return Engine("P", NixlFabric, shape=SHAPE, settings=replace(SETTINGS, lease_slots=64), lease_s=LEASE_S)
+
+
+def streaming_producer() -> Engine:
+    """Its prompts can be read while they are computed; it has blocks for them and for those that take theirs."""
+    settings = replace(SETTINGS, lease_slots=64, row_blocks=(3,))
+    return Engine("P", NixlFabric, shape=replace(SHAPE, blocks=48), settings=settings)
 
 
 @contextlib.contextmanager
@@ -150,8 +172,8 @@ class Attack:
         self._running = self._prefill()
         gate.hold = lambda: None
         opened.set()
-        self._until(lambda: all(self.consumer.seen.is_over(load.request_id) for load in loads), self.consumer)
-        self._until(lambda: not self.consumer.seen.alive, self.consumer)
+        _until(lambda: all(self.consumer.seen.is_over(load.request_id) for load in loads), self.consumer)
+        _until(lambda: not self.consumer.seen.alive, self.consumer)
         for offer, load in zip(offers, loads, strict=True):
             self.counts.add(self.consumer, load, offer.seed)
             self.consumer.free(load)
@@ -163,13 +185,70 @@ class Attack:
     def _expire(self, offers: list[Offer]) -> None:
         expired = self.producer.counters.total("leases_released", "expired")
         sent = self.producer.seen.sent
-        self._until(lambda: all(offer.request_id in sent for offer in offers), self.producer)
+        _until(lambda: all(offer.request_id in sent for offer in offers), self.producer)
         assert self.producer.counters.total("leases_released", "expired") == expired + len(offers)
 
-    @staticmethod
-    def _until(happened: Callable[[], bool], engine: Engine) -> None:
-        def stepped() -> bool:
-            engine.step()
-            return happened()
 
-        wait_until(stepped, "the loads or the leases are over", TIMEOUT_S)
+class StreamAttack:
+    """Rounds of seven loads of prompts that are being computed: all reads of the first part are held up, all prompts
+    lose their blocks, other prompts write them in that very step, all go on."""
+
+    def __init__(self, producer: Engine, consumer: Engine) -> None:
+        self.producer, self.consumer = producer, consumer
+        self.counts = Counts()
+        self._seeds = itertools.count(1)
+
+    def round(self, at_once: float, *, aborted: bool) -> None:
+        """
+        Args:
+            at_once: see `Hold`.
+            aborted: the prompts are aborted; else they are preempted, and computed again in other blocks.
+        """
+        producer, consumer = self.producer, self.consumer
+        opened, gate = threading.Event(), gate_of(consumer)
+        hold = Hold(opened.is_set, at_once)
+        gate.hold = lambda: hold
+        prefills = [producer.begin_prefill(TOKENS, next(self._seeds)) for _ in range(PROMPTS)]
+        for prefill in prefills:
+            prefill.offer()
+        self._compute(prefills, FIRST_PART)
+        loads = [consumer.load(prefill.params) for prefill in prefills if prefill.params is not None]
+        reads = PROMPTS * (1 if consumer.worker._memory.staging is None else WAVES_PER_LOAD)
+        wait_until(lambda: gate.held_by(hold) == reads, "every load is held up", TIMEOUT_S)
+        lost = [block for prefill in prefills for block in (prefill.abort() if aborted else prefill.preempt())]
+        other = next(self._seeds)
+        producer.launched.append(lambda: producer.caches.write(lost, PROMPTS * FIRST_PART, other))
+        producer.step()
+        gate.hold = lambda: None
+        opened.set()
+        changed = [False] * PROMPTS
+        if not aborted:
+            parked = consumer.worker._thread.runner.parked
+            wait_until(lambda: parked() == PROMPTS, "every load waits for the next part", TIMEOUT_S)
+            parts = [replace(load, stop=FIRST_PART) for load in loads]
+            changed = [has_other_bytes(consumer, one, of.seed) for one, of in zip(parts, prefills, strict=True)]
+            self._compute(prefills, FIRST_PART)
+            self._compute(prefills, TOKENS - FIRST_PART)
+        _until(lambda: all(consumer.seen.is_over(load.request_id) for load in loads), consumer)
+        _until(lambda: not consumer.seen.alive, consumer)
+        for prefill, load, was_changed in zip(prefills, loads, changed, strict=True):
+            self.counts.add(consumer, load, prefill.seed, was_changed=was_changed)
+            consumer.free(load)
+        _until(lambda: not len(producer.leases), producer)
+        producer.give_back(lost)
+
+    def _compute(self, prefills: list[Prefill], tokens: int) -> None:
+        for prefill in prefills:
+            self.producer.compute(prefill, tokens)
+        self.producer.step()
+        for prefill in prefills:
+            if prefill.is_complete:
+                prefill.end()
+
+
+def _until(happened: Callable[[], bool], engine: Engine) -> None:
+    def stepped() -> bool:
+        engine.step()
+        return happened()
+
+    wait_until(stepped, "the loads or the leases are over", TIMEOUT_S)

@@ -1,6 +1,7 @@
 """The fence, attacked: leases of 50 ms, 24 blocks, and a consumer that is held up for as long as it takes until the
-leases have run out and other prompts have its blocks. NIXL is the real one. Changed bytes are found by a checksum
-of the blocks; every load in which they did must be reported failed, and no other may be reported good.
+leases have run out and other prompts have its blocks; or the prompts are still computed, and are preempted or aborted.
+NIXL is the real one. Changed bytes are found by a checksum of the blocks; every load in which they did must be reported
+failed, and no other may be reported good, but for those that read a preempted prompt again after that.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import itertools
 
 import pytest
 
+from kvferry.scheduler.producer.streams import Streams
 from kvferry.worker.loads.load import Load
 from tests.faults.fence_attack import (
     PLACINGS,
     PROMPTS,
     Attack,
     Counts,
+    StreamAttack,
     consumer_of,
     producer_of,
+    streaming_producer,
 )
 
 CHANGED_LOADS = 200
@@ -43,6 +47,17 @@ def attack(placing: str, changed_loads: int) -> Counts:
         raise AssertionError("unreachable")
 
 
+def attack_streams(placing: str, changed_loads: int, *, aborted: bool) -> Counts:
+    """The same for prompts that are computed meanwhile."""
+    with contextlib.closing(streaming_producer()) as producer, consumer_of(placing) as consumer:
+        attacked = StreamAttack(producer, consumer)
+        for at_once in itertools.cycle((0.0, 0.5, 1.0)):
+            attacked.round(at_once, aborted=aborted)
+            if attacked.counts.changed >= changed_loads:
+                return attacked.counts
+        raise AssertionError("unreachable")
+
+
 @pytest.mark.parametrize("placing", PLACINGS)
 def test_no_load_whose_bytes_changed_is_ever_reported_good(placing: str) -> None:
     counts = attack(placing, CHANGED_LOADS)
@@ -59,4 +74,30 @@ def test_with_half_a_fence_the_same_attack_shows_wrong_bytes(placing: str, monke
     monkeypatch.setattr(Load, "_check_fence", lambda _load, _peer: iter(()))
     counts = attack(placing, 2 * PROMPTS)
     print(f"{placing}, with half a fence: {counts}")
+    assert counts.believed == counts.changed >= 2 * PROMPTS
+
+
+@pytest.mark.parametrize("placing", PLACINGS)
+def test_no_load_of_a_prompt_that_was_aborted_while_it_was_read_is_ever_reported_good(placing: str) -> None:
+    counts = attack_streams(placing, CHANGED_LOADS, aborted=True)
+    print(f"{placing}: {counts}")
+    assert counts.detected == counts.changed >= CHANGED_LOADS
+    assert counts.believed == counts.good == 0
+    assert counts.detected + counts.cautious == counts.loads
+
+
+@pytest.mark.parametrize("placing", PLACINGS)
+def test_every_load_of_a_prompt_that_was_preempted_while_it_was_read_ends_with_the_right_bytes(placing: str) -> None:
+    counts = attack_streams(placing, CHANGED_LOADS, aborted=False)
+    print(f"{placing}: {counts}")
+    assert counts.believed == 0
+    assert counts.followed == counts.changed >= CHANGED_LOADS
+    assert counts.followed + counts.good == counts.loads
+
+
+@pytest.mark.parametrize("placing", PLACINGS)
+def test_under_one_epoch_the_same_preemptions_show_wrong_bytes(placing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streams, "restart", lambda *_: None)
+    counts = attack_streams(placing, 2 * PROMPTS, aborted=False)
+    print(f"{placing}, under one epoch: {counts}")
     assert counts.believed == counts.changed >= 2 * PROMPTS
