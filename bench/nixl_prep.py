@@ -37,11 +37,6 @@ class Registered:
         """Strided rows of a producer, or of the consumer."""
         self._handles.append(self._consumer.prepXferDlist(self._owner(producer), self._bindings.DRAM_SEG, rows))
 
-    def prepare_triples(self, producer: int | None, triples: object) -> None:
-        """Descriptors one by one, as Nx3 array or list of tuples."""
-        listed = self._bindings.nixlXferDList(self._bindings.DRAM_SEG, triples)
-        self._handles.append(self._consumer.prepXferDlist(self._owner(producer), listed))
-
     def close(self) -> None:
         """Give back everything that was prepared, the agents and the address space."""
         for handle in self._handles:

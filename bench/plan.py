@@ -1,4 +1,4 @@
-"""Plans, prepared descriptors and index arrays, beside the published way of making descriptors.
+"""Plans, prepared descriptors and index arrays of one consumer worker.
 
     python -m bench.plan            # 100,000 blocks; writes results/plan.json; a minute
     python -m bench.plan --quick    # 1,000 blocks, seconds
@@ -11,18 +11,19 @@ the neighbours. Everything measured here runs on one thread, so on an idle machi
 from __future__ import annotations
 
 import argparse
+import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.figures import Cell, Results, Table, Target, publish
+from bench.figures import Results, Table, Target, publish
 from bench.llama import BLOCK_TOKENS, llama, worker_bytes
 from bench.nixl_prep import STAGING_BYTES, Registered
 from bench.provenance import begin
-from bench.published_descriptors import Published, best_of, measure_published
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
 from kvferry.plan.planner import plan_transfer
@@ -35,23 +36,12 @@ MAX_PLAN_MS, MAX_PLAN_MB, MAX_REQUEST_MS = 50.0, 16.0, 1.0
 REQUEST_TOKENS = 8192
 _WHAT = (
     "What one worker of a decode engine prepares when it meets a prefill engine, and for every request: the plan, the "
-    "tables of descriptors, the index arrays. Beside it, in the same run, the way in which vLLM's NixlConnector makes "
-    "its descriptors. A Llama of 80 layers, tensor parallel 8 to 4 and 4 to 8, {blocks:,} blocks in every worker's "
-    "cache."
+    "tables of descriptors, the index arrays. A Llama of 80 layers, tensor parallel 8 to 4 and 4 to 8, {blocks:,} "
+    "blocks in every worker's cache."
 )
-_COLUMNS = (
-    "pair",
-    "placed",
-    "plan and tables, ms",
-    "NIXL, ms",
-    "memory, MB",
-    "a request, ms",
-    "published: tables and NIXL, ms",
-    "memory, MB",
-    "a request, ms",
-    "ratio",
-)
+_COLUMNS = ("pair", "placed", "plan and tables, ms", "NIXL, ms", "memory, MB", "a request, ms")
 
+_Result = TypeVar("_Result")
 Rows = NDArray[np.int64]
 
 
@@ -138,8 +128,8 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Ours:
-    """Figures of kvferry for one case. Without registered memory NIXL's part is not measured."""
+class Measured:
+    """Figures of one case. Without registered memory NIXL's part is not measured."""
 
     placing: str
     plan_and_tables_ms: float
@@ -150,12 +140,18 @@ class Ours:
     request_descriptors: int
     nixl_prep_ms: float | None
 
-    @property
-    def total_ms(self) -> float:
-        return self.plan_and_tables_ms + (self.nixl_prep_ms or 0.0)
+
+def best_of(repeats: int, what: Callable[[], _Result]) -> tuple[float, _Result]:
+    """Processor seconds of the best repetition, and the last result."""
+    best_s = float("inf")
+    for _ in range(repeats):
+        start_s = time.thread_time()
+        result = what()
+        best_s = min(best_s, time.thread_time() - start_s)
+    return best_s, result
 
 
-def measure_ours(case: Case, repeats: int, registered: Registered | None = None) -> Ours:
+def measure(case: Case, repeats: int, registered: Registered | None = None) -> Measured:
     """Plan, prepare and index, for the first worker of the consumer."""
     consumer, producer = case.engines(registered.local if registered else None, registered.remote if registered else ())
     both_s, prepared = best_of(repeats, lambda: Prepared.of(consumer, producer))
@@ -166,7 +162,7 @@ def measure_ours(case: Case, repeats: int, registered: Registered | None = None)
     request = case.request()
     request_s, count = best_of(repeats * 4, lambda: kept.index_arrays(consumer, producer, request))
     nixl_s = best_of(repeats, lambda: prepared.prepare_with_nixl(registered))[0] if registered is not None else None
-    return Ours(
+    return Measured(
         placing=prepared.placing,
         plan_and_tables_ms=both_s * 1e3,
         peak_mb=peak_bytes / 1e6,
@@ -178,32 +174,26 @@ def measure_ours(case: Case, repeats: int, registered: Registered | None = None)
     )
 
 
-def run(blocks: int, published_blocks: int, repeats: int, *, quick: bool) -> Results:
+def run(blocks: int, repeats: int, *, quick: bool) -> Results:
     """All cases."""
     found = []
     for layout in ("HND", "NHD"):
         for producer_tp, consumer_tp in ((8, 4), (4, 8)):
             case = Case(producer_tp, consumer_tp, layout, blocks)
-            registered = Registered(
-                worker_bytes(consumer_tp, blocks), worker_bytes(producer_tp, blocks), remotes=case.readers
-            )
-            ours = measure_ours(case, repeats, registered)
-            # The published algorithm divides heads only where they are outermost: NHD is refused.
-            given = (consumer_tp, producer_tp, blocks, min(published_blocks, blocks))
-            theirs = measure_published(*given, case.request(), registered) if layout == "HND" else None
+            sizes = worker_bytes(consumer_tp, blocks), worker_bytes(producer_tp, blocks)
+            registered = Registered(*sizes, remotes=case.readers)
+            found.append((case, measure(case, repeats, registered)))
             registered.close()
-            found.append((case, ours, theirs))
     return results_of(found, quick=quick)
 
 
-def results_of(found: Sequence[tuple[Case, Ours, Published | None]], *, quick: bool) -> Results:
-    """A table beside the published way, and the limits."""
-    ours = [one for _, one, _ in found]
-    rows: list[Sequence[Cell]] = []
-    for case, one, theirs in found:
-        cells = (str(case), one.placing, one.plan_and_tables_ms, one.nixl_prep_ms, one.peak_mb, one.request_ms)
-        beside = (theirs.ms, theirs.peak_mb, theirs.request_ms, theirs.ms / one.total_ms) if theirs else (None,) * 4
-        rows.append((*cells, *beside))
+def results_of(found: Sequence[tuple[Case, Measured]], *, quick: bool) -> Results:
+    """A table and the limits."""
+    measured = [one for _, one in found]
+    rows = [
+        (str(case), one.placing, one.plan_and_tables_ms, one.nixl_prep_ms, one.peak_mb, one.request_ms)
+        for case, one in found
+    ]
     return Results(
         command="python -m bench.plan" + " --quick" * quick,
         what=_WHAT.format(blocks=found[0][0].blocks),
@@ -211,23 +201,19 @@ def results_of(found: Sequence[tuple[Case, Ours, Published | None]], *, quick: b
         targets=(
             Target.at_most(
                 "plan and tables of a peer, the slowest case",
-                max(one.plan_and_tables_ms for one in ours),
+                max(one.plan_and_tables_ms for one in measured),
                 MAX_PLAN_MS,
                 "ms",
             ),
-            Target.at_most("memory for that, the most", max(one.peak_mb for one in ours), MAX_PLAN_MB, "MB"),
+            Target.at_most("memory for that, the most", max(one.peak_mb for one in measured), MAX_PLAN_MB, "MB"),
             Target.at_most(
                 "index arrays of an 8,192-token request, the slowest case",
-                max(one.request_ms for one in ours),
+                max(one.request_ms for one in measured),
                 MAX_REQUEST_MS,
                 "ms",
             ),
         ),
-        notes=(
-            "Times are processor time of the one thread that works, the best of several.",
-            "The published way is given fewer blocks, as at full size it would hold gigabytes, and is scaled; it "
-            "refuses blocks with tokens outermost (NHD) for tensor-parallel sizes that differ.",
-        ),
+        notes=("Times are processor time of the one thread that works, the best of several.",),
         quick=quick,
     )
 
@@ -237,8 +223,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="1,000 blocks; writes results/quick/plan.json")
     quick = parser.parse_args().quick
     started = begin()
-    blocks, published_blocks = (1000, 200) if quick else (100_000, 10_000)
-    publish("plan", run(blocks, published_blocks, repeats=7, quick=quick), started)
+    publish("plan", run(1000 if quick else 100_000, repeats=7, quick=quick), started)
 
 
 if __name__ == "__main__":

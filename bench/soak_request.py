@@ -99,6 +99,8 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
             number += 1
         for _ in range(1 + choice // 5 % 3):
             yield
+        while producer.launched and not producer.is_dead:
+            yield  # it stands still
     if number == aborted_at:
         prefill.abort()
     elif not producer.is_dead:

@@ -222,16 +222,17 @@ class StreamAttack:
         gate.hold = lambda: None
         opened.set()
         changed = [False] * PROMPTS
+        parts = [replace(load, stop=FIRST_PART) for load in loads]
         if not aborted:
             parked = consumer.worker._thread.runner.parked
             wait_until(lambda: parked() == PROMPTS, "every load waits for the next part", TIMEOUT_S)
-            parts = [replace(load, stop=FIRST_PART) for load in loads]
             changed = [has_other_bytes(consumer, one, of.seed) for one, of in zip(parts, prefills, strict=True)]
             self._compute(prefills, FIRST_PART)
             self._compute(prefills, TOKENS - FIRST_PART)
         _until(lambda: all(consumer.seen.is_over(load.request_id) for load in loads), consumer)
         _until(lambda: not consumer.seen.alive, consumer)
-        for prefill, load, was_changed in zip(prefills, loads, changed, strict=True):
+        ended = parts if aborted else loads  # nothing was ever to be read of the rest of an aborted prompt
+        for prefill, load, was_changed in zip(prefills, ended, changed, strict=True):
             self.counts.add(consumer, load, prefill.seed, was_changed=was_changed)
             consumer.free(load)
         _until(lambda: not len(producer.leases), producer)
