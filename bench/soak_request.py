@@ -99,7 +99,7 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
             number += 1
         for _ in range(1 + choice // 5 % 3):
             yield
-        while producer.launched and not producer.is_dead:
+        while prefill.computed < prefill.done and not producer.is_dead:
             yield  # it stands still
     if number == aborted_at:
         prefill.abort()

@@ -29,8 +29,8 @@ TIMEOUT_S = 120.0
 """For whatever is over in milliseconds on a quiet machine. No load or handshake may end by its deadline: the fence is
 to decide, however slow the machine is."""
 TOKENS, FIRST_PART = 11, 8
-"""Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each. Two
-are the first part of a prompt that is read while it is computed."""
+"""Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each.
+Two blocks are the first part of a prompt that is read while it is computed."""
 
 LONG_TIMEOUTS = replace(SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
 DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))

@@ -30,7 +30,7 @@ class Prefill:
 
     Attributes:
         blocks: of what is computed, in order of the tokens.
-        done: leading tokens that are computed, or that the next step computes.
+        done, computed: leading tokens that are computed; `done` includes those of the next step.
         params: a consumer's; None before `offer`, or, without it, before the step that computes the last part.
 
     Raises:
@@ -45,7 +45,7 @@ class Prefill:
         assert lease is not None
         self.request_id, self.tokens, self.seed = request_id, tokens, seed
         self.blocks: tuple[int, ...] = ()
-        self.done = 0
+        self.done = self.computed = 0
         self.params: RemotePrefill | None = None
         self._engine, self._memories = engine, memories
         self._lease: Lease = lease
@@ -79,10 +79,13 @@ class Prefill:
         if self.is_complete:
             leases.complete(self.request_id)
             self.params = self.params or self._engine.params_of(self._lease, (written,), self.tokens)
-        for memory in self._memories:
-            self._engine.launched.append(
-                lambda memory=memory: memory.write_into(memory.memory, written, first, stop, self.seed, tail=None)  # type: ignore[misc]
-            )
+
+        def write() -> None:
+            for memory in self._memories:
+                memory.write_into(memory.memory, written, first, stop, self.seed, tail=None)
+            self.computed = stop
+
+        self._engine.launched.append(write)
 
     def preempt(self) -> tuple[int, ...]:
         """It begins again later. Returns its blocks: the next step may write another prompt into them."""
@@ -106,5 +109,5 @@ class Prefill:
         self._engine.leases.request_ended(self._lease)
 
     def _forget(self) -> tuple[int, ...]:
-        free, self.blocks, self.done = self.blocks, (), 0
+        free, self.blocks, self.done, self.computed = self.blocks, (), 0, 0
         return free
