@@ -28,6 +28,7 @@ COMMANDS = {
     "step": "python -m bench.step",
     "transfer": "python -m bench.transfer",
     "handover": "python -m bench.handover",
+    "stream": "python -m bench.stream",
     "scale": "python -m bench.scale",
     "relayout": "python -m bench.relayout",
     "plan": "python -m bench.plan",

@@ -68,7 +68,7 @@ class BareNixl:
         self._nixl: Any = load_bindings()
         self._agent: Any = make_agent(self._nixl, f"bare-{uuid.uuid4().hex[:12]}", AgentConfig(progress_thread=False))
         self._segment = self._nixl.VRAM_SEG if memory.device.type == "cuda" else self._nixl.DRAM_SEG
-        self._words = np.zeros(len(peer.routes), dtype=np.uint64)
+        self._words = np.zeros((len(peer.routes), 2), dtype=np.uint64)
         words = int(self._words.ctypes.data)
         self._registered = [
             self._register(self._segment, memory.data_ptr(), len(memory), memory.device.index or 0),
