@@ -83,6 +83,25 @@ GUARDS = (
         (f"{_ENGINES}/test_good_loads.py::test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks",),
     ),
     Guard(
+        "progress",
+        "a slot reports the tokens of a step when the device has finished it, not earlier",
+        (1,),
+        "kvferry.worker.stream_rows:Stream.take_tokens",
+        switches.report_at_once,
+        ("tests/worker/test_stream_rows.py::test_tokens_are_reported_step_by_step_while_several_are_in_flight",),
+    ),
+    Guard(
+        "preempted",
+        "a prompt that is preempted while it is read goes on under another epoch",
+        (1, 2),
+        "kvferry.scheduler.producer.streams:Streams.restart",
+        switches.nothing,
+        (
+            "tests/faults/test_fence_attack.py::"
+            "test_every_load_of_a_prompt_that_was_preempted_while_it_was_read_ends_with_the_right_bytes[direct]",
+        ),
+    ),
+    Guard(
         "device-mark",
         "nothing is read into blocks that the device may still write",
         (1,),

@@ -76,6 +76,15 @@ def ready_at_once(advance: Function) -> Function:
     return hasty
 
 
+def report_at_once(take_tokens: Function) -> Function:
+    def hasty(stream: Any) -> Any:
+        for number, (tokens, _) in enumerate(stream.steps):
+            stream.steps[number] = (tokens, _Reached())
+        return take_tokens(stream)
+
+    return hasty
+
+
 def load_at_once(steps: Function) -> Function:
     def hasty(load: Any) -> Any:
         load.mark = _Reached()

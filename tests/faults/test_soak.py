@@ -1,5 +1,5 @@
-"""The soak, for three minutes: six engines with shards of their own, 5% of the requests with a fault. Every load is
-right byte for byte or reported failed, nothing is left, and what the process takes does not grow.
+"""The soak, for three minutes: six engines with shards of their own, half of the prompts read while they are computed, 5%
+of the requests with a fault. Every load is right byte for byte or reported failed, nothing is left, and what the process takes does not grow.
 
 `KVFERRY_FAULT_SOAK_MINUTES=30` makes it longer; a failure prints the seed, and `KVFERRY_SEED=<seed>` takes it again.
 """
@@ -33,6 +33,8 @@ def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows() -> N
     assert not figures["violations"]
     assert figures["requests"] >= _FEWEST_REQUESTS
     assert figures["loads"]["loaded"] > 0.8 * figures["requests"]
+    assert figures["streamed"] > 0.3 * figures["requests"]
+    assert figures["moved"]["early"] > 0 < figures["moved"]["restarts"]
     assert sum(figures["loads"][how] for how in figures["loads"] if how.startswith("failed")) > 0
     assert sum(map(bool, figures["faults"].values())) >= len(Fault) // 2
     assert grown(figures) == [], figures["samples"]
