@@ -101,9 +101,11 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
             yield
         while prefill.computed < prefill.done and not producer.is_dead:
             yield  # it stands still
+    if producer.is_dead:
+        return
     if number == aborted_at:
         prefill.abort()
-    elif not producer.is_dead:
+    else:
         prefill.end()
 
 
