@@ -12,25 +12,16 @@ HALF_BYTES = 256
 TOKEN_BYTES = 2 * HALF_BYTES
 
 
-def worker_bytes(tp: int, blocks: int, layers: int = LAYERS) -> int:
-    """Bytes of one worker's cache."""
-    return layers * blocks * HEADS // tp * BLOCK_TOKENS * TOKEN_BYTES
-
-
-def llama(
-    engine_id: str, *, tp: int, layout: str, blocks: int, bases: dict[int, int] | None = None, layers: int = LAYERS
-) -> EngineDescription:
+def llama(engine_id: str, *, tp: int, layout: str, blocks: int, layers: int = LAYERS) -> EngineDescription:
     """The engine.
 
     Args:
         tp: tensor-parallel ranks, a divisor of 8.
         layout: `HND` or `NHD`: heads or tokens outermost in a block; K and V of a token packed.
-        bases: where the caches of some ranks are; the others' are at addresses of their own.
         layers: other than the Llama's.
     """
     workers = []
     for rank in range(tp):
-        base = (bases or {}).get(rank, (rank + 1) << 44)
         heads = Range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
         workers.append(
             WorkerDescription(
@@ -40,7 +31,7 @@ def llama(
                 memory="DRAM",
                 device=0,
                 lease_table=LeaseTable(address=0, slots=1),
-                tensors=_tensors(heads, layout, blocks, base, layers),
+                tensors=_tensors(heads, layout, blocks, (rank + 1) << 44, layers),
             )
         )
     return EngineDescription(

@@ -1,4 +1,4 @@
-"""Plans, prepared descriptors and index arrays of one consumer worker.
+"""Plans, tables of descriptors and index arrays of one consumer worker.
 
     python -m bench.plan            # 100,000 blocks; writes results/plan.json; a minute
     python -m bench.plan --quick    # 1,000 blocks, seconds
@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.figures import Results, Table, Target, publish
-from bench.llama import BLOCK_TOKENS, llama, worker_bytes
-from bench.nixl_prep import STAGING_BYTES, Registered
+from bench.llama import BLOCK_TOKENS, llama
 from bench.provenance import begin
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
@@ -39,7 +38,7 @@ _WHAT = (
     "tables of descriptors, the index arrays. A Llama of 80 layers, tensor parallel 8 to 4 and 4 to 8, {blocks:,} "
     "blocks in every worker's cache."
 )
-_COLUMNS = ("pair", "placed", "plan and tables, ms", "NIXL, ms", "memory, MB", "a request, ms")
+_COLUMNS = ("pair", "placed", "plan and tables, ms", "memory, MB", "a request, ms")
 
 _Result = TypeVar("_Result")
 Rows = NDArray[np.int64]
@@ -57,19 +56,10 @@ class Case:
     def __str__(self) -> str:
         return f"{self.layout} TP {self.producer_tp} → TP {self.consumer_tp}"
 
-    @property
-    def readers(self) -> int:
-        """Producer ranks that one consumer worker reads."""
-        return max(1, self.producer_tp // self.consumer_tp)
-
-    def engines(
-        self, here: int | None = None, there: Sequence[int] = ()
-    ) -> tuple[EngineDescription, EngineDescription]:
-        """Consumer and producer; `here` and `there` are where the caches of their first workers are."""
-        local = {0: here} if here is not None else None
-        consumer = llama("D", tp=self.consumer_tp, layout=self.layout, blocks=self.blocks, bases=local)
-        remote = dict(enumerate(there))
-        return consumer, llama("P", tp=self.producer_tp, layout=self.layout, blocks=self.blocks, bases=remote)
+    def engines(self) -> tuple[EngineDescription, EngineDescription]:
+        """Consumer and producer."""
+        consumer = llama("D", tp=self.consumer_tp, layout=self.layout, blocks=self.blocks)
+        return consumer, llama("P", tp=self.producer_tp, layout=self.layout, blocks=self.blocks)
 
     def request(self) -> RequestBlocks:
         """A request of at most `REQUEST_TOKENS` tokens, its blocks all over both caches."""
@@ -114,22 +104,10 @@ class Prepared:
             count += len(window_reads(table, found, Window(0, table.runs, 0, len(found))))
         return count
 
-    def prepare_with_nixl(self, registered: Registered) -> None:
-        """The rows of both sides."""
-        for index, (tables, sources) in enumerate(zip(self.direct, self.staged, strict=True)):
-            for table in tables:
-                registered.prepare(None, table.local_rows)
-                registered.prepare(index, table.remote_rows)
-            for source in sources:
-                chunk = source.run_bytes
-                chunks = np.array([[registered.staging, chunk, 0, chunk, STAGING_BYTES // chunk]], dtype=np.int64)
-                registered.prepare(None, chunks)
-                registered.prepare(index, source.rows)
-
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one case. Without registered memory NIXL's part is not measured."""
+    """Figures of one case."""
 
     placing: str
     plan_and_tables_ms: float
@@ -138,7 +116,6 @@ class Measured:
     descriptors: int
     request_ms: float
     request_descriptors: int
-    nixl_prep_ms: float | None
 
 
 def best_of(repeats: int, what: Callable[[], _Result]) -> tuple[float, _Result]:
@@ -151,9 +128,9 @@ def best_of(repeats: int, what: Callable[[], _Result]) -> tuple[float, _Result]:
     return best_s, result
 
 
-def measure(case: Case, repeats: int, registered: Registered | None = None) -> Measured:
+def measure(case: Case, repeats: int) -> Measured:
     """Plan, prepare and index, for the first worker of the consumer."""
-    consumer, producer = case.engines(registered.local if registered else None, registered.remote if registered else ())
+    consumer, producer = case.engines()
     both_s, prepared = best_of(repeats, lambda: Prepared.of(consumer, producer))
     tracemalloc.start()
     kept = Prepared.of(consumer, producer)
@@ -161,7 +138,6 @@ def measure(case: Case, repeats: int, registered: Registered | None = None) -> M
     tracemalloc.stop()
     request = case.request()
     request_s, count = best_of(repeats * 4, lambda: kept.index_arrays(consumer, producer, request))
-    nixl_s = best_of(repeats, lambda: prepared.prepare_with_nixl(registered))[0] if registered is not None else None
     return Measured(
         placing=prepared.placing,
         plan_and_tables_ms=both_s * 1e3,
@@ -170,30 +146,20 @@ def measure(case: Case, repeats: int, registered: Registered | None = None) -> M
         descriptors=sum(int(rows[:, 4].sum()) for rows in prepared.remote_rows),
         request_ms=request_s * 1e3,
         request_descriptors=count,
-        nixl_prep_ms=nixl_s * 1e3 if nixl_s is not None else None,
     )
 
 
 def run(blocks: int, repeats: int, *, quick: bool) -> Results:
     """All cases."""
-    found = []
-    for layout in ("HND", "NHD"):
-        for producer_tp, consumer_tp in ((8, 4), (4, 8)):
-            case = Case(producer_tp, consumer_tp, layout, blocks)
-            sizes = worker_bytes(consumer_tp, blocks), worker_bytes(producer_tp, blocks)
-            registered = Registered(*sizes, remotes=case.readers)
-            found.append((case, measure(case, repeats, registered)))
-            registered.close()
-    return results_of(found, quick=quick)
+    sizes = ((8, 4), (4, 8))
+    cases = [Case(*tp, layout, blocks) for layout in ("HND", "NHD") for tp in sizes]
+    return results_of([(case, measure(case, repeats)) for case in cases], quick=quick)
 
 
 def results_of(found: Sequence[tuple[Case, Measured]], *, quick: bool) -> Results:
     """A table and the limits."""
     measured = [one for _, one in found]
-    rows = [
-        (str(case), one.placing, one.plan_and_tables_ms, one.nixl_prep_ms, one.peak_mb, one.request_ms)
-        for case, one in found
-    ]
+    rows = [(str(case), one.placing, one.plan_and_tables_ms, one.peak_mb, one.request_ms) for case, one in found]
     return Results(
         command="python -m bench.plan" + " --quick" * quick,
         what=_WHAT.format(blocks=found[0][0].blocks),
