@@ -35,11 +35,13 @@ class Settled(NamedTuple):
     Attributes:
         waits: whether its request waits for the answer; if not, a ticket is to be given back.
         answer: a ticket or `OVER`; None if no producer knows of the prompt.
+        digest: of the whole prompt.
     """
 
     request_id: str
     waits: bool
     answer: Answer | None
+    digest: str = ""
 
 
 class Asking:
@@ -136,7 +138,7 @@ class Asking:
             opened = self.questions.answered(producer, answer.number, answer.progress, now_s)
             if opened is not None:
                 self._parking.leave(opened.request_id)
-                yield Settled(opened.request_id, opened.waits, answer)
+                yield Settled(opened.request_id, opened.waits, answer, opened.question.digest)
         for opened in self.questions.give_up(now_s):
             self._parking.leave(opened.request_id)
             yield Settled(opened.request_id, opened.waits, None)

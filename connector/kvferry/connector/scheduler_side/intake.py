@@ -184,7 +184,12 @@ class RequestIntake:
         if source.kvferry.boot == self._local.boot:
             self._own_leases[request.request_id] = RemoteLease.of(source).name
 
-    def _accept_remote_prompt(self, request: Request, source: RemotePrefill, *, is_turn: bool = False) -> None:
+    def _accept_remote_prompt(
+        self, request: Request, source: RemotePrefill, *, is_turn: bool = False, digest: str = ""
+    ) -> None:
+        """Args:
+        digest: of the whole prompt, if it is known: then an equal prompt is not digested again.
+        """
         prompt = prompt_of(request, source.remote_num_tokens)
         if source.engine_id == self._local.engine_id:
             self._keep_own(request, source)
@@ -201,7 +206,9 @@ class RequestIntake:
             self._loads.decline(source)
             request.kv_transfer_params = None
         else:
-            shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
+            shared = source.remote_num_tokens
+            if digest != source.kvferry.digests[-1] or shared != request.num_prompt_tokens:
+                shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
             self._offer(request, source, shared, is_turn=is_turn)
             if self._local.offers_turns and not is_turn and not request.resumable:
                 self._expect_another_turn(request)
