@@ -1,0 +1,89 @@
+"""A prompt is loaded while it is computed: vLLM's schedulers, workers, and bytes on both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.asks import Progress
+from tests.engine_core.streamed import preempt
+from tests.engine_core.test_both_legs import check, ids, leg_params, settled, until
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import tokens
+
+COUNT = 4
+PROMPT = tokens(300, seed=3)
+REMOTE_DECODE = {"do_remote_decode": True}
+PREFILL, DECODE = ids("x")
+
+
+def reading(make: Any, **config: Any) -> tuple[Node, Node]:
+    """A producer in the middle of a prompt, and a consumer that reads it."""
+    config = {"max_step_tokens": 64, **config}
+    producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
+    producer.engine.add(PREFILL, PROMPT, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(DECODE, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    asked = producer.engine.connector.scheduler_side._offers._asked
+    until((consumer,), lambda: asked._by_request[PREFILL].claimant is not None)
+    producer.step()
+    assert asked._by_request[PREFILL].progress is Progress.TICKET
+    until((consumer,), lambda: consumer.engine.counted("loads") == 1)
+    return producer, consumer
+
+
+def is_over(producer: Node, consumer: Node) -> bool:
+    rows = producer.engine.connector.scheduler_side.leases.streams._free
+    return producer.engine.is_whole and consumer.engine.is_whole and settled(consumer) and len(rows) == 64
+
+
+@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}], ids=str)
+def test_the_first_parts_are_read_before_the_last_is_computed(make: Any, config: dict[str, Any]) -> None:
+    producer, consumer = reading(make, **config)
+    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    check(consumer, DECODE, PROMPT)
+    assert consumer.engine.counted("early_bytes") > 0
+    assert consumer.engine.counted("local_recomputes") == 0
+    until((producer, consumer), lambda: is_over(producer, consumer))
+
+
+def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(make: Any) -> None:
+    producer, consumer = reading(make)
+    producer.step()
+    preempt(producer, PREFILL)
+    producer.engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    other = tokens(60, seed=9)
+    producer.engine.add("other", other, max_tokens=2)
+    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    check(consumer, DECODE, PROMPT)
+    assert consumer.engine.counted("local_recomputes") == 0
+    assert producer.engine.counted("stream_restarts") == 1
+    until((producer, consumer), lambda: is_over(producer, consumer))
+
+
+@pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
+def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(make: Any, policy: str, reason: str) -> None:
+    producer, consumer = reading(make, policy=policy)
+    producer.engine.abort(PREFILL)
+    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    assert consumer.engine.answers[DECODE].finish_reason == reason
+    if reason == "length":
+        check(consumer, DECODE, PROMPT)
+    until((producer, consumer), lambda: is_over(producer, consumer))
+
+
+def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any) -> None:
+    producer, consumer = reading(make)
+    consumer.engine.abort(DECODE)
+    until((producer, consumer), lambda: is_over(producer, consumer))
+
+
+def test_a_consumer_with_streaming_switched_off_reads_the_complete_prompt(make: Any) -> None:
+    producer = make("kv_producer", max_step_tokens=64)
+    consumer = make("kv_consumer", max_step_tokens=64, extra={"streaming": "off"})
+    consumer.engine.add(DECODE, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    producer.engine.add(PREFILL, PROMPT, REMOTE_DECODE, max_tokens=1)
+    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    check(consumer, DECODE, PROMPT)
+    assert producer.engine.counted("streams") == 0
+    assert consumer.engine.counted("early_bytes") == 0
