@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.asks import Progress
+from kvferry.worker.loads.streamed_load import StreamedLoad
 from tests.engine_core.streamed import preempt
 from tests.engine_core.test_both_legs import check, ids, leg_params, settled, until
 from tests.harness.core.node import Node
@@ -18,8 +19,8 @@ REMOTE_DECODE = {"do_remote_decode": True}
 PREFILL, DECODE = ids("x")
 
 
-def reading(make: Any, **config: Any) -> tuple[Node, Node]:
-    """A producer in the middle of a prompt, and a consumer that reads it."""
+def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
+    """A producer in the middle of a prompt, and a consumer that has read what is computed of it."""
     config = {"max_step_tokens": 64, **config}
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     producer.engine.add(PREFILL, PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -28,8 +29,24 @@ def reading(make: Any, **config: Any) -> tuple[Node, Node]:
     until((consumer,), lambda: asked._by_request[PREFILL].claimant is not None)
     producer.step()
     assert asked._by_request[PREFILL].progress is Progress.TICKET
-    until((consumer,), lambda: consumer.engine.counted("loads") == 1)
+    producer.step()
+    until((consumer,), lambda: len(chunks) > 0)
     return producer, consumer
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that are loaded after each chunk that a worker has read, before and after the prompt is complete."""
+    loaded: list[int] = []
+    read = StreamedLoad._read_chunk
+
+    def note(load: StreamedLoad, *args: Any, **options: Any) -> Any:
+        units = yield from read(load, *args, **options)
+        loaded.append(load.held)
+        return units
+
+    monkeypatch.setattr(StreamedLoad, "_read_chunk", note)
+    return loaded
 
 
 def is_over(producer: Node, consumer: Node) -> bool:
@@ -38,8 +55,10 @@ def is_over(producer: Node, consumer: Node) -> bool:
 
 
 @pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}], ids=str)
-def test_the_first_parts_are_read_before_the_last_is_computed(make: Any, config: dict[str, Any]) -> None:
-    producer, consumer = reading(make, **config)
+def test_the_first_parts_are_read_before_the_last_is_computed(
+    make: Any, chunks: list[int], config: dict[str, Any]
+) -> None:
+    producer, consumer = reading(make, chunks, **config)
     until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
     check(consumer, DECODE, PROMPT)
     assert consumer.engine.counted("early_bytes") > 0
@@ -47,9 +66,8 @@ def test_the_first_parts_are_read_before_the_last_is_computed(make: Any, config:
     until((producer, consumer), lambda: is_over(producer, consumer))
 
 
-def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(make: Any) -> None:
-    producer, consumer = reading(make)
-    producer.step()
+def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(make: Any, chunks: list[int]) -> None:
+    producer, consumer = reading(make, chunks)
     preempt(producer, PREFILL)
     producer.engine.scheduler.kv_cache_manager.reset_prefix_cache()
     other = tokens(60, seed=9)
@@ -62,8 +80,10 @@ def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(m
 
 
 @pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
-def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(make: Any, policy: str, reason: str) -> None:
-    producer, consumer = reading(make, policy=policy)
+def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(
+    make: Any, chunks: list[int], policy: str, reason: str
+) -> None:
+    producer, consumer = reading(make, chunks, policy=policy)
     producer.engine.abort(PREFILL)
     until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
     assert consumer.engine.answers[DECODE].finish_reason == reason
@@ -72,8 +92,8 @@ def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(make: An
     until((producer, consumer), lambda: is_over(producer, consumer))
 
 
-def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any) -> None:
-    producer, consumer = reading(make)
+def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any, chunks: list[int]) -> None:
+    producer, consumer = reading(make, chunks)
     consumer.engine.abort(DECODE)
     until((producer, consumer), lambda: is_over(producer, consumer))
 
