@@ -35,6 +35,9 @@ from kvferry.worker.peers.registry import Unavailable
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads
 
+MAX_CHANGES = 1 << 13
+"""More than any prompt needs: a producer that changes a slot for ever must not hold a load for ever."""
+
 
 @dataclass(slots=True, eq=False)
 class Load:
@@ -51,6 +54,7 @@ class Load:
         zeroed: reached when the device has zeroed what was not loaded; until then it may still write as well.
         undelivered: producer workers that could not be notified.
         progressed_s: its last progress, from which its deadline counts: the order, or a change of its slot.
+        changes: the number of times that it progressed.
         epoch: the epoch that the lease must have after the data.
     """
 
@@ -66,6 +70,7 @@ class Load:
     zeroed: DeviceMark | None = None
     undelivered: int = 0
     progressed_s: float = field(init=False)
+    changes: int = 0
     epoch: Epoch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,8 +215,14 @@ class Load:
         if wait.error is not None:
             raise wait.error
         if wait.words != words:
-            self.progressed_s = time.monotonic()
+            self._progress()
         return wait.words
+
+    def _progress(self) -> None:
+        """The deadline begins anew, but not for ever."""
+        if self.changes < MAX_CHANGES:
+            self.changes += 1
+            self.progressed_s = time.monotonic()
 
     @property
     def _opens_until_s(self) -> float:

@@ -109,12 +109,12 @@ class StreamedLoad(Load):
         self.held, stop = held, min(held, self.order.stop_token)
         units = self._pair_units(peer, self._part(first, stop))
         yield from self._read_units(peer, units)
-        self.progressed_s = time.monotonic()
+        self._progress()
         if not is_ready:
             record.early_bytes += record.planned_bytes - before
         if len(record.chunks) == _MOST_CHUNKS:
             begun_s = record.chunks[-1][1]
-        record.chunks = (*record.chunks[: _MOST_CHUNKS - 1], (stop, begun_s, self.progressed_s))
+        record.chunks = (*record.chunks[: _MOST_CHUNKS - 1], (stop, begun_s, time.monotonic()))
         return units
 
     def _follow(self, words: SlotWords, opens_until_s: float) -> Generator[None, None, bool]:
@@ -138,5 +138,5 @@ class StreamedLoad(Load):
         if self.blocks is not None:
             self.blocks.forget()
         self.record.restarts += 1
-        self.progressed_s = time.monotonic()
+        self._progress()
         return True
