@@ -122,6 +122,7 @@ def test_a_producer_that_changes_a_slot_for_ever_does_not_hold_a_load_for_ever(
     (offer,), (load,) = park(producer, consumer)
     consumer.set_timeouts(load_s=TIMEOUT_S)
     progress = producer.worker._memory.table.progress
+    ((parked, _),) = consumer.worker._thread.runner._parked.values()
 
     def has_failed() -> bool:
         progress[offer.slot] += 1
@@ -129,6 +130,7 @@ def test_a_producer_that_changes_a_slot_for_ever_does_not_hold_a_load_for_ever(
 
     rig.step_until(has_failed, "the deadline", only=consumer)
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
+    assert parked.changes == load_module.MAX_CHANGES
 
 
 def test_loads_that_wait_for_a_frozen_producer_miss_their_deadlines_and_the_read_is_kept_until_it_ends(
