@@ -146,6 +146,8 @@ def _load(fleet: Fleet, script: Script, producer: SoakEngine, index: int, params
         return "aborted" if declined is None else f"computed here: {declined}"
     _arm(fleet, script, producer, consumer)
     consumer.loads.allocated(name, consumer.loads.matched_tokens(name, first), (blocks,))
+    steps_left = 3 * (len(script.parts) - 1 - script.asked)
+    struck_at = 1 + script.choice // 11 % (steps_left + (1 if fault is Fault.REVOKED else 3))
     turns, aborted, start_s = 0, False, time.monotonic()
     while not consumer.has_ended(name):
         yield
@@ -153,7 +155,7 @@ def _load(fleet: Fleet, script: Script, producer: SoakEngine, index: int, params
         if consumer.is_dead:
             counts.loads[DEAD_CONSUMER] += 1
             return DEAD_CONSUMER
-        if turns == (1 if fault is Fault.REVOKED else 1 + script.choice % 3):
+        if turns == struck_at:
             aborted = _strike(fleet, script, producer, consumer, params, name)
         if time.monotonic() > start_s + STUCK_S:
             counts.violations["a load is never reported"] += 1
