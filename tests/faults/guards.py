@@ -8,33 +8,8 @@ nothing of the product before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from tests.faults import switches
-from tests.faults.switches import Function
-
-
-@dataclass(frozen=True)
-class Guard:
-    """One guard.
-
-    Attributes:
-        key: its name on a command line.
-        text: what it is.
-        promises: those of the eight that it keeps.
-        target: `module:qualified name` of what is replaced.
-        off: from the function to what takes its place.
-        tests: tests that fail without it, with all their parameters or those that stand in brackets.
-    """
-
-    key: str
-    text: str
-    promises: tuple[int, ...]
-    target: str
-    off: Callable[[Function], Function]
-    tests: tuple[str, ...]
-
+from tests.faults.switches import Guard
 
 _ENGINES = "tests/worker/engines"
 

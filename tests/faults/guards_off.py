@@ -9,7 +9,8 @@ import os
 import pytest
 
 from tests import waiting
-from tests.faults.guards import GUARDS, Guard
+from tests.faults.guards import GUARDS
+from tests.faults.switches import Guard
 
 VARIABLE = "KVFERRY_GUARD_OFF"
 _LONGEST_S = 3.0

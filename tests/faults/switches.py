@@ -6,9 +6,31 @@ This module imports nothing of the product before that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One guard.
+
+    Attributes:
+        key: its name on a command line.
+        text: what it is.
+        promises: those of the eight that it keeps.
+        target: `module:qualified name` of what is replaced.
+        off: from the function to what takes its place.
+        tests: tests that fail without it, with all their parameters or those that stand in brackets.
+    """
+
+    key: str
+    text: str
+    promises: tuple[int, ...]
+    target: str
+    off: Callable[[Function], Function]
+    tests: tuple[str, ...]
 
 
 class _Reached:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.guards import GUARDS, Guard
+from tests.faults.guards import GUARDS
 from tests.faults.guards_run import BY_ASSERTION, PASSED, outcomes
+from tests.faults.switches import Guard
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=[guard.key for guard in GUARDS])

@@ -29,11 +29,7 @@ FIRST_S = {LeaseUse.PROMPT: LEASE_S, LeaseUse.TURN: TURN_S}
 
 @dataclass
 class Modelled:
-    """One lease as the rules describe it.
-
-    Attributes:
-        opens: epochs of orders that are not sent.
-    """
+    """One lease as the rules describe it; `opens` are epochs of orders that are not sent."""
 
     epoch: int
     use: LeaseUse

@@ -1,0 +1,107 @@
+"""What a producer's slots and rows may say while a prompt is read: anything, and the load ends."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.ids import Epoch, SlotState, epoch_from_text, new_epoch, progress_word, slot_word
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.stream_rows import header_word
+from tests.harness.integrity import check_worker
+from tests.harness.rig import Rig
+from tests.waiting import wait_until
+from tests.worker.engines.streams import STREAMS, Stream, pair
+
+
+def waiting(rig: Rig) -> tuple[Stream, Any]:
+    """A stream of which a part has been read, and its row on the producer."""
+    producer, consumer = pair(rig)
+    stream = Stream.begin(rig, producer, consumer, tokens=30, first=5)
+    stream.compute(4)
+    stream.order()
+    stream.until_read(9)
+    wait_until(consumer.worker._thread.runner.parked, "it waits")
+    return stream, producer.worker._memory.rows
+
+
+@pytest.mark.parametrize("block", [0, 47, 48, 2**31, 2**32 - 1])
+def test_ids_outside_the_cache_fail_the_load(rig: Rig, block: int) -> None:
+    stream, rows = waiting(rig)
+    stream.prefill.compute(8, stream.producer._take_blocks(8))
+    row = stream.prefill.params.kvferry.stream_row  # type: ignore[union-attr]
+    stream.producer.launched.append(lambda: wait_until(lambda: rows.ids[row, 3], "it is listed"))
+    stream.producer.launched.append(lambda: rows.ids.__setitem__((row, 3), block))
+    stream.producer.step()
+    if block == 47:  # some block of the cache: the bytes are wrong, and the producer's own fault
+        stream.compute_rest(8)
+        assert stream.over() is None
+    else:
+        assert stream.over() is FailureReason.PARAMS
+
+
+def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
+    stream, rows = waiting(rig)
+    table, slot = stream.producer.worker._memory.table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    row = stream.prefill.params.kvferry.stream_row  # type: ignore[union-attr]
+    header, word, other = rows.headers[row].copy(), int(table.words[slot]), new_epoch()
+    rows.headers[row] = header_word(other)
+    table.words[slot] = slot_word(other, SlotState.READY)
+    assert stream.over() is FailureReason.FENCE
+    rows.headers[row], table.words[slot] = header, word
+    stream.abort()
+
+
+def test_an_epoch_that_no_header_names_is_waited_for_until_the_deadline(rig: Rig) -> None:
+    """So it is between the words of a producer's workers."""
+    stream, _ = waiting(rig)
+    table, slot = stream.producer.worker._memory.table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    word = int(table.words[slot])
+    table.words[slot] = slot_word(new_epoch(), SlotState.READY)
+    stream.consumer.set_timeouts(load_s=0.3)
+    assert stream.over() is FailureReason.DEADLINE
+    table.words[slot] = word
+    stream.abort()
+
+
+def test_a_prompt_that_the_row_has_no_room_for_and_a_producer_without_rows_are_refused(rig: Rig) -> None:
+    producer, consumer = pair(rig, settings=replace(STREAMS, row_blocks=(7,)))
+    stream = Stream.begin(rig, producer, consumer, tokens=30, first=5)
+    stream.order()
+    assert stream.over() is FailureReason.PARAMS
+    stream.abort()
+    plain = rig.engine("Q")
+    load = consumer.load(plain.changed(plain.prefill(tokens=10), ticket={"stream_row": 3}, remote_block_ids=((),)))
+    assert rig.until_over(consumer, load) is FailureReason.PARAMS
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
+    rig: Rig, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    draw = random.Random(seed)
+    stream, rows = waiting(rig)
+    memory, params = stream.producer.worker._memory, stream.prefill.params
+    assert params is not None
+    slot, row, epoch = params.kvferry.lease_slot, params.kvferry.stream_row, epoch_from_text(params.kvferry.lease_epoch)
+    words = [0, 2**64 - 1, draw.getrandbits(64), *(slot_word(epoch, state) for state in SlotState)]
+    words += [slot_word(Epoch(9), state) for state in SlotState]
+    headers = [0, 1, header_word(epoch), header_word(Epoch(9)), 2**64 - 1, draw.getrandbits(64)]
+    before = memory.table.words.copy(), memory.table.progress.copy(), rows.headers.copy()
+    stream.consumer.set_timeouts(load_s=0.3)
+    for _ in range(draw.randint(1, 40)):
+        rows.ids[row] = draw.choices([draw.randrange(48), draw.getrandbits(32)], [8, 1])[0]
+        rows.headers[row] = draw.choice([header_word(epoch), draw.choice(headers)]), draw.choice(headers)
+        memory.table.progress[slot] = progress_word(draw.choice([epoch, Epoch(9)]), draw.randrange(60))
+        memory.table.words[slot] = draw.choice(words)
+        stream.consumer.step()
+        wait_until(lambda n=stream.consumer.fabric.calls["poll"]: stream.is_over(n), "it looks")  # type: ignore[misc]
+    stream.over()
+    memory.table.words[:], memory.table.progress[:], rows.headers[:] = before
+    stream.abort()
+    assert "internal error" not in caplog.text
+    rig.step_until(lambda: not stream.consumer.seen.alive, "nothing is left")
+    check_worker(stream.consumer.worker)
