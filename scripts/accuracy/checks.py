@@ -185,6 +185,21 @@ def judge_recomputes(counters: Scrape) -> Check:
     return Check("nothing was computed twice", not recomputed and not failed, detail)
 
 
+def judge_streams(counters: Scrape) -> Check:
+    """Some bytes were read before the prefill had ended."""
+    early, planned = (counters.total(f"vllm:kvferry_{kind}_bytes_total") for kind in ("early", "planned"))
+    return Check("prompts are read while they are computed", early > 0, f"{early / 1e6:.1f} of {planned / 1e6:.1f} MB")
+
+
+def judge_in_turn(compared: Comparison, moved: int, *, exact: bool) -> Check:
+    """One leg after the other: the cache was moved, and tokens are equal, where they must be (`exact`)."""
+    others = ", ".join(compared.differences) or "none"
+    detail = (
+        f"{compared.tokens} tokens of {compared.prompts} prompts are equal, {moved:,} B moved; other prompts: {others}"
+    )
+    return Check("one leg after the other", moved > 0 and not (exact and compared.differences), detail)
+
+
 def judge_leases(still_open: int, ways: Mapping[str, float]) -> Check:
     """Every lease of the producers is over. `ways`: how many ended in which way."""
     reported = ", ".join(f"{how} {count:.0f}" for how, count in sorted(ways.items()))

@@ -131,12 +131,14 @@ class Client:
 
         return list(await asyncio.gather(*(one(case) for case in cases)))
 
-    async def hand_over_all(self, prefill_url: str, decode_url: str, cases: Sequence[Case]) -> list[Answer]:
-        """The decoder's answers to prompts that another engine has prefilled, one by one: a router's work."""
+    async def hand_over_all(
+        self, prefill_url: str, decode_url: str, cases: Sequence[Case], **more: Any
+    ) -> list[Answer]:
+        """The decoder's answers to prompts that another engine has prefilled, one leg after the other."""
         answers = []
         for case in cases:
-            params = await self.prefill(prefill_url, case)
-            answers.append(await self.ask(decode_url, case, kv_transfer_params=params))
+            params = await self.prefill(prefill_url, case, **more)
+            answers.append(await self.ask(decode_url, case, kv_transfer_params=params, **more))
         return answers
 
     async def prefill(self, prefill_url: str, case: Case, **more: Any) -> Mapping[str, Any] | None:

@@ -28,8 +28,14 @@ class Fleet:
     poisoner: EngineSpec
 
 
-def plan_fleet(settings: Settings, model: str, environment: Mapping[str, str]) -> Fleet:
-    """Hand out devices: decoders first, so that the baseline has a place while the prefill engines start."""
+def plan_fleet(
+    settings: Settings, model: str, environment: Mapping[str, str], prefill_args: tuple[str, ...] = ()
+) -> Fleet:
+    """Hand out devices: decoders first, so that the baseline has a place while the prefill engines start.
+
+    Args:
+        prefill_args: more arguments for prefill engines.
+    """
     decoders = settings.decode_instances
     needs = [settings.decode_workers] * decoders + [settings.prefill_workers] * settings.prefill_instances
     shares = hand_out_gpus(needs, environment) if settings.device == "cuda" else hand_out_cores(needs)
@@ -62,7 +68,13 @@ def plan_fleet(settings: Settings, model: str, environment: Mapping[str, str]) -
         block_size=settings.decode_block_size,
         layout=settings.decode_layout,
     )
-    prefill = replace(common, pp=settings.prefill_pp, block_size=settings.prefill_block_size, transfer=producer)
+    prefill = replace(
+        common,
+        pp=settings.prefill_pp,
+        block_size=settings.prefill_block_size,
+        transfer=producer,
+        extra_args=(*prefill_args, *settings.extra_args),
+    )
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
     poisoned = replace(producer, module=POISON_MODULE, connector="NixlConnector")
     return Fleet(

@@ -20,10 +20,12 @@ from scripts.accuracy.model import check_sizes, config_of, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report
-from scripts.accuracy.settings import TINY_MODELS, Settings
+from scripts.accuracy.settings import DEFAULT_MODEL, TINY_MODELS, Settings
 from scripts.console import Progress
 
 _SENTENCES = 2000
+_SMALL_STEPS = ("--max-num-batched-tokens", "512")
+"""So that long prompts are read while they are computed. Models with states may need larger steps."""
 _LEASE_WAIT_S = 45.0
 
 
@@ -40,7 +42,8 @@ class Run:
         self._model = prepare(name, settings.cache_dir, self._say)
         sizes = {"PREFILLER_TP_SIZE": settings.prefill_tp, "DECODER_TP_SIZE": settings.decode_tp}
         check_sizes(name, config_of(self._model), sizes)
-        self._fleet = plan_fleet(settings, self._model, os.environ)
+        self._streams = settings.ferry and name in (DEFAULT_MODEL, *TINY_MODELS)
+        self._fleet = plan_fleet(settings, self._model, os.environ, _SMALL_STEPS if self._streams else ())
         workers = sum(len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode))
         cores = len(os.sched_getaffinity(0))
         if settings.device == "cpu" and workers > cores:
@@ -95,8 +98,12 @@ class Run:
             judged_score = checks.judge_arithmetic(expected.arithmetic, score, itself, random_weights=random_weights)
             self.report.checks.append(judged_score)
             if self._settings.ferry:
-                self.report.checks.append(checks.judge_recomputes(await decoders.scrape() - warm))
+                counters = await decoders.scrape() - warm
+                self.report.checks.append(checks.judge_recomputes(counters))
+                if self._streams:
+                    self.report.checks.append(checks.judge_streams(counters))
                 self.report.checks.append(checks.judge_leases(*await phases.leases_over(prefill, _LEASE_WAIT_S)))
+                await self._in_turn(client, prefill[0], decode[0], cases, expected)
             await self._poisoned(client, prefill, decode[0], cases, expected)
 
     # Phases.
@@ -141,6 +148,20 @@ class Run:
         again, came = await phases.leave_and_return(client, url, cases.aborted)
         self._check_alive()
         return ThroughTheRouter(answers, again, came, decoders.seen, computed)
+
+    async def _in_turn(
+        self, client: Client, prefill: Engine, decode: Engine, cases: CaseSet, expected: Expected
+    ) -> None:
+        """The router sends both legs at once; here the second leaves when the first is answered. A salt of their own
+        keeps the prompts out of what the engines have cached."""
+        self._say(f"one leg after the other, {len(cases.poisoned)} prompts")
+        decoders = phases.Decoders([decode])
+        salted = client.hand_over_all(prefill.base_url, decode.base_url, cases.poisoned, cache_salt="legs in turn")
+        answers = await decoders.counted("in turn", salted)
+        self._check_alive()
+        compared = checks.compare(cases.poisoned, expected.of(cases.poisoned), answers)
+        moved = decoders.seen["in turn"].nixl_bytes
+        self.report.checks.append(checks.judge_in_turn(compared, moved, exact=self._settings.exact))
 
     async def _poisoned(
         self, client: Client, prefill: Sequence[Engine], decode: Engine, cases: CaseSet, expected: Expected

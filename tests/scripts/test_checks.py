@@ -11,6 +11,7 @@ from rich.console import Console
 from scripts.accuracy import checks
 from scripts.accuracy.checks import Check, Comparison, Formula, Seen
 from scripts.accuracy.client import Answer
+from scripts.accuracy.metrics import parse_metrics
 from scripts.accuracy.prompts import Case
 from scripts.accuracy.report import Report, show, verdict
 
@@ -123,6 +124,20 @@ def test_poison_must_change_every_answer_and_be_transferred() -> None:
     assert not checks.judge_poison(RIGHT, [other[0], RIGHT[1]], 1).passed
     assert not checks.judge_poison(RIGHT, other, 0).passed
     assert not checks.judge_poison(RIGHT, [other[0], Answer(error="HTTP 500")], 1).passed
+
+
+def test_one_leg_after_the_other_the_cache_moves_and_exact_tokens_are_equal() -> None:
+    same, other = Comparison(2, 9, {}, 0.0), Comparison(2, 7, {"b": "from token 3 on"}, 0.0)
+    assert checks.judge_in_turn(same, 1, exact=True).passed
+    assert not checks.judge_in_turn(same, 0, exact=True).passed
+    assert not checks.judge_in_turn(other, 1, exact=True).passed
+    assert checks.judge_in_turn(other, 1, exact=False).passed
+
+
+def test_some_bytes_are_read_before_a_prefill_has_ended() -> None:
+    planned, early = (parse_metrics(f"vllm:kvferry_{kind}_bytes_total 40\n") for kind in ("planned", "early"))
+    assert checks.judge_streams(early).passed
+    assert not checks.judge_streams(planned).passed
 
 
 def shown(report: Report) -> str:

@@ -39,6 +39,12 @@ def test_prefill_and_decode_have_their_roles_block_sizes_and_cores() -> None:
     assert [spec.devices for spec in planned.prefill] == [("1",), ("0",)]
 
 
+def test_more_arguments_for_prefill_engines_are_theirs_alone_and_the_users_come_last() -> None:
+    planned = plan_fleet(read_settings({"VLLM_SERVE_EXTRA_ARGS": "--seed,7"}, gpus=0), "m", {}, ("--max-num-seqs", "9"))
+    assert planned.prefill[0].extra_args == planned.poisoner.extra_args == ("--max-num-seqs", "9", "--seed", "7")
+    assert planned.decode[0].extra_args == planned.baseline.extra_args == ("--seed", "7")
+
+
 def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
     settings = read_settings({"PREFILLER_PP_SIZE": "2", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=0)
     planned = plan_fleet(settings, "m", {})
