@@ -111,7 +111,7 @@ GUARDS = (
         "kvferry.worker.leases:LeaseTable._find",
         switches.any_epoch,
         (
-            "tests/worker/test_lease_table.py::test_orders_of_a_former_lease_do_not_touch_the_next_one_of_the_slot",
+            "tests/worker/test_leases.py::test_orders_of_a_former_lease_do_not_touch_the_next_one_of_the_slot",
             f"{_ENGINES}/test_notifications.py::test_a_guessed_epoch_among_a_thousand_frees_nothing",
         ),
     ),
@@ -151,7 +151,7 @@ GUARDS = (
         "kvferry.worker.leases:LeaseTable.done",
         switches.count_messages,
         (
-            "tests/worker/test_lease_table.py::test_a_worker_that_repeats_itself_does_not_stand_for_its_sibling",
+            "tests/worker/test_leases.py::test_a_worker_that_repeats_itself_does_not_stand_for_its_sibling",
             f"{_ENGINES}/test_notifications.py::"
             "test_one_worker_that_repeats_itself_does_not_free_what_its_sibling_still_reads",
         ),
