@@ -177,6 +177,8 @@ def test_a_missing_listener_is_reported_in_one_line_with_a_hint() -> None:
         assert word in said
 
 
-def test_an_answer_of_another_version_is_invalid() -> None:
+def test_an_offer_of_another_version_is_invalid_and_a_refusal_of_any_says_why() -> None:
     with pytest.raises(InvalidMessage, match="version is 9; expected 1"):
-        decode_reply(encode_frame(Refused(version=9, field="x", value="y", expected="z")))
+        decode_reply(encode_frame(msgspec.structs.replace(OFFER, version=9)))
+    refusal = Refused(version=9, field="x", value="y", expected="z")
+    assert decode_reply(encode_frame(refusal)) == refusal

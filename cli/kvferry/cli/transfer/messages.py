@@ -174,6 +174,6 @@ def decode_request(frame: bytes) -> Request:
 def decode_reply(frame: bytes) -> Reply:
     """A reply of a listener. Raises `InvalidMessage`."""
     reply = decode(frame, _replies, MAX_FRAME_BYTES, InvalidMessage)
-    if isinstance(reply, (Offer, Refused)) and reply.version != VERSION:
+    if isinstance(reply, Offer) and reply.version != VERSION:
         raise InvalidMessage("version", reply.version, str(VERSION))
     return reply
