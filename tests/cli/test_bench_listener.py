@@ -31,6 +31,7 @@ from kvferry.protocol.handshake import encode as encode_channel
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.cli.bench_listener import TASK, Served, bench_listening
 from tests.cli.command import refused
+from tests.cli.owners import OFFER
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 from tests.scheduler.channel import HOST, client, free_port
 from tests.waiting import wait_until
