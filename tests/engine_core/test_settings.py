@@ -27,7 +27,7 @@ EXTRA: dict[str, Any] = {
     "debug_check_integrity": True,
 }
 NAMES = {"engine_ttl": "peer_ttl_s", "debug_check_integrity": "check_integrity"}
-OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from"}
+OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from", "row_blocks"}
 
 
 def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:

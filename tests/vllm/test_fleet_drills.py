@@ -105,7 +105,7 @@ def test_a_killed_producer_comes_back_to_the_same_decoder(fleet: Fleet, policy: 
         params = [prefill(producer, prompt) for prompt in prompts]
         long_params = prefill(producer, long_prompt)
         with (
-            long_stream(consumer.base_url, long_prompt, kv_transfer_params=long_params) as long,
+            long_stream(consumer.base_url, long_prompt, 3 * LONG, kv_transfer_params=long_params) as long,
             outage(outages, producer) as killed_s,
         ):
             handed_over = [

@@ -27,7 +27,6 @@ from kvferry.protocol.load_bell import Bell
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.asker import Asker
@@ -154,7 +153,7 @@ class SideChannel:
         """
         if self._bell is None or not self._bell.is_proven:
             return
-        loading = len(self._loads.requests(LoadState.LOADING))
+        loading = self._loads.loading
         if loading and not self._bell.has_rung:
             self.asking.wait(num_requests - loading)
         self._bell.has_rung = False  # what has rung is reported in the step that begins

@@ -82,7 +82,7 @@ class ConsumerLedger:
         max_ended: leases that are remembered after their end, see `EndedLeases`.
 
     Attributes:
-        in_flight: loads that were ordered and have not ended.
+        in_flight, loading: loads that were ordered and have not ended; those whose requests have not ended either.
         prewarms: producers for the workers to prewarm before a load is ordered.
         quarantine: blocks of failed loads that may still be written.
         observer: called for offered prompts that are computed here.
@@ -106,7 +106,7 @@ class ConsumerLedger:
         self.prewarms = PrewarmQueue()
         self._orders: list[LoadOrder] = []
         self._commands: list[LeaseCommand] = []
-        self.in_flight = 0
+        self.in_flight = self.loading = 0
         self.quarantine = QuarantinedBlocks(pool)
         self.observer = Observer()
 
@@ -194,6 +194,7 @@ class ConsumerLedger:
             raise LocalProtocolError(f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}")
         self._advance(prompt, LoadEvent.LOAD)
         self.in_flight += 1
+        self.loading += 1
         self._counters.add("loads")
         if prompt.is_turn:
             self._counters.add("turn_loads")
@@ -245,7 +246,7 @@ class ConsumerLedger:
         for request_id in self.requests(*CLAIMING):
             self._end_claim(ReleaseLease(self._by_request[request_id].lease))
         self._by_request.clear()
-        self.in_flight = 0
+        self.in_flight = self.loading = 0
 
     def take_orders(self) -> tuple[LoadOrder, ...]:
         """The loads ordered since the last call."""
@@ -260,14 +261,15 @@ class ConsumerLedger:
     def check_integrity(self) -> None:
         """Check that claims and requests agree. Raises `LocalProtocolError` with the sums."""
         claiming = {self._by_request[request_id].lease.key for request_id in self.requests(*CLAIMING)}
-        flying = len(self.requests(*IN_FLIGHT))
-        if claiming != self._claims or flying != self.in_flight:
+        flying, loading = len(self.requests(*IN_FLIGHT)), len(self.requests(LoadState.LOADING))
+        if claiming != self._claims or (flying, loading) != (self.in_flight, self.loading):
             sums = f"{len(self._claims)} claims, {self.in_flight} in flight; {len(claiming)} and {flying} by request"
             raise LocalProtocolError(f"loads: {sums}")
         self.quarantine.check_integrity()
 
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
         after = next_state(LOAD_TRANSITIONS, prompt.state, event, prompt)
+        self.loading -= prompt.state is LoadState.LOADING
         if after is None:
             del self._by_request[prompt.request_id]
         else:
