@@ -199,8 +199,8 @@ class EngineLoop:
 
     def __init__(self) -> None:
         self._core: Any = None
-        self._is_reported = False
-        self._is_waiting = False
+        self._message: Any = None
+        self._is_reported = self._is_waiting = False
 
     def wake(self) -> None:
         """Wake the loop, so that it checks whether it must step; if it is in `wait` of this object, end only that."""
@@ -221,10 +221,12 @@ class EngineLoop:
             if self._is_waiting:
                 core.input_queue.not_empty.notify()
                 return
-        core.input_queue.put_nowait((_wakeup(), None))
+        core.input_queue.put_nowait(self._message)
 
     def _wait(self, queue: Any, timeout_s: float) -> bool:
         with queue.not_empty:
+            if queue.queue and queue.queue[0] is self._message:  # put between two waits: it is no input
+                queue.queue.popleft()
             self._is_waiting = not queue.queue
             if self._is_waiting:
                 queue.not_empty.wait(timeout_s)
@@ -235,14 +237,12 @@ class EngineLoop:
         """The result of `call` with the engine core; None, and one line in the log, if that fails."""
         try:
             if self._core is None:
-                self._core = _find_core()
+                self._core, self._message = _find_core(), (_wakeup(), None)
             return call(self._core)
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
             if not self._is_reported:
                 self._is_reported = True
-                logger.info(
-                    "this engine cannot be woken (%r): while it is idle, its metrics are of its last step", error
-                )
+                logger.info("this engine cannot be woken (%r): while idle, its metrics are of its last step", error)
 
 
 def _find_core() -> Any:
