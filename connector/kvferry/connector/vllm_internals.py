@@ -225,7 +225,7 @@ class EngineLoop:
 
     def _wait(self, queue: Any, timeout_s: float) -> bool:
         with queue.not_empty:
-            if queue.queue and queue.queue[0] is self._message:  # put between two waits: it is no input
+            while queue.queue and queue.queue[0] is self._message:  # put between two waits: no input
                 queue.queue.popleft()
             self._is_waiting = not queue.queue
             if self._is_waiting:
