@@ -20,7 +20,7 @@ REMOTE_DECODE = {"do_remote_decode": True}
 
 
 def leg_params(producer: Node, name: str, **changed: Any) -> dict[str, Any]:
-    """What vllm-router sends to a decoder together with the prefill."""
+    """The params that vllm-router sends to a decoder together with the prefill."""
     local = producer.engine.connector.scheduler_side.channel.local
     return {
         "do_remote_prefill": True,

@@ -154,11 +154,11 @@ def engine_of(announced: str) -> str:
 
 
 def request_key(request_id: str, transfer_id: str | None = None) -> str:
-    """What both legs of a request have in common.
+    """The key that both legs of a request have in common.
 
     Args:
         request_id: vLLM's, on this engine: `cmpl-<id>-<index in the batch>-<8 hex>`, `chatcmpl-<id>-<8 hex>`, and
-            `<k>_` before it for the k-th of n. Without the eight random digits where vLLM is told to append none.
+            `<k>_` before it for the k-th of n. Without the eight random digits where vLLM is set to append none.
         transfer_id: of routers that send one with both legs; their request ids may differ.
 
     Returns:

@@ -59,7 +59,7 @@ class Bell:
         wake: called for rings, on the thread that takes them.
 
     Attributes:
-        has_rung: set with each ring; whoever steps clears it before.
+        has_rung: set with each ring; cleared before each step.
     """
 
     def __init__(self, boot: str, workers: int, wake: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_ou
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.plan.tokens import held_from, reaches_back
 from kvferry.protocol.asks import request_key
-from kvferry.protocol.digests import shared_tokens
+from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import (
@@ -147,17 +147,11 @@ class RequestIntake:
 
     def _accept_named_prompt(self, request: Request, source: NamedPrefill) -> None:
         """A producer that prefills this prompt now, or has: it is asked for the ticket."""
-        prompt = prompt_of(request, request.num_prompt_tokens)
+        prompt = self._prompt_to_compare(request, source, request.num_prompt_tokens)
         confirmed = source.remote_request_id
-        if not self._local.is_consumer:
-            self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
-        elif source.engine_id == self._local.engine_id:
-            self._compute_here(request, "local_engine", "the params name this engine itself")
-        elif not self._may_connect(request, source.remote_host):
+        if prompt is None:
             return
-        elif prompt is None:
-            self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
-        elif source.transfer_id is None and confirmed is not None and confirmed not in request.request_id:
+        if source.transfer_id is None and confirmed is not None and confirmed not in request.request_id:
             self._compute_here(request, "prompt_unknown", f"its id does not contain the producer's, {confirmed!r}")
         elif not self._asking.ask(request, source, prompt):
             self._compute_here(request, "too_many_questions", "too many prompts are being asked for")
@@ -190,18 +184,12 @@ class RequestIntake:
         """Args:
         digest: of the whole prompt, if it is known: then an equal prompt is not digested again.
         """
-        prompt = prompt_of(request, source.remote_num_tokens)
         if source.engine_id == self._local.engine_id:
             self._keep_own(request, source)
-        if not is_turn and not self._local.is_consumer:
-            self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
-        elif source.engine_id == self._local.engine_id:
-            self._compute_here(request, "local_engine", "the params name this engine itself")
-        elif not self._may_connect(request, source.remote_host):
+        prompt = self._prompt_to_compare(request, source, source.remote_num_tokens, is_turn=is_turn)
+        if prompt is None:
             return
-        elif prompt is None:
-            self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
-        elif request.abort_immediately:
+        if request.abort_immediately:
             # The front end rejected this request and passes it on only to have the remote blocks released.
             self._loads.decline(source)
             request.kv_transfer_params = None
@@ -212,6 +200,25 @@ class RequestIntake:
             self._offer(request, source, shared, is_turn=is_turn)
             if self._local.offers_turns and not is_turn and not request.resumable:
                 self._expect_another_turn(request)
+
+    def _prompt_to_compare(
+        self, request: Request, source: NamedPrefill | RemotePrefill, num_tokens: int, *, is_turn: bool = False
+    ) -> Prompt | None:
+        """The prompt, to be compared with the producer's; None if it cannot be loaded from there, and is computed here.
+
+        Args:
+            num_tokens: as for `prompt_of`.
+        """
+        prompt = prompt_of(request, num_tokens)
+        if not is_turn and not self._local.is_consumer:
+            self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
+        elif source.engine_id == self._local.engine_id:
+            self._compute_here(request, "local_engine", "the params name this engine itself")
+        elif self._may_connect(request, source.remote_host):
+            if prompt is not None:
+                return prompt
+            self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
+        return None
 
     def _may_connect(self, request: Request, host: str) -> bool:
         """Whether the host in the params is allowed. If not, nothing is sent to it: not even a question."""

@@ -185,9 +185,7 @@ class SchedulerSide:
         slot, num_tokens = params.kvferry.lease_slot, params.remote_num_tokens
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, slot, num_tokens)
         self.tracing.params_given(request.request_id, params, lease)
-        if lease is None:
-            return False, params.to_json(at_once=self.channel.announces)  # a consumer has read it already
-        is_turn = lease.use is LeaseUse.TURN
+        is_turn = lease is not None and lease.use is LeaseUse.TURN  # None: a consumer has read it already
         return False, params.to_json(is_turn=is_turn, at_once=self.channel.announces and not is_turn)
 
     # Hooks of a step.

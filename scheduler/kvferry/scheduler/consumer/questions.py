@@ -3,7 +3,7 @@
 No I/O, no clock. Commands for the side channel are returned in order: `StartAsking`, `StopAsking`.
 
 A request that ends before its question is settled leaves the question open for a while: the producer may still prefill
-the prompt, and its blocks would be held for nobody until their lease runs out.
+the prompt, and its blocks would be held, unread, until their lease runs out.
 """
 
 from __future__ import annotations

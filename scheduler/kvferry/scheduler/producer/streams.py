@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What the workers were told of one lease's prompt under its present epoch.
+    """The part of one lease's prompt that was published under its present epoch.
 
     Attributes:
         row: where they list its blocks.
@@ -84,7 +84,7 @@ class Streams:
         )
 
     def restart(self, lease: Lease, stream: Stream) -> None:
-        """What was published does not hold any more. Must be called before the next step's orders are taken: in that
+        """The published part is not valid any more. Must be called before the next step's orders are taken: in that
         step other requests may write the blocks."""
         if not stream.blocks:
             return
