@@ -33,7 +33,8 @@ class Network:
         self.counters = Counters()
         self.sent: list[tuple[Producer, Ask | Unask]] = []
         self.answers: list[tuple[Producer, Answer]] = []
-        self.call_soon = asyncio.get_running_loop().call_soon
+        self.commands_under_way = 0
+        self.connections: list[Connection] = []
         self.asker = Asker(self, "decode-0", self.counters, self.on_answer)  # type: ignore[arg-type]
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
@@ -41,14 +42,23 @@ class Network:
         if answer.progress is Progress.TICKET:
             self.asker.submit([StopAsking(answer.number)])
 
+    def call_soon(self, call: Callable[[], object]) -> None:
+        def run() -> None:
+            self.commands_under_way -= 1
+            call()
+
+        self.commands_under_way += 1
+        asyncio.get_running_loop().call_soon(run)
+
     async def connect(self, host: str, port: int, max_answer_bytes: int) -> Connection:
-        return Connection(self, (host, port))
+        self.connections.append(Connection(self, (host, port)))
+        return self.connections[-1]
 
     async def run(self, *commands: AskCommand) -> None:
-        """Until no producer has an open question."""
+        """Until no producer has an open question, and what has settled the last one is sent."""
         self.asker.submit(commands)
         await asyncio.sleep(0)
-        while self.asker._by_producer:
+        while self.commands_under_way or any(one.questions or one.unasked for one in self.asker._by_producer.values()):
             await asyncio.sleep(0)
 
 
@@ -58,6 +68,7 @@ class Connection:
     def __init__(self, network: Network, producer: Producer) -> None:
         self.network, self.producer = network, producer
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.is_closed = False
 
     async def send(self, frame: bytes) -> None:
         message = decode_request(frame)
@@ -80,6 +91,7 @@ class Connection:
 
     def close(self, linger_ms: int) -> None:
         assert linger_ms
+        self.is_closed = True
 
 
 def answered(message: Ask, progress: Progress, siblings: tuple[int, ...] = ()) -> Answers:
@@ -143,15 +155,62 @@ def test_what_one_rank_does_not_know_is_asked_of_its_siblings_and_taken_back_fro
     assert {to for to, message in network.sent if isinstance(message, Unask)} == {(HOST, PORT), (HOST, SIBLING)}
 
 
+def settle(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+    return answered(message, Progress.TICKET) if isinstance(message, Ask) else None
+
+
 def test_no_more_producers_are_asked_at_once_than_the_limit() -> None:
     many = [StartAsking((HOST, number + 1), question(number)) for number in range(module.MAX_PRODUCERS + 1)]
-
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        return answered(message, Progress.TICKET) if isinstance(message, Ask) else None
-
-    network = play(reply, *many)
+    network = play(settle, *many)
     assert len({to for to, _ in network.sent}) == module.MAX_PRODUCERS
     assert network.counters.total("side_channel_errors") == 1
+
+
+def test_a_connection_is_kept_for_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        network = Network(settle)
+        for number in (1, 2):
+            await network.run(StartAsking((HOST, PORT), question(number)))
+        assert asked_of(network, (HOST, PORT)) == [1, 2]
+        (kept,) = network.connections
+        assert not kept.is_closed
+        monkeypatch.setattr(module, "IDLE_S", 0.0)
+        await network.run(StartAsking((HOST, PORT), question(3)))
+        while network.asker._by_producer:
+            await asyncio.sleep(0)
+        assert kept.is_closed
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))
+
+
+def test_an_idle_connection_makes_room_for_another_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PRODUCERS", 2)
+
+    async def run() -> None:
+        network = Network(settle)
+        for number in range(3):
+            await network.run(StartAsking((HOST, PORT + number), question(number)))
+        while not network.connections[0].is_closed:
+            await asyncio.sleep(0)
+        assert [one.is_closed for one in network.connections] == [True, False, False]
+        assert len(network.answers) == 3
+        assert network.counters.total("side_channel_errors") == 0
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))
+
+
+def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_new_one() -> None:
+    async def run() -> None:
+        network = Network(settle)
+        await network.run(StartAsking((HOST, PORT), question(1)))
+        network.connections[0].frames.put_nowait(None)
+        while network.asker._by_producer:
+            await asyncio.sleep(0)
+        await network.run(StartAsking((HOST, PORT), question(2)))
+        assert [answer.progress for _, answer in network.answers] == [Progress.TICKET] * 2
+        assert network.counters.total("side_channel_errors") == 0
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
 
 def test_questions_are_repeated_although_news_comes_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

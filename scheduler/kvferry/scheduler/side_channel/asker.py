@@ -1,7 +1,8 @@
 """Asks producers about prompts that they prefill at this moment, on the thread of the side channel's client.
 
-Each producer has a task with a connection, from its first open question to its last. Open questions are repeated every
-`REPEAT_S` and over every new connection, so no answer depends on a single message.
+Each producer has a task with a connection, kept for `IDLE_S` after its last open question: the next one must not wait
+for a handshake. Open questions are repeated every `REPEAT_S` and over every new connection, so no answer depends on a
+single message.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ logger = logging.getLogger(__name__)
 
 REPEAT_S = 5.0
 CONNECT_S = 5.0
+IDLE_S = 60.0
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 MAX_PRODUCERS = 256
-"""Most producers that are asked at a time. Clients choose hosts."""
+"""Most producers with a connection; beyond it one without an open question is closed. Clients choose hosts."""
 
 OnAnswer = Callable[[Producer, Answer], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A producer with open questions."""
+    """A producer with open questions, or with a connection that is kept for the next."""
 
     producer: Producer
     questions: dict[int, Question] = field(default_factory=dict)
     unsent: list[Question] = field(default_factory=list)
     unasked: list[int] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
 
 
 class Asker:
@@ -88,7 +90,7 @@ class Asker:
     def _start(self, producer: Producer, question: Question) -> None:
         asked = self._by_producer.get(producer)
         if asked is None:
-            if len(self._by_producer) >= MAX_PRODUCERS:
+            if len(self._by_producer) >= MAX_PRODUCERS and not self._close_idle():
                 self._failed(producer, "too many producers are asked at once")
                 return
             asked = self._by_producer[producer] = _Asked(producer)
@@ -104,8 +106,17 @@ class Asker:
                 asked.unasked.append(number)
                 asked.news.set()
 
+    def _close_idle(self) -> bool:
+        """Close the connection of one producer without an open question. False if there is none."""
+        idle = next((asked for asked in self._by_producer.values() if not asked.questions), None)
+        if idle is None:
+            return False
+        del self._by_producer[idle.producer]
+        idle.task.cancel()
+        return True
+
     async def _ask(self, asked: _Asked) -> None:
-        """Ask a producer until no question is open."""
+        """Ask a producer until no question was open for `IDLE_S`."""
         failures = 0
         try:
             while asked.questions:
@@ -136,29 +147,39 @@ class Asker:
                 del self._by_producer[asked.producer]
 
     async def _converse(self, asked: _Asked, connection: Connection) -> None:
-        """Send questions and pass on answers, until no question is open. Raises `KvferryError`, also if the producer
-        has answered nothing from one repetition to the next: its host may be gone."""
+        """Send questions and pass on answers, until no question was open for `IDLE_S` or an idle connection ends.
+
+        Raises:
+            KvferryError: a connection with open questions has ended, or the producer has answered nothing from one
+                repetition to the next: its host may be gone.
+        """
         received = asyncio.ensure_future(connection.receive())
         clock = asyncio.get_running_loop().time
         repeat_s, has_answered = clock() + REPEAT_S, False
         try:
-            while asked.questions:
+            while True:
                 await self._send(asked, connection)
+                is_idle = not asked.questions
                 news = asyncio.ensure_future(asked.news.wait())
                 try:
-                    timeout_s = max(0.0, repeat_s - clock())
-                    await asyncio.wait((received, news), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                    timeout_s = IDLE_S if is_idle else max(0.0, repeat_s - clock())
+                    done, _ = await asyncio.wait(
+                        (received, news), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                    )
                 finally:
                     news.cancel()
+                if is_idle and (not done or (received.done() and received.exception() is not None)):
+                    return
                 if received.done():
                     self._take(asked, received.result())
                     received, has_answered = asyncio.ensure_future(connection.receive()), True
-                if clock() >= repeat_s:
+                if is_idle:
+                    repeat_s, has_answered = clock() + REPEAT_S, False
+                elif clock() >= repeat_s:
                     if not has_answered:
                         raise HandshakeFailed(f"has not answered for {REPEAT_S:g} s")
                     repeat_s, has_answered = clock() + REPEAT_S, False
                     asked.unsent = list(asked.questions.values())
-            await self._send(asked, connection)
         finally:
             received.cancel()
             with contextlib.suppress(asyncio.CancelledError, KvferryError):
