@@ -23,6 +23,7 @@ from kvferry.protocol.params_mac import new_mac_key
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import Device
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
@@ -64,7 +65,7 @@ def make_worker(engine_id: str, scenario: Scenario, side: Side, rank: int, memor
         topology=Topology(tp=side.tp),
         facts=FACTS,
         groups=(scenario.group(side),),
-        caches=KvCaches((memory,), scenario.tensors(side, rank, memory.data_ptr()), memory.device),
+        caches=KvCaches((memory,), scenario.tensors(side, rank, memory.data_ptr()), Device(memory.device)),
         settings=WorkerSettings(staging_pool_bytes=None if scenario.staged else 0, handshake_timeout_s=30.0),
         make_fabric=NixlFabric,
     )

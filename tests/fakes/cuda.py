@@ -1,25 +1,56 @@
-"""A stand-in for what kvferry uses of `torch.cuda`: device memory is the host's, and every call is recorded.
+"""A stand-in for what kvferry uses of `torch.cuda`: it records every call, and the rules of CUDA that a call breaks.
 
-As in CUDA, each thread has a current device, 0 until it sets another one, and streams are carried out in their order:
-here at once. The kernel of the relayout is carried out in numpy, without conversions.
+    cuda = FakeCuda()
+    producer, consumer = rig.pair(device=cuda.device)
+    cuda.phase = Phase.SERVING       # the caches are registered: nothing may wait for the device any more
+    model = cuda.current_stream()
+    model.hold()                     # … what is launched there stands still
+    model.release()
+    cuda.check()
+
+Device memory is the host's (`tests.fakes.cuda_memory`). Each thread has a current device, 0 until it sets another one,
+and streams are carried out in their order: at once, or, if the device is late, one piece of work for each query of an
+event behind it. So whatever does not wait for the device finds the bytes of before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import enum
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-import numpy as np
-import pytest
 import torch
-from numpy.typing import NDArray
-from torch.overrides import TorchFunctionMode
+
+from kvferry.worker.device import CudaStream
 
 DEFAULT_STREAM = "default"
+ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
+"""CUDA's errors."""
+
+
+class Phase(enum.Enum):
+    """What the engine does. CUDA graphs are captured after the caches have been registered, before the first step."""
+
+    REGISTERING = enum.auto()
+    CAPTURING = enum.auto()
+    SERVING = enum.auto()
+    CLOSING = enum.auto()
+
+
+class Rule(enum.Enum):
+    """What a call may break."""
+
+    DEVICE = "a thread uses CUDA without having set its device"
+    CONTEXT = "a thread calls the fabric without a CUDA context"
+    DEFAULT_STREAM = "work on the default stream"
+    WAITS = "a thread waits for the device while the engine serves"
+    UNRECORDED = "an event is queried before it was recorded"
+    CAPTURE = "a call while graphs are captured"
+    FIRST_USE = "something of CUDA is made after the caches were registered"
+    MEMORY = "memory is used that work on another stream may still use"
 
 
 class Call(NamedTuple):
@@ -32,165 +63,222 @@ class Call(NamedTuple):
 
 
 class FakeCuda:
-    """One device; the thread that makes the stand-in is the engine's, whose device is set.
+    """One GPU of a host; the thread that makes the stand-in is the engine's, which has set it.
+
+    Args:
+        index: of the GPU.
+        is_late: see the module.
 
     Attributes:
+        device: the port to it.
         calls: in their order, those that set a device apart.
-        pinned_bytes: of each allocation that was asked of torch in pinned memory.
+        broken: the rules that were broken, each with the call.
+        asked: queries of events, by the stream that they were recorded on.
+        streams: kvferry's.
         registered: host memory that is registered now, length by address.
-        host_error: what `cudaHostRegister` returns; 0 for success.
+        host_error: what `cudaHostRegister` returns if nothing else is wrong; 0 for success.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, index: int = 1, *, is_late: bool = False) -> None:
+        from tests.fakes.cuda_memory import FakeDevice
+
+        self.where, self.is_late, self.phase = torch.device("cuda", index), is_late, Phase.REGISTERING
         self.calls: list[Call] = []
-        self.pinned_bytes: list[int] = []
+        self.broken: list[tuple[Rule, Call]] = []
+        self.asked: Counter[str] = Counter()
         self.registered: dict[int, int] = {}
         self.host_error = 0
+        self.lock = threading.RLock()
         self._local = threading.local()
-        self._local.device = self._index(device)
-        self._streams = 0
+        self._default = FakeStream(self, DEFAULT_STREAM)
+        self._models: list[FakeStream] = []
+        self.streams: list[FakeStream] = []
+        self.device = FakeDevice(self)
+        self._local.device, self._local.is_set, self._local.has_context = index, True, True
 
-    def names(self, stream: str | None = None) -> list[str]:
-        """The calls' names, of all streams or of one."""
-        return [call.name for call in self.calls if stream in (None, call.stream)]
+    # For tests.
 
-    def strays(self) -> list[Call]:
-        """Calls by threads whose current device was another one: each makes a context on that device."""
-        return [call for call in self.calls if call.device != self._index(self.device)]
+    def check(self) -> None:
+        """No rule was broken."""
+        found = [f"{rule.value}: {call}" for rule, call in dict.fromkeys(self.broken)]
+        assert not found, "\n".join(found)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Take the place of `torch.cuda` until the test ends."""
-        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: _Event(self))
-        monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
-        monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", self.launch_relayout)
+    def rules(self) -> set[Rule]:
+        """Those that were broken."""
+        return {rule for rule, _ in self.broken}
 
-    def memory(self) -> TorchFunctionMode:
-        """A context in which this thread's allocations on the device are the host's."""
-        return _OnHost(self)
+    def names(self) -> list[str]:
+        """The calls' names."""
+        return [call.name for call in self.calls]
 
-    def record(self, name: str, stream: str | None = None) -> None:
-        """A call of the current thread."""
-        thread = threading.current_thread().name
-        self.calls.append(Call(name, thread, self.current_device, stream or self.current_stream().name))
+    def launch(self, work: Callable[[], object]) -> None:
+        """The model's work, on the calling thread's current stream."""
+        self._current.add(work)
 
-    @property
-    def current_device(self) -> int:
-        """Of the current thread."""
-        return int(getattr(self._local, "device", 0))
+    def model_stream(self) -> FakeStream:
+        """A stream of the engine's."""
+        self._models.append(FakeStream(self, "model"))
+        return self._models[-1]
 
-    def set_device(self, device: torch.device | int) -> None:
-        self._local.device = self._index(device)
+    def finish(self) -> None:
+        """The device finishes everything."""
+        for stream in (self._default, *self._models, *self.streams):
+            stream.release()
+            stream.run()
 
-    def new_stream(self, device: torch.device) -> _Stream:
-        self.record("Stream")
-        self._streams += 1
-        return _Stream(self, f"stream {self._streams}")
+    # What torch has.
+
+    def set_device(self, device: torch.device) -> None:
+        index = device.index or 0
+        if index != getattr(self._local, "device", 0):  # torch calls CUDA only then
+            self._local.device, self._local.has_context = index, True
+        self._local.is_set = index == self.where.index
+
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
+        return self._current
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802 (torch's name)
+        self.record("Stream", makes=True)
+        self.streams.append(FakeStream(self, f"stream {len(self.streams) + 1}"))
+        return self.streams[-1]
+
+    def Event(self) -> FakeEvent:  # noqa: N802 (torch's name)
+        return FakeEvent(self)
 
     @contextlib.contextmanager
-    def on_stream(self, stream: _Stream) -> Iterator[None]:
-        before = (self.current_stream(), self.current_device)
-        self._local.stream, self._local.device = stream, self._index(self.device)
+    def stream(self, stream: CudaStream) -> Iterator[None]:
+        before, self._local.stream = self._current, stream
         try:
             yield
         finally:
-            self._local.stream, self._local.device = before
+            self._local.stream = before
 
-    def current_stream(self, device: torch.device | None = None) -> _Stream:
-        found = getattr(self._local, "stream", None)
-        return found if found is not None else _Stream(self, DEFAULT_STREAM)
+    def cudart(self) -> FakeCuda:
+        return self
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:  # noqa: N802 (CUDA's name)
-        self.record("cudaHostRegister")
-        assert not any(start < address + length and address < start + of for start, of in self.registered.items())
+        self.record("cudaHostRegister", makes=True, waits=True)
+        if any(start < address + length and address < start + of for start, of in self.registered.items()):
+            return ALREADY_REGISTERED
         if not self.host_error:
             self.registered[address] = length
         return self.host_error
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 (CUDA's name)
-        self.record("cudaHostUnregister")
-        del self.registered[address]
-        return 0
+        self.record("cudaHostUnregister", waits=True)
+        return 0 if self.registered.pop(address, None) else NOT_REGISTERED
 
-    def launch_relayout(
+    # For the parts of the stand-in.
+
+    def record(
         self,
+        name: str,
+        stream: FakeStream | None = None,
         *,
-        programs: torch.Tensor,
-        pieces: torch.Tensor,
-        shapes: torch.Tensor,
-        units: torch.Tensor,
-        scales: torch.Tensor,
-        num_programs: int,
-        converts: bool,
-        tile: int,
+        works: bool = False,
+        waits: bool = False,
+        makes: bool = False,
+        breaks: Rule | None = None,
     ) -> None:
-        self.record("launch")
-        if not converts:
-            of_program = programs.numpy()[: 2 * num_programs].reshape(-1, 2)
-            for piece in np.unique(of_program[:, 0]).tolist():
-                _move(pieces.numpy()[6 * piece : 6 * piece + 6], shapes.numpy(), units.numpy())
+        """A call of the current thread.
 
-    @staticmethod
-    def _index(device: torch.device | int) -> int:
-        return device if isinstance(device, int) else device.index or 0
+        Args:
+            works: it puts work on the stream; waits: it returns when the device is done; makes: it makes something that
+                lasts, or uses it for the first time.
+            breaks: a rule that it breaks in any case.
+        """
+        stream = stream or self._current
+        is_served, is_later = self.phase is Phase.SERVING, self.phase in (Phase.CAPTURING, Phase.SERVING)
+        verdicts = {
+            Rule.DEVICE: not getattr(self._local, "is_set", False),
+            Rule.DEFAULT_STREAM: works and is_later and stream is self._default,
+            Rule.WAITS: waits and is_served,
+            Rule.CAPTURE: self.phase is Phase.CAPTURING,
+            Rule.FIRST_USE: makes and is_later,
+        }
+        call = Call(name, threading.current_thread().name, getattr(self._local, "device", 0), stream.name)
+        with self.lock:
+            self.calls.append(call)
+            self.broken += [(rule, call) for rule, is_broken in verdicts.items() if is_broken or rule is breaks]
+            self.broken += [(rule, call) for rule in {breaks} - verdicts.keys() if rule is not None]
+        self._local.has_context = True
+
+    def has_context(self) -> bool:
+        """Whether the calling thread has one."""
+        return getattr(self._local, "has_context", False)
+
+    @property
+    def _current(self) -> FakeStream:
+        found: FakeStream = getattr(self._local, "stream", self._default)
+        return found
 
 
-@dataclass
-class _Stream:
-    cuda: FakeCuda
-    name: str
+class FakeStream:
+    """Work in order; `hold` makes it stand still."""
 
-    def synchronize(self) -> None:
-        self.cuda.record("synchronize", self.name)
-
-
-class _Event:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-        self._stream = DEFAULT_STREAM
-
-    def record(self, stream: _Stream) -> None:
-        self._stream = stream.name
-        self._cuda.record("record", self._stream)
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+        self._work: deque[Callable[[], object]] = deque()
+        self._is_held = False
 
     def query(self) -> bool:
-        self._cuda.record("query", self._stream)
-        return True
+        self.cuda.record("stream query", self)
+        return not self._work
+
+    def synchronize(self) -> None:
+        self.cuda.record("synchronize", self, waits=True)
+        self.run()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Launch work."""
+        with self.cuda.lock:
+            self._work.append(work)
+        if not self.cuda.is_late:
+            self.run()
+
+    def run(self, most: float = float("inf")) -> None:
+        """Carry out so many pieces of work, unless the stream is held."""
+        with self.cuda.lock:
+            while self._work and not self._is_held and most > 0:
+                self._work.popleft()()
+                most -= 1
+
+    def hold(self) -> None:
+        """Nothing is carried out any more."""
+        with self.cuda.lock:
+            self._is_held = True
+
+    def release(self) -> None:
+        """It goes on."""
+        with self.cuda.lock:
+            self._is_held = False
+        if not self.cuda.is_late:
+            self.run()
 
 
-class _OnHost(TorchFunctionMode):
-    """Allocations on the device are made on the host, pinned ones unpinned."""
+class FakeEvent:
+    """As in CUDA, one that was never recorded counts as passed."""
 
     def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
         self._cuda = cuda
+        self._stream: FakeStream | None = None
+        self._is_passed = True
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == self._cuda.device:
-            kwargs["device"] = torch.device("cpu")
-        pins = kwargs.pop("pin_memory", False)
-        made = func(*args, **kwargs)
-        if pins:
-            self._cuda.pinned_bytes.append(made.untyped_storage().nbytes())
-        return made
+    def record(self, stream: CudaStream) -> None:
+        assert isinstance(stream, FakeStream)
+        self._cuda.record("record", stream)
+        self._stream, self._is_passed = stream, False
+        stream.add(self._pass)
 
+    def query(self) -> bool:
+        stream = self._stream
+        self._cuda.record("query", stream, breaks=Rule.UNRECORDED if stream is None else None)
+        is_passed = self._is_passed
+        if stream is not None:
+            self._cuda.asked[stream.name] += 1
+            if not is_passed and self._cuda.is_late:
+                stream.run(1)
+        return is_passed
 
-def _move(piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int32]) -> None:
-    """Every chunk of a piece, by the columns that `device_table` describes."""
-    source, destination, row, first_unit, chunks = (int(number) for number in piece[:5])
-    shape = shapes[39 * row : 39 * row + 39]
-    rest, here, there = np.arange(chunks), np.full(chunks, source), np.full(chunks, destination)
-    for level in range(5):
-        rest, index = np.divmod(rest, shape[5 + level])
-        here += index * shape[20 + level]
-        there += index * shape[25 + level]
-    places = units[: 4 * (first_unit + int(rest.max()) + 1)].reshape(-1, 4)[first_unit + rest].astype(np.int64)
-    here += places[:, :2] @ shape[30:32]
-    there += places[:, 2:] @ shape[32:34]
-    for come, go in zip(here.tolist(), there.tolist(), strict=True):
-        ctypes.memmove(go, come, int(shape[0]))
+    def _pass(self) -> None:
+        self._is_passed = True

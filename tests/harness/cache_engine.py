@@ -66,6 +66,7 @@ class CacheEngine:
     Attributes:
         fabrics: of the workers, in their order.
         launched: what the next step computes, after its orders and before its end.
+        launch: carries out a part of a step's work on the device.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class CacheEngine:
         self.shards, self.mac_key = shards, new_mac_key()
         self.seen, self.counters = Seen(), Counters()
         self.launched: list[Callable[[], None]] = []
+        self.launch: Callable[[Callable[[], None]], None] = lambda work: work()
         self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters)
         self.loads = ConsumerLedger(self.counters, max_ended=MAX_ENDED_LEASES if remembers else 0)
         self.fabrics: list[FaultFabric] = []
@@ -193,7 +195,7 @@ class CacheEngine:
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
         launched, self.launched = self.launched, []
         for write in launched:
-            write()
+            self.launch(write)
         for worker in self.workers:
             worker.end_step()
         self.collect()

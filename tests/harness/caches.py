@@ -16,10 +16,10 @@ import torch
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import HOST, Device
 
 Bytes = npt.NDArray[np.uint8]
 
-CPU = torch.device("cpu")
 GUARD_BYTES = 64
 PATTERN = Format(dtype="uint8", packing="k|v")
 
@@ -49,7 +49,7 @@ class PatternCaches:
         *,
         guard: int | None = None,
         ratio: int = 1,
-        device: torch.device = CPU,
+        device: Device = HOST,
     ) -> None:
         self.kv = KvCaches(tuple(storages), tuple(tensors), device)
         self.memory: list[Bytes] = [storage.numpy() for storage in storages]
@@ -199,7 +199,7 @@ class CacheShape:
 class ToyCaches(PatternCaches):
     """Caches of a toy shape, each tensor with guard bytes on both sides."""
 
-    def __init__(self, shape: CacheShape, poison: int, device: torch.device = CPU) -> None:
+    def __init__(self, shape: CacheShape, poison: int, device: Device = HOST) -> None:
         self.shape = shape
         strides, tensor_bytes = shape.strides()
         step = tensor_bytes + 2 * GUARD_BYTES

@@ -5,20 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import LeaseName, ModelFacts
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_params
+from kvferry.worker.device import HOST, Device
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.pool import StagingPool
 from kvferry.worker.worker import MakeFabric
+from tests.fakes.cuda_memory import FakeDevice
 from tests.harness.cache_engine import FACTS, LEASE_S, SETTINGS, CacheEngine
-from tests.harness.caches import CPU, Bytes, CacheShape, ToyCaches
+from tests.harness.caches import Bytes, CacheShape, ToyCaches
 from tests.harness.prefills import Prefill
 from tests.waiting import step_until
 
@@ -69,7 +71,7 @@ class Engine(CacheEngine):
         lease_s: float = LEASE_S,
         port: int | None = None,
         seed: int = 0,
-        device: torch.device = CPU,
+        device: Device = HOST,
         remembers: bool = False,
     ) -> None:
         self.shape = shape
@@ -92,6 +94,8 @@ class Engine(CacheEngine):
             remembers=remembers,
         )
         (self.worker,), (self.fabric,) = self.workers, self.fabrics
+        if isinstance(device, FakeDevice):
+            self.launch = device.cuda.launch
 
     # The producing half.
 
@@ -102,8 +106,8 @@ class Engine(CacheEngine):
         blocks = self._take_blocks(tokens)
         assert self.leases.open(request_id)
         self.step()
-        self.caches.fill(blocks, 0x5A)
-        self.caches.write(blocks, tokens, seed)
+        self.launch(partial(self.caches.fill, blocks, 0x5A))
+        self.launch(partial(self.caches.write, blocks, tokens, seed))
         self._running[request_id] = (blocks, tokens, seed)
         return request_id
 

@@ -8,6 +8,7 @@ import torch
 
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import HOST
 from tests.geometry.caches import Caches
 from tests.geometry.cells import UNNAMED, Ints, Memory, number_of, spell
 from tests.geometry.effects import Wanted, produced, wanted
@@ -40,7 +41,7 @@ class WorkerMemory:
         draw = np.random.default_rng(seed)
         storages = [torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for size in caches.sizes]
         addresses = [storage.data_ptr() for storage in storages]
-        self.kv = KvCaches(tuple(storages), caches.at(addresses), torch.device("cpu"))
+        self.kv = KvCaches(tuple(storages), caches.at(addresses), HOST)
         self._memory = Memory(addresses, caches.sizes)
         self._floats = [x for x in self.kv.tensors if floats and has_floats(x.format)]
         self._parts = [storage.numpy() for storage in sorted(storages, key=lambda storage: storage.data_ptr())]

@@ -10,19 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.worker.caches import HostMemory, KvCaches
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import HOST, Device, HostMemory
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
 from kvferry.worker.fabric.reads import SlotReads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
-
-CPU = torch.device("cpu")
 
 
 def test_an_allocation_is_registered_once_and_whole_however_many_views_there_are() -> None:
     shared = torch.zeros(1024, dtype=torch.float32)
     other = torch.zeros(7, dtype=torch.uint8)
     views = (shared[:10], shared[512:].view(torch.bfloat16), shared.view(32, 32).t(), other, other[3:])
-    regions = KvCaches(views, (), CPU).regions()
+    regions = KvCaches(views, (), HOST).regions()
     assert regions == [
         Region(shared.data_ptr(), 4096, MemoryKind.DRAM, 0),
         Region(other.data_ptr(), 7, MemoryKind.DRAM, 0),
@@ -30,9 +29,9 @@ def test_an_allocation_is_registered_once_and_whole_however_many_views_there_are
 
 
 def test_host_memory_is_dram_of_device_0_and_a_gpu_is_named_by_its_ordinal() -> None:
-    assert KvCaches((), (), CPU).kind is MemoryKind.DRAM
-    assert KvCaches((), (), CPU).device_index == 0
-    gpu = KvCaches((), (), torch.device("cuda:3"))
+    assert KvCaches((), (), HOST).kind is MemoryKind.DRAM
+    assert KvCaches((), (), HOST).device_index == 0
+    gpu = KvCaches((), (), Device(torch.device("cuda:3")))
     assert (gpu.kind, gpu.device_index) == (MemoryKind.VRAM, 3)
 
 
@@ -75,7 +74,7 @@ def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
 
 
 def test_the_system_is_asked_for_huge_pages() -> None:
-    memory = HostMemory(8 << 20, torch.device("cpu"))
+    memory = HostMemory(8 << 20, HOST)
     inside, flags = False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = line.split(" ", 1)[0].split("-")

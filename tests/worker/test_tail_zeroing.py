@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,14 +17,14 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
 from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.caches import DeviceMark, KvCaches
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import HOST, Device, DeviceMark
 from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
 from tests.fakes.cuda import FakeCuda
+from tests.fakes.cuda_memory import kernels
 from tests.fakes.device_mark import FakeMark
 from tests.harness.caches import CacheShape, ToyCaches
 
-CPU = torch.device("cpu")
-GPU = torch.device("cuda", 1)
 WARM_UP_BYTES = 1536
 """Size of the table with which the kernel is compiled."""
 
@@ -64,33 +63,30 @@ def shapes(draw: st.DrawFn) -> CacheShape:
 def fake_gpu() -> Iterator[FakeCuda]:
     """A device whose kernel runs in numpy, with exactly the room for a table that `room_for` computes."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    with pytest.MonkeyPatch.context() as patched:
-        cuda = FakeCuda(GPU)
-        cuda.install(patched)
+    with pytest.MonkeyPatch.context() as patched, kernels():
         patched.setattr("kvferry.worker.relayout.triton_relayout._LEAST_TABLE_BYTES", WARM_UP_BYTES)
-        with cuda.memory():
-            yield cuda
+        yield FakeCuda()
 
 
 @given(shape=shapes(), draw=st.data())
 def test_exactly_the_cells_after_the_last_token_are_zeroed_in_every_tensor(
     shape: CacheShape, draw: st.DataObject
 ) -> None:
-    check_the_tail(shape, draw, CPU)
+    check_the_tail(shape, draw, HOST)
 
 
 @given(shape=shapes(), draw=st.data())
 def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(shape: CacheShape, draw: st.DataObject) -> None:
-    with fake_gpu():
-        check_the_tail(shape, draw, GPU)
+    with fake_gpu() as cuda:
+        check_the_tail(shape, draw, cuda.device)
 
 
 def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_done_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = CacheShape(layers=2)
-    with fake_gpu():
-        tail_zeroing = TailZeroing(ToyCaches(shape, 0xA5, GPU).kv)
+    with fake_gpu() as cuda:
+        tail_zeroing = TailZeroing(ToyCaches(shape, 0xA5, cuda.device).kv)
         relayout: Any = tail_zeroing._relayout
         before = relayout._slots[0].mark
         monkeypatch.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", Mock(side_effect=RuntimeError))
@@ -101,8 +97,8 @@ def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_don
 
 def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
     shape = CacheShape(layers=40, blocks=3, cell_bytes=15, one_storage=False)
-    with fake_gpu():
-        caches = ToyCaches(shape, 0xA5, GPU)
+    with fake_gpu() as cuda:
+        caches = ToyCaches(shape, 0xA5, cuda.device)
         tail_zeroing = TailZeroing(caches.kv)
         assert zero(tail_zeroing, shape, [1], 3) is not None
         largest = tail_zeroing._table([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)])
@@ -111,7 +107,7 @@ def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
     assert not any(caches.cells(layer)[1, :, 3:].any() for layer in range(shape.layers))
 
 
-def check_the_tail(shape: CacheShape, draw: st.DataObject, device: torch.device) -> None:
+def check_the_tail(shape: CacheShape, draw: st.DataObject, device: Device) -> None:
     caches = ToyCaches(shape, 0xA5, device)
     stop = draw.draw(st.integers(1, (shape.blocks - 1) * shape.block_tokens), label="stop")
     count = -(-stop // shape.block_tokens)
@@ -156,13 +152,13 @@ def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
     caches = ToyCaches(CacheShape(layers=1), poison=0)
     astray = msgspec.structs.replace(caches.kv.tensors[0], base=caches.kv.tensors[0].base + 10**6)
     with pytest.raises(ValueError, match=r"layers\.0/kv"):
-        TailZeroing(KvCaches(caches.kv.storages, (astray,), CPU))
+        TailZeroing(KvCaches(caches.kv.storages, (astray,), HOST))
 
 
 def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing() -> None:
     shape = CacheShape(layers=2)
     with fake_gpu() as cuda:
-        caches = ToyCaches(shape, 0xA5, GPU)
+        caches = ToyCaches(shape, 0xA5, cuda.device)
         tail_zeroing = TailZeroing(caches.kv)
         relayout: Any = tail_zeroing._relayout
         cuda.calls = []
@@ -183,7 +179,7 @@ def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
     shape = CacheShape(layers=2)
     caches = ToyCaches(shape, poison=0xA5)
     first, second = caches.kv.tensors
-    kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), CPU)
+    kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), HOST)
     assert zero(TailZeroing(kv), shape, [3], 2) is not None
     assert not caches.cells(0)[3, :, 2:].any()
     assert (caches.memory[1] == 0xA5).all()
@@ -193,7 +189,7 @@ def test_layers_that_share_a_cache_are_zeroed_and_the_others_too() -> None:
     caches = ToyCaches(CacheShape(layers=3), poison=0xA5)
     first, second, third = caches.kv.tensors
     twin = msgspec.structs.replace(first, layer="layers.9")
-    kv = KvCaches(caches.kv.storages, (first, twin, second, third), CPU)
+    kv = KvCaches(caches.kv.storages, (first, twin, second, third), HOST)
     assert zero(TailZeroing(kv), CacheShape(layers=3), [3], 2) is not None
     for layer in range(3):
         assert not caches.cells(layer)[3, :, 2:].any()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.fakes.cuda import FakeCuda
+from tests.fakes.cuda_memory import kernels
 from tests.harness.rig import Rig, rig_of
 
 
@@ -26,9 +26,8 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def cuda() -> Iterator[FakeCuda]:
     """The second GPU of a host, on which the relayout's kernel runs in numpy."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    made = FakeCuda(torch.device("cuda", 1))
-    made.install(monkeypatch)
-    return made
+    with kernels():
+        yield FakeCuda()

@@ -8,19 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from bench.relayout_waves import moved_bytes
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.ids import SlotState
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import Blocks
-from kvferry.worker.caches import DeviceClock, DeviceMark
+from kvferry.worker.device import HOST, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging import host_buffer as host_mirror
 from tests.fakes.cuda import DEFAULT_STREAM, FakeCuda
+from tests.fakes.cuda_memory import launch_relayout
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
@@ -81,7 +81,7 @@ def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_
 class BusyRelayout:
     """A relayout that has room for every second wave only."""
 
-    done = DeviceClock(torch.device("cpu")).mark()
+    done = HOST.mark()
 
     def __init__(self) -> None:
         self.launches = 0
@@ -128,32 +128,29 @@ PINNED = replace(SETTINGS, host_buffer=True, staging_pool_bytes=POOL_BYTES)
 
 
 def test_a_producer_pins_its_caches_copy_and_its_pool_in_whole_pages_and_no_more(cuda: FakeCuda, rig: Rig) -> None:
-    with cuda.memory():
-        producer = rig.engine("P", device=cuda.device, settings=PINNED)
+    producer = rig.engine("P", device=cuda.device, settings=PINNED)
     mirrors = [-(-part.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for part in producer.caches.memory]
     assert sorted(cuda.registered.values()) == sorted([*mirrors, POOL_BYTES])
     assert not any(address % mmap.PAGESIZE for address in cuda.registered)
 
 
 def test_a_consumer_pins_its_pool_and_keeps_and_registers_no_copy_of_its_caches(cuda: FakeCuda, rig: Rig) -> None:
-    with cuda.memory():
-        producer = rig.engine("P", device=cuda.device, settings=PINNED)
-        before = set(cuda.registered)
-        consumer = rig.engine("C", device=cuda.device, settings=replace(PINNED, is_read_from=False))
+    producer = rig.engine("P", device=cuda.device, settings=PINNED)
+    before = set(cuda.registered)
+    consumer = rig.engine("C", device=cuda.device, settings=replace(PINNED, is_read_from=False))
     assert [length for address, length in cuda.registered.items() if address not in before] == [POOL_BYTES]
     fabric = consumer.fabric.inner
     assert isinstance(fabric, MemoryFabric)
     starts = {tensor.untyped_storage().data_ptr() for tensor in consumer.caches.kv.storages}
     assert not starts & {region.address for region in fabric._regions}
     rig.transfer(producer, consumer)
-    assert not cuda.strays()
+    cuda.check()
 
 
 def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_have_ended(
     cuda: FakeCuda, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with cuda.memory():
-        producer, consumer = rig.pair(device=cuda.device, settings=PINNED)
+    producer, consumer = rig.pair(device=cuda.device, settings=PINNED)
     rig.transfer(producer, consumer)
     close, pinned_at_close = producer.fabric.close, []
 
@@ -175,7 +172,7 @@ def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_ha
 
 def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(cuda: FakeCuda, rig: Rig) -> None:
     cuda.host_error = 2
-    with cuda.memory(), pytest.raises(InvalidConfig, match=r"room for \d+ bytes .* error 2") as refused:
+    with pytest.raises(InvalidConfig, match=r"room for \d+ bytes .* error 2") as refused:
         rig.engine("P", device=cuda.device, settings=PINNED)
     assert refused.value.field == "kv_buffer_device"
 
@@ -186,7 +183,7 @@ def test_a_start_that_cannot_pin_all_of_its_memory_unpins_the_rest(
     """The pool is pinned first, then the copy of the caches, part by part."""
     register = cuda.cudaHostRegister
     monkeypatch.setattr(cuda, "cudaHostRegister", lambda *of: 2 if len(cuda.registered) == 2 else register(*of))
-    with cuda.memory(), pytest.raises(InvalidConfig, match="error 2"):
+    with pytest.raises(InvalidConfig, match="error 2"):
         rig.engine("P", device=cuda.device, settings=PINNED)
     assert cuda.names().count("cudaHostUnregister") == 2
     assert not cuda.registered
@@ -195,8 +192,7 @@ def test_a_start_that_cannot_pin_all_of_its_memory_unpins_the_rest(
 def test_a_load_is_zeroed_by_one_launch_on_a_stream_of_its_own_that_was_used_at_registration(
     cuda: FakeCuda, rig: Rig
 ) -> None:
-    with cuda.memory():
-        producer, consumer = rig.pair(device=cuda.device)
+    producer, consumer = rig.pair(device=cuda.device)
     warmed_up = {call.stream for call in cuda.calls if call.name == "launch"}
     begun = len(cuda.calls)
     rig.transfer(producer, consumer, tokens=10)
@@ -209,13 +205,12 @@ def test_a_load_is_zeroed_by_one_launch_on_a_stream_of_its_own_that_was_used_at_
 def test_after_a_launch_that_raised_the_blocks_wait_for_the_stream_that_it_was_on(
     cuda: FakeCuda, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with cuda.memory():
-        producer, consumer = rig.pair(device=cuda.device)
+    producer, consumer = rig.pair(device=cuda.device)
     rig.transfer(producer, consumer, tokens=10)
     begun = len(cuda.calls)
 
     def launch_and_raise(**what: Any) -> None:
-        cuda.launch_relayout(**what)
+        launch_relayout(**what)
         raise RuntimeError("of the test")
 
     with monkeypatch.context() as patched:
@@ -231,11 +226,10 @@ def test_after_a_launch_that_raised_the_blocks_wait_for_the_stream_that_it_was_o
 
 
 def test_every_thread_that_uses_the_device_has_set_it(cuda: FakeCuda, rig: Rig) -> None:
-    with cuda.memory():
-        producer = rig.engine("P", device=cuda.device)
-        consumer = rig.engine("C", device=cuda.device, shape=replace(SHAPE, axes="bth"))
+    producer = rig.engine("P", device=cuda.device)
+    consumer = rig.engine("C", device=cuda.device, shape=replace(SHAPE, axes="bth"))
     rig.transfer(producer, consumer, tokens=10)
     assert consumer.seen.totals[-1].staged_bytes, "the load went through the pool"
     threads = {call.thread for call in cuda.calls}
     assert len(threads) == 2, "the engine's thread, and the transfer thread"
-    assert not cuda.strays()
+    cuda.check()

@@ -96,7 +96,7 @@ def test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks(
 ) -> None:
     producer, consumer = rig.pair()
     device = FakeClock()
-    monkeypatch.setattr(producer.worker, "_clock", device)
+    monkeypatch.setattr(producer.worker, "_device", device)
     offer = producer.prefill(tokens=5)
     load = consumer.load(offer.params)
     rig.step_until(lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again")
@@ -109,7 +109,7 @@ def test_nothing_is_read_into_blocks_that_the_device_may_still_write(rig: Rig, m
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     device = FakeClock()
-    monkeypatch.setattr(consumer.worker, "_clock", device)
+    monkeypatch.setattr(consumer.worker, "_device", device)
     reads = consumer.fabric.calls["post_read"]
     load = consumer.load(producer.prefill(tokens=5, seed=4).params)
     wait_until(lambda: any(mark.asked > 10 for mark in device.marks), "the device is asked")

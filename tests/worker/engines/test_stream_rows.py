@@ -28,7 +28,7 @@ STREAMING = replace(SETTINGS, row_blocks=(300,), check_integrity=True)
 def streaming_producer(rig: Rig) -> tuple[Engine, FakeClock]:
     """An engine whose device has not finished anything yet."""
     producer, clock = rig.engine("P", settings=STREAMING), FakeClock()
-    producer.worker._clock = clock  # type: ignore[assignment]
+    producer.worker._device = clock  # type: ignore[assignment]
     return producer, clock
 
 

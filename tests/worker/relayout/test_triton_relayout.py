@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+from kvferry.worker.device import Device
 from kvferry.worker.relayout.shape import Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 from tests.fakes.device_mark import FakeClock
@@ -68,7 +69,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     from kvferry.worker.relayout import triton_relayout
 
     made = FakeClock()
-    monkeypatch.setattr(triton_relayout, "DeviceClock", lambda device: made)
+    monkeypatch.setattr(Device, "mark", lambda device: made.mark())
     monkeypatch.setattr(triton_relayout, "launch_relayout", lambda **arguments: None)
     return made
 

@@ -23,7 +23,7 @@ from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_from
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
-from kvferry.worker.caches import DeviceMark
+from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.stream_rows import Rows, Stream

@@ -18,7 +18,7 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import EMPTY, Epoch
 from kvferry.protocol.orders import LeaseProgress
 from kvferry.protocol.stream_rows import PAGE_IDS, STREAM_ROWS, StreamRows, header_word
-from kvferry.worker.caches import DeviceMark
+from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.port import MemoryKind, Region
 
 

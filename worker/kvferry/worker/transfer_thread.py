@@ -18,13 +18,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import ParamSpec
 
-import torch
-
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.load_bell import BellRope
 from kvferry.protocol.orders import FailureReason, LeaseHold, LeaseProgress, OrdersHead, decode_orders
-from kvferry.worker.caches import DeviceMark, use_device
+from kvferry.worker.device import Device, DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import Reader
@@ -150,8 +148,8 @@ class TransferThread:
         self.registry.close()
         return True
 
-    def _run(self, device: torch.device) -> None:
-        self._survive(use_device, device)
+    def _run(self, device: Device) -> None:
+        self._survive(device.use)
         while not self._stopping:
             self._survive(self._take_work)
             self._step()

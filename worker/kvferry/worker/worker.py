@@ -15,7 +15,7 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import decode_head
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
-from kvferry.worker.caches import DeviceClock, KvCaches
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import LoadWatchdog, StepResults
@@ -83,7 +83,7 @@ class FerryWorker:
             )
             self._first_contact = FirstContact(engine, costs, settings)
             undo.callback(self._first_contact.close)
-            self._clock = DeviceClock(caches.device)
+            self._device = caches.device
             handshake = self._first_contact.handshake
             self._thread = TransferThread(self._fabric, self._memory, groups, index, handshake, settings)
             undo.pop_all()
@@ -121,7 +121,7 @@ class FerryWorker:
                 results.counts["lost_orders"] += 1
             return
         self._watchdog.ordered(first.loads)
-        self._thread.submit(first, frame, self._clock.mark())
+        self._thread.submit(first, frame, self._device.mark())
         self._marks = first.marks
 
     def end_step(self) -> None:
@@ -129,7 +129,7 @@ class FerryWorker:
         when the device has finished."""
         if self._marks:
             self._marks = False
-            self._thread.complete(self._clock.mark())
+            self._thread.complete(self._device.mark())
 
     def take_results(self, timeout_s: float = 0.0) -> StepResults:
         """Return the results since the last call.

@@ -16,8 +16,7 @@ from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.stream_rows import Rows
 
-_STAGING_BYTES = {"cuda": 256 << 20}
-_STAGING_BYTES_OF_OTHERS = 64 << 20
+_STAGING_BYTES, _STAGING_BYTES_ON_HOST = 256 << 20, 64 << 20
 """Default sizes of the staging pool."""
 
 _ENTRIES_PER_LOAD = 8
@@ -109,7 +108,8 @@ def _unpin(staging: Staging | None) -> None:
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
     """The staging pool of the settings."""
     asked = settings.staging_pool_bytes
-    capacity = _STAGING_BYTES.get(caches.device.type, _STAGING_BYTES_OF_OTHERS) if asked is None else asked
+    default = _STAGING_BYTES if caches.device.is_cuda else _STAGING_BYTES_ON_HOST
+    capacity = default if asked is None else asked
     if settings.host_buffer and not capacity:
         raise InvalidConfig("staging_pool_bytes", 0, "more than 0 with a host buffer: everything goes through the pool")
     return Staging(caches, capacity, on_host=settings.host_buffer) if capacity else None

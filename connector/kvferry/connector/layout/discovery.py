@@ -18,6 +18,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import Device
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -95,7 +96,7 @@ def discover(
             tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, block_layouts, sharding, share)
     if not tensors:
         raise InvalidConfig("kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache")
-    return KvCaches(tuple(storages.values()), tuple(tensors), next(iter(storages.values())).device)
+    return KvCaches(tuple(storages.values()), tuple(tensors), Device(next(iter(storages.values())).device))
 
 
 def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from kvferry.protocol.ids import Epoch, SlotState, epoch_from_text, epoch_to_tex
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params_mac import check_params_mac
-from kvferry.worker.caches import DeviceMark
+from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer
 from kvferry.worker.fabric.reads import Reads

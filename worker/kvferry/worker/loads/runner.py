@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvferry.protocol.orders import FailureReason, LoadOrder
-from kvferry.worker.caches import DeviceMark
+from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.load import Load

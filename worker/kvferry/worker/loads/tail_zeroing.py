@@ -18,7 +18,8 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs
 from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.caches import DeviceClock, DeviceMark, KvCaches, synchronize
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import DeviceMark
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
@@ -67,16 +68,17 @@ class TailZeroing:
     """
 
     def __init__(self, caches: KvCaches) -> None:
-        self._clock = DeviceClock(caches.device)
+        self._device = caches.device
         self._relayout: Relayout | None = None
         divisible = [tensor for tensor in caches.tensors if tensor.tiles > 1 and len(tensor.heads)]
-        if caches.device.type == "cpu":
+        if caches.device.where.type == "cpu":
             self._cells: dict[_Tiles, list[NDArray[np.uint8]]] = {}
             for tensor in divisible:
                 self._cells.setdefault(_Tiles.of(tensor), []).append(_cells(tensor, caches.storages))
             return
         run = max((_element_bytes(tensor) for tensor in divisible), default=1)
-        self._zeros = torch.zeros(run, dtype=torch.uint8, device=caches.device)
+        self._zeros = caches.device.empty(run)
+        self._zeros.zero_()
         kinds: dict[tuple[_Tiles, Shape], int] = {}
         rows = [
             (self._zeros.data_ptr(), tensor.base, kinds.setdefault((_Tiles.of(tensor), _shape(tensor)), len(kinds)), 0)
@@ -87,11 +89,10 @@ class TailZeroing:
         groups = {tiles.group for tiles in self._tiles}
         largest = self._table([Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups] * _GAPS_PER_GROUP)
         self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
-        synchronize(caches.device)  # the zeros are written on one stream and read on another
 
     def mark(self) -> DeviceMark:
         """A mark that is reached when everything that `zero` has launched so far is done."""
-        return self._relayout.mark() if self._relayout is not None else self._clock.mark()
+        return self._relayout.mark() if self._relayout is not None else self._device.mark()
 
     def zero(
         self, units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.caches import DeviceMark
+from kvferry.worker.device import DeviceMark
 from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, InvalidTable, Pieces, Span, WaveTable
 
 

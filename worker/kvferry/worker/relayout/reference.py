@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.caches import DeviceClock, DeviceMark
+from kvferry.worker.device import HOST, DeviceMark
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
@@ -50,12 +50,11 @@ class ReferenceRelayout:
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
         self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, self._sources, self._destinations))
-        self._clock = DeviceClock(torch.device("cpu"))
         self.launches = 0
 
     def mark(self) -> DeviceMark:
         """See `Relayout.mark`."""
-        return self._clock.mark()
+        return HOST.mark()
 
     def try_start(self, table: WaveTable) -> DeviceMark:
         """Put a wave in place. See `Relayout.try_start`; it is done when this returns."""
@@ -77,7 +76,7 @@ class ReferenceRelayout:
             else:
                 scales = table.pieces.scales[piece[SCALE] : piece[SCALE] + shape.scale_rows]
                 written[places] = _convert(elements[read], shape, shape.conversion, scales)
-        return self._clock.mark()
+        return HOST.mark()
 
 
 def _elements(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.caches import DeviceClock, DeviceMark
+from kvferry.worker.device import Device, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
@@ -68,24 +67,21 @@ class TritonRelayout:
         self,
         sources: Iterable[torch.Tensor],
         destinations: Iterable[torch.Tensor],
-        device: torch.device | None = None,
+        device: Device | None = None,
         *,
         table_bytes: int = TABLE_BYTES,
         tables: int = TABLES,
         tile: int = TILE,
     ) -> None:
         destinations = tuple(destinations)
-        device = device or destinations[0].device
+        device = device or Device(destinations[0].device)
         own, others = Memory(sources), Memory(destinations)
         self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, own, others))
         self._compiled = OncePerPieces(DevicePieces.of)
         self._device = device
-        self._clock = DeviceClock(device)
-        on_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
-        device_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, device=device)
-        host_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, pin_memory=on_cuda)
-        self._slots = [_Slot.of(host, there) for host, there in zip(host_tables, device_tables, strict=True)]
+        self._stream = device.new_stream()
+        tables_there, tables_here = device.empty(tables, table_bytes), device.empty_pinned(tables, table_bytes)
+        self._slots = [_Slot.of(here, there) for here, there in zip(tables_here, tables_there, strict=True)]
         self._tile = tile
         self.launches = 0
         self._warm_up()
@@ -104,8 +100,8 @@ class TritonRelayout:
 
     def mark(self) -> DeviceMark:
         """See `Relayout.mark`; the mark is on the stream that waves are launched on."""
-        with self._on_stream():
-            return self._clock.mark()
+        with self._device.on(self._stream):
+            return self._device.mark()
 
     def _launch(self, table: WaveTable, slot: _Slot) -> DeviceMark:
         converts = table.pieces.converts
@@ -113,7 +109,7 @@ class TritonRelayout:
         compiled = DeviceTable.of(table, self._compiled(table.pieces), tile)
         if compiled.num_bytes > len(slot.buffer):
             raise InvalidTable(f"a wave's table has {compiled.num_bytes} bytes; expected at most {len(slot.buffer)}")
-        with self._on_stream():
+        with self._device.on(self._stream):
             try:
                 if len(compiled.programs):
                     compiled.write(slot.buffer)
@@ -131,12 +127,13 @@ class TritonRelayout:
                     )
                     self.launches += 1
             finally:
-                slot.mark = self._clock.mark()  # also where the launch raised: the device may still read the table
+                slot.mark = self._device.mark()  # also where the launch raised: the device may still read the table
         return slot.mark
 
     def _warm_up(self) -> None:
         """Compile both variants by moving scratch bytes."""
-        scratch = torch.zeros(64, dtype=torch.uint8, device=self._device)
+        scratch = self._device.empty(64)
+        self._device.synchronize()  # what was launched before may still use the memory that was allocated here
         address = scratch.data_ptr()
         conversion = Conversion(ElementType.FLOAT32, ElementType.FLOAT8_E4M3)
         for shape in (Shape(axes=(), run=16), Shape(axes=(), run=4, conversion=conversion)):
@@ -145,6 +142,3 @@ class TritonRelayout:
         if self._stream is not None:
             self._stream.synchronize()
         self.launches = 0
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

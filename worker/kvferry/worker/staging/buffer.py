@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvferry.plan.staged_layout import Placement
 from kvferry.plan.waves import SourceTable, SourceUnits, Window
-from kvferry.worker.caches import HostMemory, KvCaches
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import HOST, Device, HostMemory
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
@@ -38,9 +39,9 @@ class Staging:
 
     def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
         self.pool = StagingPool(capacity)
-        device = torch.device("cpu") if on_host else caches.device
+        device = HOST if on_host else caches.device
         self.memory = HostMemory(capacity, caches.device) if on_host else None
-        self._buffer = self.memory.tensor if self.memory else torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._buffer = self.memory.tensor if self.memory else device.empty(capacity)
         self._where = KvCaches((self._buffer,), (), device)
         self.relayout = relayout_for([self._buffer], caches.storages, caches.device)
 
@@ -67,7 +68,7 @@ class Staging:
 def relayout_for(
     sources: Sequence[torch.Tensor],
     destinations: Sequence[torch.Tensor],
-    device: torch.device,
+    device: Device,
     largest: WaveTable | None = None,
 ) -> Relayout:
     """The relayout for a device, ready to be used: kernels are compiled now. Either side may be host memory.
@@ -75,7 +76,7 @@ def relayout_for(
     Args:
         largest: a table of the pieces of all waves, with as many units as any will have; None for the pool's waves.
     """
-    if device.type == "cuda":
+    if device.is_cuda:
         from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
 
         table_bytes = TABLE_BYTES if largest is None else room_for(largest)

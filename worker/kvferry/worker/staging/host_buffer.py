@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
 from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import Blocks
-from kvferry.worker.caches import DeviceMark, HostMemory, KvCaches
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import HOST, DeviceMark, HostMemory
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for
@@ -58,7 +58,7 @@ class HostMirror:
         self.memory = tuple(memory)
         storages = [one.tensor for one in memory]
         self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
-        self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), torch.device("cpu"))
+        self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), HOST)
         self._relayout = relayout_for(caches.storages, storages, caches.device)
         kinds: dict[tuple[Shape, _Kernel], int] = {}
         rows = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
-from kvferry.worker.caches import DeviceMark
+from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.relayout.wave_table import WaveTable
