@@ -21,7 +21,9 @@ class Port(Protocol):
     """A device, and what only its tests do with it."""
 
     device: Device
-    cuda: Cuda
+
+    @property
+    def cuda(self) -> Cuda: ...
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """The calling thread's current stream has work to do until the block ends, or longer."""
@@ -69,7 +71,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        torch.cuda._sleep(_CYCLES)
+        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
         yield
 
     def has_context(self) -> bool:

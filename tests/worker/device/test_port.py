@@ -28,12 +28,12 @@ def names_of_cuda(source: str) -> set[str]:
             found.add(node.attr)
         elif node.attr in ON_DEVICE and id(node) not in before_a_dot:
             found.add("*")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg in ON_DEVICE:
+    for other in ast.walk(tree):
+        if isinstance(other, ast.keyword) and other.arg in ON_DEVICE:
             found.add("*")
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            if any(f"{prefix}{name.name}".startswith("torch.cuda") for name in node.names):
+        elif isinstance(other, ast.Import | ast.ImportFrom):
+            prefix = f"{other.module}." if isinstance(other, ast.ImportFrom) else ""
+            if any(f"{prefix}{name.name}".startswith("torch.cuda") for name in other.names):
                 found.add("*")
     return found
 
