@@ -1,4 +1,4 @@
-"""A chart as SVG, in the style of `charts.mplstyle`: the same bytes for the same figures."""
+"""A chart as SVG, in the style of `charts.mplstyle`, in light and dark: the same bytes for the same figures."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from bench.figures import Chart, Series, shown, shown_bytes
 
 _STYLE = Path(__file__).parent / "charts.mplstyle"
+_GREYS = ("one engine", "bare NIXL", "plain copy")
+_WHOSE = {"kvferry": "#2a78d6", "NixlConnector": "#e0721f", **dict.fromkeys(_GREYS, "#8a8984")}
+"""Colours by the beginning of a line's name, the same in all charts; others are of the style's cycle."""
+_DARK = {"#ffffff": "#12161d", "#24292f": "#e8edf4", "#5b5a57": "#98a5b6", "#e2e1dd": "#2d3644"}
+"""Of paper, title, labels and grid: what is in their place where the page or the system is dark."""
+_RULE = '[style*="{0}: {1}"]{{{0}: {2} !important}}'
+_RULES = "".join(_RULE.format(what, *pair) for pair in _DARK.items() for what in ("fill", "stroke"))
 _NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -25,10 +32,13 @@ def svg_of(chart: Chart) -> str:
     with matplotlib.style.context(["default", _STYLE]):
         figure = Figure()
         axes = figure.add_subplot()
-        for series in chart.series:
-            axes.errorbar(series.x, _numbers(series.y), _beyond(series), label=series.name, elinewidth=1)
+        for number, series in enumerate(chart.series):
+            whose = next((colour for name, colour in _WHOSE.items() if series.name.startswith(name)), None)
+            look = {"color": whose, "linestyle": ("-", "--", ":")[number % 3]} if whose else {}
+            label = series.name if series.n is None else f"{series.name} (n = {series.n:,})"
+            axes.errorbar(series.x, _numbers(series.y), _beyond(series), label=label, elinewidth=1, **look)
         if chart.limit is not None:
-            axes.axhline(chart.limit, color="black", linestyle="--", linewidth=1.2, label="limit")
+            axes.axhline(chart.limit, color="#24292f", linestyle="--", linewidth=1.2, label="limit")
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
         _scale(axes, "x", chart.x_log, chart.x_label)
         _scale(axes, "y", chart.y_log, chart.y_label)
@@ -38,7 +48,7 @@ def svg_of(chart: Chart) -> str:
             figure.legend(loc="outside lower left", ncols=3)
         written = io.StringIO()
         FigureCanvasSVG(figure).print_svg(written, metadata=_NO_DATE)  # type: ignore[no-untyped-call]
-        return written.getvalue()
+        return written.getvalue().replace("</style>", f"@media (prefers-color-scheme: dark){{{_RULES}}}</style>", 1)
 
 
 def _scale(axes: Axes, name: Literal["x", "y"], log: bool, label: str) -> None:

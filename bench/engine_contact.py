@@ -168,9 +168,7 @@ def results_of(found: Mapping[str, ContactFigures], *, quick: bool) -> Results:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine_contact", description=(__doc__ or "").split("\n", maxsplit=1)[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.engine_contact", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one pair of engines for each connector")
     chosen = parser.parse_args(arguments)
     started = begin()

@@ -52,13 +52,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart. `low` and `high` bound what was seen."""
+    """One line of a chart. `low` and `high` bound what was seen; `n`: samples of all places together."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
+    n: int | None = None
 
     def __post_init__(self) -> None:
         for given in (self.y, self.low, self.high):
@@ -75,6 +76,7 @@ class Series:
             [statistics.median(values) for _, values in found],
             [min(values) for _, values in found],
             [max(values) for _, values in found],
+            sum(len(values) for _, values in found),
         )
 
 

@@ -67,7 +67,7 @@ class Figure:
         return (self.kernel_gb_s or self.driven_gb_s) / self.layer_by_layer_gb_s
 
 
-def seconds_of(work: Callable[[], None], device: torch.device, repeats: int) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median of some repetitions, after one that does not count: on the wall, or on a CPU of this thread alone."""
     now = time.perf_counter if device.type == "cuda" else time.thread_time
     taken = []
@@ -109,12 +109,7 @@ def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, device: tor
     kernel_s = _graph_seconds(tables, memory, repeats) if on_gpu else None
 
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
-    destination = torch.zeros_like(source)
-
-    def copy() -> None:
-        destination.copy_(source)
-
-    copied_s = seconds_of(copy, device, repeats)
+    copied_s = seconds_of(partial(torch.zeros_like(source).copy_, source), device, repeats)
     received = torch.zeros(setup.remote.blocks(tokens), setup.remote.block_bytes, dtype=torch.uint8, device=device)
     theirs = torch.from_numpy(shuffled(setup.remote.blocks(tokens))).to(device)
     ours = torch.from_numpy(shuffled(request_blocks)).to(device)

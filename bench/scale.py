@@ -14,10 +14,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 
 from bench.agent_process import HOST, AgentProcess, usage
-from bench.figures import Cell, Chart, Results, Series, Table, publish
+from bench.figures import Chart, Results, Series, Table, publish
 from bench.provenance import begin
 from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RenewLease
@@ -48,10 +48,6 @@ class Share:
     def between(cls, before: Mapping[str, float], after: Mapping[str, float], count: int) -> Share:
         """The slope between two looks at a process, `count` peers apart; noise of memory is no gain."""
         return cls(*(max(0.0, (after[name] - before[name]) / count) for name in ("rss_mb", "files")))
-
-    @property
-    def cells(self) -> list[Cell]:
-        return list(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -167,17 +163,17 @@ def results_of(
             Table(
                 "Handshakes at once, and what each peer costs",
                 columns,
-                [[one.transports, one.how, one.agents, *one.ms, *one.owner.cells, *one.reader.cells] for one in found],
+                [[x.transports, x.how, x.agents, *x.ms, *astuple(x.owner), *astuple(x.reader)] for x in found],
             ),
             Table(
                 "One agent, for each producer that it reads from",
                 ("transports", *_SHARES),
-                [[transports, *share.cells] for transports, share in readers.items()],
+                [[transports, *astuple(share)] for transports, share in readers.items()],
             ),
             Table(
                 "A consumer's scheduler, for each producer that it waits for",
                 ("side", *_SHARES, "renewals a second at a lease of 30 s"),
-                [["consumer", *consumer.cells, rate], ["producer", *producer.cells, None]],
+                [["consumer", *astuple(consumer), rate], ["producer", *astuple(producer), None]],
             ),
         ],
         charts=[

@@ -38,9 +38,9 @@ class Setup:
 
 
 SINGLE = Setup("single", "one engine, no connector")
-KVFERRY = Setup("kvferry", "kvferry, both legs at once", "kvferry.connector", {"streaming": "auto"})
-OFF = Setup("off", "kvferry, one leg after the other", "kvferry.connector", {"streaming": "off"})
-CALM = Setup("calm", "NixlConnector, thread event-driven", "bench.stock_calm")
+KVFERRY = Setup("kvferry", "kvferry, read during the prefill", "kvferry.connector", {"streaming": "auto"})
+OFF = Setup("off", "kvferry, read after the prefill", "kvferry.connector", {"streaming": "off"})
+CALM = Setup("calm", "NixlConnector", "bench.stock_calm")
 SETUPS = (SINGLE, KVFERRY, OFF, CALM)
 
 

@@ -1,4 +1,4 @@
-"""The part of SVG that the pictures need: elements as text, with all outside text escaped."""
+"""The part of SVG that the pictures need: elements as text, with all outside text escaped, in light and dark."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+THEME = """
+.paper{fill:#ffffff}.card{fill:#f6f8fa}.ink{fill:#0f172a}.muted{fill:#5b6778}.bad{fill:#c02626}
+.grid{stroke:#dde3ea}.zero{stroke:#64748b;fill:none}
+@media (prefers-color-scheme:dark){
+.paper{fill:#12161d}.card{fill:#1b222c}.ink{fill:#e8edf4}.muted{fill:#98a5b6}.bad{fill:#ff8a80}
+.grid{stroke:#2d3644}.zero{stroke:#7c8a9d}}
+"""
+"""CSS of every picture; it follows the light or dark mode of the page or system that shows it."""
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

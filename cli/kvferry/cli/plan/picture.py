@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from kvferry.cli.formatting import counted, decimal_bytes, span, spans
 from kvferry.cli.plan.engine import Shard, Side, format_group, format_tokens, sizes
 from kvferry.cli.plan.summary import Flow, PlanSummary, Reader
-from kvferry.cli.svg import document, element, text
+from kvferry.cli.svg import THEME, document, element, text
 
-_INK, _MUTED, _FAINT, _LINE = "#0f172a", "#64748b", "#e2e8f0", "#94a3b8"
+_CONSUMER = "#7c8a9d"
 _MAP_WIDTH, _MAP_HEIGHT = 92.0, 64.0
 _LABELS_UP_TO = 40
 _LEGEND_HEIGHT = 88.0
 _HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="3" height="7" fill="#ffffff" fill-opacity="0.5"/></pattern></defs>'
+    '<rect width="3" height="7" class="paper" fill-opacity="0.5"/></pattern></defs>'
 )
 
 
@@ -81,8 +81,9 @@ def draw(summary: PlanSummary) -> str:
     colours = palette(len(scene.left))
     height = scene.bottom + _LEGEND_HEIGHT
     parts = [
+        f"<style>{THEME}</style>",
         _HATCH,
-        element("rect", width=WIDTH, height=height, fill="#fbfcfe"),
+        element("rect", width=WIDTH, height=height, class_="paper"),
         *_heading(summary),
         # Wide bands first, so that thin ones are visible.
         *(_band(scene, band, colours[band.producer]) for band in sorted(scene.bands, key=lambda one: -one.width)),
@@ -91,7 +92,7 @@ def draw(summary: PlanSummary) -> str:
     for card, colour in zip(scene.left, colours, strict=True):
         parts += _card(card, summary.producer, LEFT, colour)
     for card in scene.right:
-        parts += _card(card, summary.consumer, RIGHT, _MUTED)
+        parts += _card(card, summary.consumer, RIGHT, _CONSUMER)
     return document(WIDTH, height, [*parts, *_legend(scene)])
 
 
@@ -152,12 +153,12 @@ def _heading(summary: PlanSummary) -> Iterator[str]:
         f" · a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)} in "
         f"{counted(summary.descriptors, 'descriptor')}, {summary.predicted_ms:.3g} ms over {summary.link_gb_s:g} GB/s"
     )
-    yield text(title, WIDTH / 2, 38, 24, fill=_INK, font_weight=700, text_anchor="middle")
-    yield text(facts, WIDTH / 2, 62, 13, fill=_MUTED, text_anchor="middle")
+    yield text(title, WIDTH / 2, 38, 24, class_="ink", font_weight=700, text_anchor="middle")
+    yield text(facts, WIDTH / 2, 62, 13, class_="muted", text_anchor="middle")
     for role, side, x in (("producer", producer, LEFT), ("consumer", consumer, RIGHT)):
         name = role if side.engine_id == role else f"{role} {side.engine_id}"
-        yield text(_cut(name, 38), x, 90, 13, fill=_INK, font_weight=700)
-        yield text(_cut("; ".join(map(format_group, side.groups)), 46), x, 106, 11, fill=_MUTED)
+        yield text(_cut(name, 38), x, 90, 13, class_="ink", font_weight=700)
+        yield text(_cut("; ".join(map(format_group, side.groups)), 46), x, 106, 11, class_="muted")
 
 
 def _cut(content: str, length: int) -> str:
@@ -170,7 +171,7 @@ def _band(scene: Scene, band: Band, colour: str) -> str:
     if not band.width:
         left, right = scene.left[band.producer].middle, scene.right[band.consumer].middle
         path = f"M{start:.1f} {left:.1f}C{middle:.1f} {left:.1f} {middle:.1f} {right:.1f} {end:.1f} {right:.1f}"
-        return element("path", hint=hint, d=path, fill="none", stroke=_LINE, stroke_width=1.2, stroke_dasharray="3 5")
+        return element("path", hint=hint, d=path, class_="zero", stroke_width=1.2, stroke_dasharray="3 5")
     top, bottom = band.left_top, band.left_top + band.width
     far_top, far_bottom = band.right_top, band.right_top + band.width
     path = (
@@ -196,25 +197,23 @@ def _labels(scene: Scene) -> Iterator[str]:
     for band in scene.bands if len(scene.bands) <= _LABELS_UP_TO else ():
         if band.width >= 13:
             content = f"{decimal_bytes(band.num_bytes)} {band.placing}"
-            yield text(content, RIGHT - 10, band.right_top + band.width / 2 + 3.5, 10, fill=_INK, text_anchor="end")
+            yield text(content, RIGHT - 10, band.right_top + band.width / 2 + 3.5, 10, class_="ink", text_anchor="end")
 
 
 def _card(card: Card, side: Side, x: float, colour: str) -> Iterator[str]:
     """A worker's name and part, and its map: the whole model, with the part that it holds filled."""
     shard, is_left, heads, layers = card.shard, x == LEFT, max(1, side.heads), max(1, side.layers)
     tokens = f"tokens: {format_tokens(shard.interleave)}"
-    yield element(
-        "rect", x=x, y=card.top, width=CARD_WIDTH, height=card.height, rx=6, fill="#fff", stroke=_FAINT, hint=tokens
-    )
+    yield element("rect", x=x, y=card.top, width=CARD_WIDTH, height=card.height, rx=6, class_="card grid", hint=tokens)
     if is_left:
         yield element("rect", x=x + CARD_WIDTH - 5, y=card.top, width=5, height=card.height, rx=2, fill=colour)
     at = x + 12 if is_left else x + _MAP_WIDTH + 26
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
-    yield text(str(shard.place), at, card.middle - 1, 12, fill=_INK, font_weight=700)
-    yield text(held, at, card.middle + 10, 10, fill=_MUTED)
+    yield text(str(shard.place), at, card.middle - 1, 12, class_="ink", font_weight=700)
+    yield text(held, at, card.middle + 10, 10, class_="muted")
     left, height = x + CARD_WIDTH - _MAP_WIDTH - 14 if is_left else x + 12, min(card.height - 8, _MAP_HEIGHT)
     top = card.middle - height / 2
-    yield element("rect", x=left, y=top, width=_MAP_WIDTH, height=height, rx=2, fill="#f1f5f9")
+    yield element("rect", x=left, y=top, width=_MAP_WIDTH, height=height, rx=2, class_="paper")
     yield element(
         "rect",
         x=left + shard.heads.start / heads * _MAP_WIDTH,
@@ -232,13 +231,20 @@ def _legend(scene: Scene) -> Iterator[str]:
         if placing not in placings:
             continue
         if placing == "release":
-            yield element("path", d=f"M{x:.1f} {y - 4:.1f}h28", stroke=_LINE, stroke_width=1.2, stroke_dasharray="3 5")
+            yield element(
+                "path",
+                d=f"M{x:.1f} {y - 4:.1f}h28",
+                fill="none",
+                class_="zero",
+                stroke_width=1.2,
+                stroke_dasharray="3 5",
+            )
         else:
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="#4269d0", fill_opacity=0.55)
         if placing == "staged":
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="url(#hatch)")
-        yield text(content, x + 36, y, 11.5, fill=_MUTED)
+        yield text(content, x + 36, y, 11.5, class_="muted")
         x += 60 + 7 * len(content)
-    yield text("width of a band: its bytes", x, y, 11.5, fill=_MUTED)
+    yield text("width of a band: its bytes", x, y, 11.5, class_="muted")
     about = "in each card the whole model: heads across, layers down; filled is what the worker holds"
-    yield text(about, LEFT, y + 24, 11.5, fill=_MUTED)
+    yield text(about, LEFT, y + 24, 11.5, class_="muted")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import counted
-from kvferry.cli.svg import document, element, text
+from kvferry.cli.svg import THEME, document, element, text
 from kvferry.cli.trace.report import (
     format_engines,
     format_lasted,
@@ -51,11 +51,6 @@ _COLOURS = {
 }
 _DARK = {Phase.PREFILL, Phase.ROUTER, Phase.LOAD, Phase.FENCE, Phase.READING, Phase.HELD}
 """Phases whose colour needs light text."""
-_STYLE = """
-.paper{fill:#ffffff}.ink{fill:#0f172a}.muted{fill:#5b6778}.bad{fill:#c02626}.grid{stroke:#dde3ea}.zero{stroke:#64748b}
-@media (prefers-color-scheme:dark){
-.paper{fill:#12161d}.ink{fill:#e8edf4}.muted{fill:#98a5b6}.bad{fill:#ff8a80}.grid{stroke:#2d3644}.zero{stroke:#7c8a9d}}
-"""
 LEFT, ZERO, WIDE_ZERO = 262.0, 432.0, 742.0
 """The zero is at `WIDE_ZERO` where prefills were read meanwhile: most of their reading is left of it."""
 _PAD = 9.0
@@ -78,12 +73,12 @@ class Scale:
 
 
 def style() -> str:
-    """The CSS of every picture; it follows the system's light or dark mode."""
+    """The CSS of a waterfall, in a picture or on a page."""
     colours = [
         f".p-{phase}{{fill:{colour}}}.on-{phase}{{fill:{'#ffffff' if phase in _DARK else '#111827'}}}"
         for phase, colour in _COLOURS.items()
     ]
-    return "".join((_STYLE, *colours))
+    return "".join((THEME, *colours))
 
 
 def scale_for(timelines: Sequence[Timeline]) -> Scale:
