@@ -6,13 +6,12 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from bench.figures import Chart, Series, shown, shown_bytes
 
@@ -20,10 +19,10 @@ _STYLE = Path(__file__).parent / "charts.mplstyle"
 _GREYS = ("one engine", "bare NIXL", "plain copy")
 _WHOSE = {"kvferry": "#2a78d6", "NixlConnector": "#e0721f", **dict.fromkeys(_GREYS, "#8a8984")}
 """Colours by the beginning of a line's name, the same in all charts; others are of the style's cycle."""
-_DARK = {"#ffffff": "#12161d", "#24292f": "#e8edf4", "#5b5a57": "#98a5b6", "#e2e1dd": "#2d3644"}
+DARK = {"#ffffff": "#12161d", "#24292f": "#e8edf4", "#5b5a57": "#98a5b6", "#e2e1dd": "#2d3644"}
 """Of paper, title, labels and grid: what is in their place where the page or the system is dark."""
 _RULE = '[style*="{0}: {1}"]{{{0}: {2} !important}}'
-_RULES = "".join(_RULE.format(what, *pair) for pair in _DARK.items() for what in ("fill", "stroke"))
+_RULES = "".join(_RULE.format(what, *pair) for pair in DARK.items() for what in ("fill", "stroke"))
 _NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -32,35 +31,39 @@ def svg_of(chart: Chart) -> str:
     with matplotlib.style.context(["default", _STYLE]):
         figure = Figure()
         axes = figure.add_subplot()
-        for number, series in enumerate(chart.series):
+        drawn: list[str | None] = []
+        for series in chart.series:
             whose = next((colour for name, colour in _WHOSE.items() if series.name.startswith(name)), None)
-            look = {"color": whose, "linestyle": ("-", "--", ":")[number % 3]} if whose else {}
+            look = {"color": whose, "linestyle": ("-", "--", ":")[drawn.count(whose) % 3]} if whose else {}
+            drawn.append(whose)
             label = series.name if series.n is None else f"{series.name} (n = {series.n:,})"
             axes.errorbar(series.x, _numbers(series.y), _beyond(series), label=label, elinewidth=1, **look)
         if chart.limit is not None:
             axes.axhline(chart.limit, color="#24292f", linestyle="--", linewidth=1.2, label="limit")
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-        _scale(axes, "x", chart.x_log, chart.x_label)
-        _scale(axes, "y", chart.y_log, chart.y_label)
-        if not chart.y_log:
-            axes.set_ylim(bottom=0)
-        if len(chart.series) > 1 or chart.limit is not None:
-            figure.legend(loc="outside lower left", ncols=3)
+        _scale(axes, chart)
+        labels = axes.get_legend_handles_labels()[1]
+        if len(labels) > 1:
+            figure.legend(loc="outside lower left", ncols=3 if max(map(len, labels)) < 30 else 2)
         written = io.StringIO()
         FigureCanvasSVG(figure).print_svg(written, metadata=_NO_DATE)  # type: ignore[no-untyped-call]
         return written.getvalue().replace("</style>", f"@media (prefers-color-scheme: dark){{{_RULES}}}</style>", 1)
 
 
-def _scale(axes: Axes, name: Literal["x", "y"], log: bool, label: str) -> None:
-    """Plain numbers as ticks; bytes in binary units."""
-    axis, set_scale = (axes.xaxis, axes.set_xscale) if name == "x" else (axes.yaxis, axes.set_yscale)
-    powers_of_two = label.startswith("bytes")
-    if log:
-        set_scale("log")
-        axis.set_major_locator(LogLocator(4) if powers_of_two else LogLocator(10, subs=(1.0, 3.0)))
-        axis.set_minor_locator(NullLocator())
-    text_of = shown_bytes if powers_of_two else shown
-    axis.set_major_formatter(FuncFormatter(lambda value, _: text_of(float(value))))
+def _scale(axes: Axes, chart: Chart) -> None:
+    """Plain numbers as ticks, bytes in binary units; on a logarithmic x they are where the points are."""
+    if chart.x_log:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted({x for series in chart.series for x in series.x}))
+    if chart.y_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0)))
+    else:
+        axes.set_ylim(bottom=0)
+    axes.minorticks_off()
+    text_of = shown_bytes if chart.x_label.startswith("bytes") else shown
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text_of(float(value))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(float(value))))
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:

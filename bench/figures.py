@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +95,11 @@ class Chart:
     x_log: bool = False
     y_log: bool = False
     limit: float | None = None
+
+    def of_medians(self) -> Chart:
+        """The README's: without ranges, and so with a y axis from 0."""
+        series = [replace(one, low=None, high=None) for one in self.series]
+        return replace(self, title=self.title.replace("median and range", "medians"), series=series, y_log=False)
 
 
 @dataclass(frozen=True)

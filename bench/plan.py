@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.figures import Results, Table, Target, publish
 from bench.llama import BLOCK_TOKENS, llama
@@ -41,7 +40,6 @@ _WHAT = (
 _COLUMNS = ("pair", "placed", "plan and tables, ms", "memory, MB", "a request, ms")
 
 _Result = TypeVar("_Result")
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,6 @@ class Prepared:
     def placing(self) -> str:
         return "+".join(sorted({item.placing.value for route in self.plan.routes for item in route.slices}))
 
-    @property
-    def remote_rows(self) -> list[Rows]:
-        """Of every route, table by table."""
-        tables = [table.remote_rows for of in self.direct for table in of]
-        return tables + [table.rows for of in self.staged for table in of]
-
     def index_arrays(self, consumer: EngineDescription, producer: EngineDescription, request: RequestBlocks) -> int:
         """Everything that a request needs before it is posted; returns the descriptors that it reads."""
         units = pair_request(self.plan, consumer.groups, producer.groups, request)
@@ -112,10 +104,7 @@ class Measured:
     placing: str
     plan_and_tables_ms: float
     peak_mb: float
-    rows: int
-    descriptors: int
     request_ms: float
-    request_descriptors: int
 
 
 def best_of(repeats: int, what: Callable[[], _Result]) -> tuple[float, _Result]:
@@ -137,15 +126,12 @@ def measure(case: Case, repeats: int) -> Measured:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     request = case.request()
-    request_s, count = best_of(repeats * 4, lambda: kept.index_arrays(consumer, producer, request))
+    request_s, _ = best_of(repeats * 4, lambda: kept.index_arrays(consumer, producer, request))
     return Measured(
         placing=prepared.placing,
         plan_and_tables_ms=both_s * 1e3,
         peak_mb=peak_bytes / 1e6,
-        rows=sum(len(rows) for rows in prepared.remote_rows),
-        descriptors=sum(int(rows[:, 4].sum()) for rows in prepared.remote_rows),
         request_ms=request_s * 1e3,
-        request_descriptors=count,
     )
 
 

@@ -121,6 +121,8 @@ def rendered(results: Path) -> dict[str, str]:
     for one in found:
         for number, chart in enumerate(one.results.charts, 1):
             files[f"figures/{one.name}-{number}.svg"] = svg_of(chart)
+        if one.name == "serve":
+            files["figures/handover.svg"] = svg_of(one.results.charts[0].of_medians())
     return files
 
 

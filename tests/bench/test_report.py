@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.figures import RESULTS
+from bench.charts import DARK, svg_of
+from bench.figures import RESULTS, Chart, Series
 from bench.report import DOCS, main, read_all, require_commits, write_report
 
 _SECTION = re.compile(
@@ -26,6 +27,19 @@ def test_the_page_and_every_chart_are_byte_for_byte_what_the_results_give(tmp_pa
     assert sorted(found) == sorted(expected), "python -m bench.report writes them"
     for name, content in expected.items():
         assert found[name] == content, f"docs/{name} is not what bench/results says: python -m bench.report"
+
+
+def test_a_line_says_whose_it_is_by_its_colour_and_of_how_many_samples_it_is() -> None:
+    ours, later = (Series.of_samples(f"kvferry, {how}", [(1, [2.0, 3.0]), (2, [4.0])]) for how in ("early", "later"))
+    peer, other = Series("NixlConnector", (1, 2), (5.0, 6.0)), Series("a host each", (1, 2), (7.0, 8.0))
+    colours = []
+    for lines in ([ours, peer], [other, peer, later]):
+        svg = svg_of(Chart("title", "x", "ms", lines))
+        drawn = re.findall(r"fill: none; stroke: (#\w{6}); (?:stroke-width|stroke-dasharray)(?!: 0.8)", svg)
+        colours.append(list(dict.fromkeys(one for one in drawn if one not in DARK)))
+        assert "(n = 3)</text>" in svg
+    assert colours[0] == [colours[1][2], colours[1][1]]
+    assert len({*colours[1]}) == 3
 
 
 def test_every_result_is_of_a_clean_commit_of_this_repository() -> None:

@@ -52,6 +52,17 @@ def test_no_page_asks_for_anything_from_another_host(read: dict[Path, Page]) -> 
     assert [link for page in read.values() for link in page.loaded if is_elsewhere(link)] == []
 
 
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda picture: picture.name)
+def test_a_picture_follows_the_page_into_the_dark_and_loads_nothing(picture: Path) -> None:
+    """It has a paper of its own, so that it can be read on any page, and no text without a colour that changes."""
+    text = picture.read_text()
+    light, found, dark = text.partition("@media (prefers-color-scheme:")
+    assert found
+    assert 'class="paper"' in dark or "fill: #ffffff" in light + dark
+    assert not re.search(r'(?:href|src)="(?!#)|@import|url\((?!#)', text)
+    assert not re.search(r"<text (?![^>]*(?:class|fill))", text)
+
+
 def test_links_to_other_hosts_are_well_formed(read: dict[Path, Page]) -> None:
     links = {link for page in read.values() for link in page.links if is_elsewhere(link)}
     assert [link for link in links if not is_well_formed(link)] == []
