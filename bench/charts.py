@@ -34,10 +34,10 @@ def svg_of(chart: Chart) -> str:
         drawn: list[str | None] = []
         for series in chart.series:
             whose = next((colour for name, colour in _WHOSE.items() if series.name.startswith(name)), None)
-            look = {"color": whose, "linestyle": ("-", "--", ":")[drawn.count(whose) % 3]} if whose else {}
+            dash = ("-", "--", ":")[drawn.count(whose) % 3] if whose else "-"
             drawn.append(whose)
-            label = series.name if series.n is None else f"{series.name} (n = {series.n:,})"
-            axes.errorbar(series.x, _numbers(series.y), _beyond(series), label=label, elinewidth=1, **look)
+            label, around = series.name if series.n is None else f"{series.name} (n = {series.n:,})", _beyond(series)
+            axes.errorbar(series.x, _numbers(series.y), around, label=label, elinewidth=1, color=whose, linestyle=dash)
         if chart.limit is not None:
             axes.axhline(chart.limit, color="#24292f", linestyle="--", linewidth=1.2, label="limit")
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
