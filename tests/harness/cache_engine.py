@@ -1,8 +1,7 @@
 """An engine without a model: all of kvferry is real, only vLLM and what it computes are missing.
 
-One engine has the scheduler's half (both ledgers, a listener and a renewer on loopback) and a `FerryWorker` with an
-agent of its own for every shard of its caches. The test runs its step loop. The parts of an engine are put together
-here only; `tests.harness.engine` and others add what fills the caches.
+It is a `StandaloneEngine` on loopback whose fabrics can fail and whose reports are kept. The test runs its step loop.
+`tests.harness.engine` and others add what fills the caches.
 """
 
 from __future__ import annotations
@@ -12,21 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvferry.connector.standalone import Ended, StandaloneEngine
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.geometry import Place, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts
-from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
-from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import new_mac_key, sign_params
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.protocol.handshake import CacheGroup, ModelFacts
+from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
 from kvferry.scheduler.producer.lease import Lease
-from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
-from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import StepResults
@@ -55,7 +46,7 @@ IDLE_WITHIN_S = 90.0
 whose producer has closed before it answered waits for that."""
 
 
-class CacheEngine:
+class CacheEngine(StandaloneEngine):
     """One engine. Its methods are called on one thread.
 
     Args:
@@ -83,13 +74,9 @@ class CacheEngine:
         port: int | None = None,
         remembers: bool = True,
     ) -> None:
-        self.name, self.lease_s, self.port = name, lease_s, free_port() if port is None else port
-        self.shards, self.mac_key = shards, new_mac_key()
-        self.seen, self.counters = Seen(), Counters()
+        self.name, self.lease_s, self.shards, self.seen = name, lease_s, shards, Seen()
         self.launched: list[Callable[[], None]] = []
         self.launch: Callable[[Callable[[], None]], None] = lambda work: work()
-        self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters)
-        self.loads = ConsumerLedger(self.counters, max_ended=MAX_ENDED_LEASES if remembers else 0)
         self.fabrics: list[FaultFabric] = []
 
         def with_faults(agent_name: str) -> Fabric:
@@ -97,77 +84,31 @@ class CacheEngine:
             self.fabrics.append(made if isinstance(made, FaultFabric) else FaultFabric(made))
             return self.fabrics[-1]
 
-        self.workers = [
-            FerryWorker(
-                engine_id=name,
-                place=place,
-                index=index,
-                topology=topology,
-                facts=facts,
-                groups=groups,
-                caches=caches,
-                settings=settings,
-                make_fabric=with_faults,
-            )
-            for index, (place, caches) in enumerate(shards)
-        ]
-        self.description = EngineDescription(
-            engine_id=name,
-            boot=new_boot_id(),
-            mac_key=self.mac_key,
-            facts=facts,
+        super().__init__(
+            name,
+            shards,
+            groups,
+            facts,
+            port=free_port() if port is None else port,
             topology=topology,
-            groups=groups,
-            workers=tuple(worker.description for worker in self.workers),
+            settings=settings,
+            lease_s=lease_s,
+            make_fabric=with_faults,
+            max_ended=MAX_ENDED_LEASES if remembers else 0,
         )
-        for worker in self.workers:
-            worker.add_siblings(self.description.workers)
-        self.listener = SideChannelListener(HOST, self.port, self.counters, settings.secrets)
-        self.listener.publish(self.description)
-        self.renewer = LeaseRenewer(self.counters, settings.secrets)
-
-    @property
-    def boot(self) -> str:
-        return self.description.boot
+        self.mac_key = self.description.mac_key
 
     def finish(self, request_id: str, blocks: tuple[tuple[int, ...], ...], tokens: int) -> RemotePrefill | None:
         """A prefill has finished; its workers learn of the hold with the next step. None when it has no lease."""
         mirrored = any(worker._memory.mirror is not None for worker in self.workers)
         lease = self.leases.finish(request_id, blocks if mirrored else ())
-        return None if lease is None else self.params_of(lease, blocks, tokens)
+        return None if lease is None else self.signed(lease, blocks, tokens)
 
-    def params_of(
+    def signed(
         self, lease: Lease, blocks: tuple[tuple[int, ...], ...], tokens: int, row: int | None = None
     ) -> RemotePrefill:
-        """The signed params of a prompt.
-
-        Args:
-            row: where its blocks are listed, in place of `blocks`, while it is computed.
-        """
-        ticket = Ticket(
-            version=1,
-            boot=self.boot,
-            lease_slot=lease.slot,
-            lease_epoch=lease.origin.epoch,
-            lease_s=self.lease_s,
-            digests=tuple(f"{index:032x}" for index in range(-(-tokens // 256))),
-            mac="0" * 64,
-            stream_row=row,
-        )
-        sizes = self.description.topology
-        params = RemotePrefill(
-            remote_engine_id=self.name,
-            remote_request_id=lease.request_id,
-            remote_block_ids=blocks,
-            remote_host=HOST,
-            remote_port=self.port,
-            tp_size=sizes.tp,
-            pp_size=sizes.pp,
-            dcp_size=sizes.dcp,
-            remote_num_tokens=tokens,
-            kvferry=ticket,
-        )
-        return sign_params(params, self.mac_key)
+        """The signed params of a prompt, with any digests: there are no token ids."""
+        return self.params_of(lease, blocks, tokens, tuple(f"{index:032x}" for index in range(-(-tokens // 256))), row)
 
     def order_load(
         self,
@@ -189,40 +130,20 @@ class CacheEngine:
         self.loads.allocated(request_id, count, allocate(count))
         return count
 
-    def step(self) -> None:
-        """One step of the engine: pass the scheduler's orders to the workers, compute, and pass their results back."""
-        receive_messages(self.listener.inbox, self.leases, self.boot, self.counters)
-        self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
+    def step(self, compute: Callable[[], object] = lambda: None) -> Ended:
+        """As every engine's; it also computes what is `launched`."""
         launched, self.launched = self.launched, []
-        for write in launched:
-            self.launch(write)
-        for worker in self.workers:
-            worker.end_step()
-        self.collect()
-        self.renewer.submit(self.loads.take_commands())
-
-    def order(self, orders: StepOrders) -> None:
-        """Hand orders to the workers in their encoded form."""
-        if orders:
-            head, frame = encode_head(orders), encode_orders(orders)
-            for worker in self.workers:
-                worker.carry_out(head, frame)
+        return super().step(lambda: [self.launch(write) for write in launched])
 
     def on_sent(self, request_id: str) -> None:
         """No worker's blocks of the request are read any more."""
 
     def collect(self) -> list[StepResults]:
-        """Take the workers' results into `seen` and the ledgers, as vLLM's aggregator and the scheduler's side do."""
-        by_worker = [worker.take_results() for worker in self.workers]
+        """Take the workers' results into `seen` too."""
+        by_worker = super().collect()
         for index, results in enumerate(by_worker):
-            over = self.seen.add(index, len(self.workers), results)
-            for request_id in over.sent:
-                self.leases.sent(request_id)
+            for request_id in self.seen.add(index, len(self.workers), results).sent:
                 self.on_sent(request_id)
-            for request_id in over.loaded:
-                self.loads.loaded(request_id)
-            for request_id in over.failed:
-                self.loads.failed(request_id)
         return by_worker
 
     def set_timeouts(
@@ -253,10 +174,7 @@ class CacheEngine:
             for worker in self.workers:
                 check_worker(worker)
         finally:
-            self.listener.close()
-            self.renewer.close()
-            for worker in self.workers:
-                worker.close()
+            super().close()
 
 
 def wait_until_idle(worker: FerryWorker) -> None:

@@ -63,7 +63,7 @@ class Prefill:
         """
         stream = self._engine.leases.streams.begin(self._lease)
         assert stream is not None
-        self.params = self._engine.params_of(self._lease, ((),), self.tokens, stream.row)
+        self.params = self._engine.signed(self._lease, ((),), self.tokens, stream.row)
 
     def compute(self, tokens: int, blocks: Sequence[int]) -> None:
         """The next step computes so many more tokens.
@@ -78,7 +78,7 @@ class Prefill:
             leases.streams.publish(self._lease, self._lease.stream, stop, (written,))
         if self.is_complete:
             leases.complete(self.request_id)
-            self.params = self.params or self._engine.params_of(self._lease, (written,), self.tokens)
+            self.params = self.params or self._engine.signed(self._lease, (written,), self.tokens)
 
         def write() -> None:
             for memory in self._memories:

@@ -37,7 +37,7 @@ def test_every_byte_arrives_part_by_part(name: str, pool: str) -> None:
         assert lease is not None
         stream = producer.leases.streams.begin(lease)
         assert stream is not None
-        params = producer.params_of(lease, tuple(() for _ in groups), request.num_tokens, stream.row)
+        params = producer.signed(lease, tuple(() for _ in groups), request.num_tokens, stream.row)
         consumer.order_load(REQUEST, params, request.first_token, request.stop_token, lambda _: request.local)
         consumer.step()
         done = read = 0

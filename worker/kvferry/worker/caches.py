@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from kvferry.protocol.geometry import PagedTensor
+from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.port import MemoryKind, Region
 
@@ -24,6 +25,43 @@ class KvCaches:
     storages: tuple[torch.Tensor, ...]
     tensors: tuple[PagedTensor, ...]
     device: Device
+
+    @classmethod
+    def of(cls, views: Mapping[tuple[str, str], torch.Tensor], *, first_head: int = 0) -> KvCaches:
+        """The caches of one cache group, whose blocks are not packed in any way.
+
+        Args:
+            views: by layer and kind (`k`, `v`, …) `[blocks, heads, tokens, size]`, with any strides but that of the
+                last axis, which is 1. All lie on one device.
+            first_head: the first of the model's heads that lies here.
+
+        Raises:
+            ValueError: a view has other axes, or the elements of a head and token are not contiguous.
+        """
+        tensors = []
+        for (layer, kind), view in views.items():
+            if view.dim() != 4 or view.stride(3) != 1:
+                raise ValueError(f"{layer}/{kind}: expected [blocks, heads, tokens, size] with contiguous sizes")
+            blocks, heads, tokens, size = view.shape
+            block_stride, head_stride, tile_stride, item = (steps * view.itemsize for steps in view.stride())
+            tensors.append(
+                PagedTensor(
+                    layer=layer,
+                    kind=kind,
+                    group=0,
+                    base=view.data_ptr(),
+                    blocks=blocks,
+                    block_tokens=tokens,
+                    block_stride=block_stride,
+                    heads=Range(first_head, first_head + heads),
+                    head_stride=head_stride,
+                    tile_tokens=1,
+                    tile_stride=tile_stride,
+                    cell_bytes=size * item,
+                    format=Format(dtype=str(view.dtype).removeprefix("torch.")),
+                )
+            )
+        return cls(tuple(views.values()), tuple(tensors), Device(next(iter(views.values())).device))
 
     @property
     def kind(self) -> MemoryKind:

@@ -1,0 +1,266 @@
+"""An engine without vLLM: the scheduler's half of kvferry and the engine's workers in one process.
+
+    producer                                          consumer
+    leases.open("a"); step(compute)
+    params = offer("a", blocks, prompt); step()   →   start_load("b", params, prompt, blocks)
+                                                      while "b" not in step().loaded: …
+    step() until "a" is in its `sent`
+
+`step` is to be called again and again, on the thread that launches the device's work. The caller allocates blocks:
+those of an offered prompt must not change until `sent` names it; those of a load that has failed must not be used while
+`writing` names it. Prompts that are read while they are computed, turns and evictions are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.protocol.digests import Prompt, digest_chain, shared_tokens
+from kvferry.protocol.geometry import Place, Topology
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseName, ModelFacts
+from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
+from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket, read_params
+from kvferry.protocol.params_mac import new_mac_key, sign_params
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
+from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state import Counters
+from kvferry.scheduler.step import next_orders, receive_messages
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.loads.results import StepResults
+from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.worker import FerryWorker, MakeFabric
+
+_NO_MAC = "0" * 64
+
+
+@dataclass(slots=True)
+class Ended:
+    """Requests of which all workers have reported the end: their blocks are free (`sent`), complete (`loaded`), or must
+    not be used (`failed`, with the first reason)."""
+
+    sent: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    failed: dict[str, FailureReason] = field(default_factory=dict)
+
+
+class StandaloneEngine:
+    """One engine, until `close`. Its methods are called on one thread.
+
+    Args:
+        engine_id: unique among all engines.
+        shards: per worker its place and its caches.
+        groups, facts, topology: of the engine.
+        host, port: where its side channel listens, as consumers reach it.
+        lease_s: time after which offered blocks are free without a renewal.
+        max_ended: see `ConsumerLedger`.
+
+    Attributes:
+        leases, loads: the ledgers.
+        counters: what both ledgers and the side channel count.
+        description: as consumers receive it.
+
+    Raises:
+        FabricError: NIXL cannot be used, or refuses the memory.
+        InvalidConfig: the side channel's address cannot be bound, or host memory cannot be allocated.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        shards: Sequence[tuple[Place, KvCaches]],
+        groups: tuple[CacheGroup, ...],
+        facts: ModelFacts,
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        topology: Topology = Topology(),  # noqa: B008 - immutable
+        settings: WorkerSettings = WorkerSettings(),  # noqa: B008
+        lease_s: float = 30.0,
+        make_fabric: MakeFabric = NixlFabric,
+        max_ended: int = MAX_ENDED_LEASES,
+    ) -> None:
+        self.counters = Counters()
+        self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters, workers=len(shards))
+        self.loads = ConsumerLedger(self.counters, max_ended=max_ended)
+        self.host, self.port = host, port
+        self._copies_blocks = settings.host_buffer and settings.is_read_from
+        self._ended = Ended()
+        self._reports: dict[str, dict[int, FailureReason | None]] = {}
+        self._writing: dict[int, frozenset[str]] = {}
+        with contextlib.ExitStack() as undo:
+            self.workers: list[FerryWorker] = []
+            for index, (place, caches) in enumerate(shards):
+                worker = FerryWorker(
+                    engine_id=engine_id,
+                    place=place,
+                    index=index,
+                    topology=topology,
+                    facts=facts,
+                    groups=groups,
+                    caches=caches,
+                    settings=settings,
+                    make_fabric=make_fabric,
+                )
+                undo.callback(worker.close)
+                self.workers.append(worker)
+            self.description = EngineDescription(
+                engine_id=engine_id,
+                boot=new_boot_id(),
+                mac_key=new_mac_key(),
+                facts=facts,
+                topology=topology,
+                groups=groups,
+                workers=tuple(worker.description for worker in self.workers),
+            )
+            for worker in self.workers:
+                worker.add_siblings(self.description.workers)
+            self.renewer = LeaseRenewer(self.counters, settings.secrets)
+            undo.callback(self.renewer.close)
+            self.listener = SideChannelListener(
+                host, port, self.counters, settings.secrets, self.leases.clock, knows=self._knows
+            )
+            undo.pop_all()
+        self.listener.publish(self.description)
+
+    @property
+    def boot(self) -> str:
+        return self.description.boot
+
+    @property
+    def writing(self) -> frozenset[str]:
+        """Failed loads whose blocks may still be written."""
+        return frozenset().union(*self._writing.values())
+
+    def offer(self, request_id: str, blocks: Blocks, prompt: Prompt) -> dict[str, Any] | None:
+        """The blocks of a prompt are computed: keep them. Peers may read them after the next step.
+
+        Args:
+            blocks: per cache group, in the order of the tokens.
+
+        Returns:
+            The params for the consumer, as plain objects; None if the request has no lease.
+        """
+        lease = self.leases.finish(request_id, blocks if self._copies_blocks else ())
+        if lease is None:
+            return None
+        return self.params_of(lease, blocks, len(prompt.tokens), digest_chain(prompt)).to_json()
+
+    def params_of(
+        self, lease: Lease, blocks: Blocks, num_tokens: int, digests: tuple[str, ...], row: int | None = None
+    ) -> RemotePrefill:
+        """The signed params of a prompt. `row`: where its blocks are listed, in place of `blocks`, while it is
+        computed."""
+        sizes = self.description.topology
+        params = RemotePrefill(
+            remote_engine_id=self.description.engine_id,
+            remote_request_id=lease.request_id,
+            remote_block_ids=blocks,
+            remote_host=self.host,
+            remote_port=self.port,
+            tp_size=sizes.tp,
+            pp_size=sizes.pp,
+            dcp_size=sizes.dcp,
+            remote_num_tokens=num_tokens,
+            kvferry=Ticket(
+                version=PARAMS_VERSION,
+                boot=self.boot,
+                lease_slot=lease.slot,
+                lease_epoch=lease.origin.epoch,
+                lease_s=self.leases.lease_s,
+                digests=digests,
+                mac=_NO_MAC,
+                stream_row=row,
+            ),
+        )
+        return sign_params(params, self.description.mac_key)
+
+    def start_load(self, request_id: str, params: object, prompt: Prompt, blocks: Blocks) -> int:
+        """Load the leading tokens that a prompt shares with an offered one, with the next step.
+
+        Args:
+            params: of the offered prompt, as a router sent them.
+            blocks: per cache group those of this prompt, from its first token on.
+
+        Returns:
+            The number of tokens that are loaded; 0 if the prompt is to be computed here.
+
+        Raises:
+            InvalidParams: the params cannot be used.
+        """
+        source = read_params(params)
+        if not isinstance(source, RemotePrefill):
+            return 0
+        shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
+        if self.loads.offer(request_id, source, shared, time.monotonic()) is not None:
+            self.loads.decline(source)
+            return 0
+        count = self.loads.matched_tokens(request_id, 0)
+        self.loads.allocated(request_id, count, blocks)
+        return count
+
+    def step(self, compute: Callable[[], object] = lambda: None) -> Ended:
+        """One step: orders go to the workers, `compute` launches the device's work, and the workers' results are
+        applied. Returns the requests that have ended since the last step."""
+        receive_messages(self.listener.inbox, self.leases, self.boot, self.counters)
+        self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
+        compute()
+        for worker in self.workers:
+            worker.end_step()
+        self.collect()
+        self.renewer.submit(self.loads.take_commands())
+        ended, self._ended = self._ended, Ended()
+        return ended
+
+    def order(self, orders: StepOrders) -> None:
+        """Hand orders to the workers."""
+        if orders:
+            head, frame = encode_head(orders), encode_orders(orders)
+            for worker in self.workers:
+                worker.carry_out(head, frame)
+
+    def collect(self) -> list[StepResults]:
+        """Apply the workers' results since the last call to the ledgers, as `step` does. Returns them by worker."""
+        by_worker = [worker.take_results() for worker in self.workers]
+        for index, results in enumerate(by_worker):
+            self._join(index, results)
+        return by_worker
+
+    def close(self) -> None:
+        """Stop all threads and give the caches back. Idempotent."""
+        self.listener.close()
+        self.renewer.close()
+        for worker in self.workers:
+            worker.close()
+
+    def _join(self, index: int, results: StepResults) -> None:
+        """Apply one worker's results. A load is over when every worker has reported it, and bad if it is on one."""
+        if results.alive is not None:
+            self._writing[index] = results.alive
+        self._ended.sent += self.leases.acknowledge(index, results.sent)
+        for request_id, reason in (*dict.fromkeys(results.loaded).items(), *results.failed.items()):
+            reports = self._reports.setdefault(request_id, {})
+            reports[index] = reason
+            if len(reports) < len(self.workers):
+                continue
+            del self._reports[request_id]
+            failed = next(filter(None, reports.values()), None)
+            if failed is None:
+                self.loads.loaded(request_id)
+                self._ended.loaded.append(request_id)
+            else:
+                self.loads.failed(request_id)
+                self._ended.failed[request_id] = failed
+
+    def _knows(self, boot: str, name: LeaseName) -> bool:
+        """Called on the listener's thread."""
+        return boot == self.boot and name in self.leases.slots

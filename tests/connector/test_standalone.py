@@ -1,0 +1,111 @@
+"""Engines without vLLM, alone: what the tests' own engines, which are made of them, do not use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvferry.connector.standalone import StandaloneEngine
+from kvferry.protocol.digests import Prompt
+from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.geometry import Place, Topology
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.caches import KvCaches
+from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+from tests.harness.cache_engine import FACTS, SETTINGS, free_port
+from tests.waiting import step_until
+
+HEADS, SIZE, BLOCK = 2, 8, 16
+PROMPT = Prompt(tokens=range(300))
+BLOCKS = (tuple(range(3, 22)),)
+
+
+class Pair:
+    """Producer and consumer of one layer, both of two workers with one head each."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.caches = {name: torch.zeros(32, HEADS, BLOCK, SIZE) for name in ("producer", "consumer")}
+        self.producer, self.consumer = (self.engine(name) for name in self.caches)
+        self.failed: dict[str, FailureReason] = {}
+
+    def engine(self, name: str) -> StandaloneEngine:
+        cache = self.caches[name]
+        shards = [
+            (Place(tp=rank), KvCaches.of({("layers.0", "kv"): cache[:, rank : rank + 1]}, first_head=rank))
+            for rank in range(HEADS)
+        ]
+        return StandaloneEngine(
+            name,
+            shards,
+            (CacheGroup(policy="full", block_tokens=BLOCK),),
+            FACTS,
+            port=free_port(),
+            topology=Topology(tp=HEADS),
+            settings=SETTINGS,
+            make_fabric=lambda agent: MemoryFabric(agent, self.network),
+        )
+
+    def offer(self, request_id: str) -> object:
+        """Compute the prompt and offer it."""
+        assert self.producer.leases.open(request_id)
+        self.producer.step(lambda: self.caches["producer"].normal_())
+        params = self.producer.offer(request_id, BLOCKS, PROMPT)
+        self.producer.step()
+        return params
+
+    def until_sent(self, request_id: str) -> None:
+        step_until(lambda: request_id in self.producer.step().sent, "the blocks are free", self.consumer)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for engine in (made.producer, made.consumer):
+        engine.loads.check_integrity()
+        engine.leases.check_integrity()
+        engine.close()
+
+
+def test_tokens_that_both_prompts_begin_with_are_loaded_by_all_workers(pair: Pair) -> None:
+    prompt = Prompt(tokens=[*range(280), 7, 7])
+    assert pair.consumer.start_load("decode", pair.offer("prefill"), prompt, BLOCKS) == 256
+    step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+    read = list(BLOCKS[0][: 256 // BLOCK])
+    assert torch.equal(pair.caches["consumer"][read], pair.caches["producer"][read])
+    assert not pair.caches["consumer"][BLOCKS[0][256 // BLOCK]].any()
+    pair.until_sent("prefill")
+
+
+def test_another_prompt_is_computed_and_its_lease_given_back(pair: Pair) -> None:
+    assert pair.consumer.start_load("decode", pair.offer("prefill"), Prompt(tokens=[1, 2, 3]), BLOCKS) == 0
+    pair.until_sent("prefill")
+    assert pair.producer.counters.total("leases_released", "release") == 1
+
+
+def test_params_that_cannot_be_used_are_refused_and_a_request_without_any_is_computed(pair: Pair) -> None:
+    with pytest.raises(InvalidParams):
+        pair.consumer.start_load("decode", {"do_remote_prefill": True}, PROMPT, BLOCKS)
+    assert pair.consumer.start_load("decode", None, PROMPT, BLOCKS) == 0
+    assert pair.producer.offer("never opened", BLOCKS, PROMPT) is None
+
+
+def test_a_load_that_one_worker_cannot_read_has_failed(pair: Pair) -> None:
+    params = pair.offer("prefill")
+    first = pair.producer.description.workers[0].agent
+    pair.network.kill(first)
+    assert pair.consumer.start_load("decode", params, PROMPT, BLOCKS) == 300
+    step_until(lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed, "it fails", pair.producer)
+    assert list(pair.failed) == ["decode"]
+    step_until(lambda: not pair.consumer.writing, "none of its blocks is written", pair.consumer)
+    pair.until_sent("prefill")
+
+
+@pytest.mark.parametrize("view", [torch.zeros(4, 2, 16), torch.zeros(4, 2, 16, 8).transpose(2, 3)])
+def test_views_of_other_shapes_are_refused(view: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"layers\.0/k: expected"):
+        KvCaches.of({("layers.0", "k"): view})
