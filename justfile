@@ -77,7 +77,7 @@ fmt:
 lock *options:
     cd requirements; {{ compile }} {{ options }} --override overrides.txt cpu.txt -o cpu.lock
     cd requirements; {{ compile }} {{ options }} dev.txt -o dev.lock
-    cd requirements; {{ compile }} {{ options }} cuda.txt ../pyproject.toml --extra cli --extra vllm -o cuda.lock
+    cd requirements; {{ compile }} {{ options }} cuda.txt ../pyproject.toml --extra vllm -o cuda.lock
 
 compile := "uv pip compile --no-config --universal --python-version 3.11 --generate-hashes --no-annotate --quiet"
 export UV_CUSTOM_COMPILE_COMMAND := "just lock"

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 QUICK = ("--seconds", "0.02", "--timeout", "60")
 LYING = ("-m", "tests.cli.owners", "lying")
-BENCH = (sys.executable, "-m", "kvferry.cli", "bench")
+BENCH = (sys.executable, "-m", "kvferry", "bench")
 
 
 @contextlib.contextmanager

@@ -57,13 +57,14 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
     environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
     # The Python that made this environment has none of its packages, and neither have its children.
     python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    command = [str(python), "-S", "-m", "kvferry.cli", "doctor"]
+    command = [str(python), "-S", "-m", "kvferry", "doctor"]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (1, "")
     lines = [line.split(maxsplit=2) for line in ran.stdout.splitlines()]
     for name in ("nixl", "torch", "msgspec", "pyzmq", "numpy"):
         found = lines.index(["broken", name, "not installed"])
-        assert " ".join(lines[found + 1]).startswith(f"→ pip install '{name}>=")
+        package = "kvferry[worker]'" if name in ("nixl", "torch") else f"{name}>="
+        assert " ".join(lines[found + 1]).startswith(f"→ pip install '{package}")
     assert ["look", "vllm", "not installed"] in lines
     assert "ok  UCX settings  " in ran.stdout
     assert "not done  loopback transfer  " in ran.stdout

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.cli.doctor import versions
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, Mark
-from kvferry.cli.doctor.versions import NEEDED, check_versions, fits
+from kvferry.cli.doctor.versions import NEEDED, NEEDED_BY_WORKERS, check_versions, fits
 
 GOOD = {
     "vllm": "0.32.1",
@@ -24,6 +24,7 @@ GOOD = {
     "msgspec": "0.22.0",
     "pyzmq": "27.3.0",
     "numpy": "2.3.5",
+    "rich": "15.0.0",
 }
 Judged = Callable[..., dict[str, Finding]]
 
@@ -67,6 +68,12 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(name: str,
     finding = judged(**{name: None})[name]
     assert (finding.mark, finding.found) == (Mark.BROKEN, "not installed")
     assert finding.do == f"pip install '{name}{NEEDED[name]}'"
+
+
+@pytest.mark.parametrize("name", NEEDED_BY_WORKERS)
+def test_a_package_of_workers_is_installed_with_their_extra(name: str, judged: Judged) -> None:
+    finding = judged(**{name: None})[name]
+    assert (finding.mark, finding.do) == (Mark.BROKEN, "pip install 'kvferry[worker]'")
 
 
 @pytest.mark.parametrize(

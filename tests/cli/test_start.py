@@ -61,7 +61,7 @@ def test_help_names_every_option_of_the_documentation() -> None:
 def test_a_closed_pipe_ends_it_quietly() -> None:
     """More output than a pipe holds, to a reader that reads ten bytes."""
     large = "layers=64,heads=8,dim=128,tp=8,layout=NHD"
-    command = [sys.executable, "-m", "kvferry.cli", "plan", large, f"{large},pp=8", "--json"]
+    command = [sys.executable, "-m", "kvferry", "plan", large, f"{large},pp=8", "--json"]
     assert len(run(*command[3:]).out) > 1 << 16
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as planning:
         assert planning.stdout is not None
@@ -74,7 +74,7 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
 
 def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "kvferry.cli", "plan", DENSE, f"{DENSE},tp=2"],
+        [sys.executable, "-m", "kvferry", "plan", DENSE, f"{DENSE},tp=2"],
         capture_output=True,
         timeout=60,
         check=True,

@@ -24,7 +24,11 @@ _THREAD = re.compile(r'(?:name=|name: str = |SpanSink\(.+\), )"(kvferry-[a-z-]+)
 @functools.cache
 def modules() -> tuple[str, ...]:
     """Every module of the product as `plan/planner.py`."""
-    paths = (path.relative_to(ROOT / root / "kvferry") for root in PACKAGES for path in (ROOT / root).rglob("*.py"))
+    paths = (
+        path.relative_to(ROOT / root / "kvferry")
+        for root in PACKAGES
+        for path in (ROOT / root / "kvferry" / root).rglob("*.py")
+    )
     return tuple(sorted(path.as_posix() for path in paths))
 
 

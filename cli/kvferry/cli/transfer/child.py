@@ -6,6 +6,7 @@ Each message is one frame of msgpack on a socket pair of its own, which nothing 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -35,6 +36,13 @@ _LANES = re.compile(r"(?:intra|inter)-node cfg#[0-9]+ +(.*)")
 _ERROR = re.compile(r" UCX +ERROR +(.+)")
 _Expected = TypeVar("_Expected", bound=msgspec.Struct)
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def check_installed() -> None:
+    """Raises `ReadsFailed` without torch or NIXL, which the children need and only the extra `worker` installs."""
+    missing = [name for name in ("torch", "nixl") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ReadsFailed(f"not installed: {', '.join(missing)}; pip install 'kvferry[worker]'")
 
 
 class Pipe:

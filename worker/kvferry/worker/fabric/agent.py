@@ -126,7 +126,8 @@ def load_bindings() -> ModuleType:
         package = sys.modules[api.nixl_agent.__module__].__package__
         return importlib.import_module(f"{package}._bindings")
     except (ImportError, AttributeError, KeyError) as error:
-        raise FabricUnavailable("load NIXL", f"the Python package nixl is not usable: {error}") from error
+        reason = f"the Python package nixl is not usable: {error}; pip install 'kvferry[worker]'"
+        raise FabricUnavailable("load NIXL", reason) from error
 
 
 class NixlErrors:

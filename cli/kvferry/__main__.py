@@ -1,4 +1,4 @@
-"""`python -m kvferry.cli`."""
+"""`python -m kvferry`."""
 
 from kvferry.cli.main import main
 
