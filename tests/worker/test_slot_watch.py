@@ -103,6 +103,43 @@ def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(sc
     assert scene.posts() == before + 2, "a new wait is served at once"
 
 
+def looks_until_changed(scene: Scene, seconds: float) -> list[float]:
+    """When looks begin, in seconds from now, until slot 1 has changed and a new wait for it has begun."""
+    begun_s: list[float] = []
+    first_s, word = scene.now_s, int(scene.tables[0][1, 1]) + 1
+    for _ in range(round(seconds / 0.0005)):
+        before = scene.posts()
+        scene.step(0.0005)
+        begun_s += [scene.now_s - first_s] * (scene.posts() > before)
+    scene.tables[0][1, 1] = scene.tables[1][1, 1] = word
+    while not scene.step(0.0005):
+        pass
+    scene.add(1)
+    return begun_s
+
+
+def test_while_several_wait_no_look_begins_for_half_the_time_between_changes(scene: Scene) -> None:
+    scene.add(2)
+    scene.add(1)
+    for _ in range(3):
+        steady = looks_until_changed(scene, 0.06)
+    assert sum(begun_s < 0.03 for begun_s in steady) <= 1, "the one that was due when the wait began"
+    assert any(begun_s < 0.034 for begun_s in steady)
+    looks_until_changed(scene, 0.002)
+    looks_until_changed(scene, 0.06)
+    assert any(begun_s < 0.004 for begun_s in looks_until_changed(scene, 0.06)), "a producer's workers write in turn"
+    for _ in range(2):
+        looks_until_changed(scene, 1.0)
+    assert any(0.045 < begun_s < 0.06 for begun_s in looks_until_changed(scene, 1.0)), "50 ms at most"
+
+
+def test_a_lone_wait_is_looked_at_at_once_after_a_change(scene: Scene) -> None:
+    scene.add(1)
+    for _ in range(3):
+        steady = looks_until_changed(scene, 0.06)
+    assert steady[0] < 0.002
+
+
 def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: Scene) -> None:
     scene.network.freeze("p1")
     wait = scene.add(1, until_s=scene.now_s + 0.01)

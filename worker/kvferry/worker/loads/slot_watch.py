@@ -2,6 +2,8 @@
 
 A load that waits has nothing in flight and holds no entries: the watch's reads have entries of their own. They begin
 1 ms apart and, while no slot of the producer changes, a twentieth of the time since the last change, 5 ms at most.
+While several loads wait, the producer has a queue, and its steps are alike: after a change no look begins for half the
+time between the latest changes. The last step of a lone prompt may be shorter than the one before.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ SlotWords: TypeAlias = tuple[tuple[int, int], ...]
 _SHORTEST_S = 1e-3
 _LONGEST_S = 5e-3
 _SHARE = 20
+_LONGEST_QUIET_S = 50e-3
 _MOST_ENTRIES = 1024
 """Most entries of one look; the slots of more loads are looked at in turn."""
 
@@ -84,12 +87,16 @@ class _Watched:
     """One peer: the waits, the look in flight, and when the next one is due.
 
     Attributes:
+        gap_s: the time between the last two changes, or the two before if that is shorter: the workers of a producer
+            write one after the other.
         parts: the waits by slot, as looks take them in turn; empty when they have to be divided again.
     """
 
     peer: Peer
     changed_s: float
     due_s: float
+    last_gap_s: float = 0.0
+    gap_s: float = 0.0
     waits: set[Wait] = field(default_factory=set)
     parts: deque[_Part] = field(default_factory=deque)
     look: Look | None = None
@@ -100,6 +107,16 @@ class _Watched:
             self.parts.extend(_Part.of(waits[first : first + most]) for first in range(0, len(waits), most))
         self.parts.rotate(-1)
         return self.parts[-1]
+
+    def changed(self, now_s: float) -> None:
+        """A slot has changed."""
+        gap_s = now_s - self.changed_s
+        self.changed_s, self.last_gap_s, self.gap_s = now_s, gap_s, min(gap_s, self.last_gap_s)
+
+    @property
+    def quiet_until_s(self) -> float:
+        """When the next change can be expected, at the earliest."""
+        return self.changed_s + (min(self.gap_s / 2, _LONGEST_QUIET_S) if len(self.waits) > 1 else 0.0)
 
     def remove(self, waits: list[Wait]) -> list[Wait]:
         """Remove those that are still waiting, and return them."""
@@ -128,9 +145,9 @@ class SlotWatch:
         watched = self._watched.get(wait.peer)
         if watched is None:
             watched = self._watched[wait.peer] = _Watched(wait.peer, now_s, now_s)
-        watched.changed_s, watched.due_s = now_s, min(watched.due_s, now_s + _SHORTEST_S)
         watched.waits.add(wait)
         watched.parts.clear()
+        watched.due_s = min(watched.due_s, max(now_s + _SHORTEST_S, watched.quiet_until_s))
 
     def remove(self, wait: Wait) -> None:
         """End a wait; one that is over already may be removed too."""
@@ -186,10 +203,12 @@ class SlotWatch:
         for index in np.flatnonzero(is_over).tolist():
             part.waits[index].words = tuple((state, progress) for state, progress in found[index].tolist())
             over.append(part.waits[index])
+        over = watched.remove(over)
         if over:
-            watched.changed_s = now_s
-        watched.due_s = look.begun_s + min(max((now_s - watched.changed_s) / _SHARE, _SHORTEST_S), _LONGEST_S)
-        return watched.remove(over)
+            watched.changed(now_s)
+        pause_s = min(max((now_s - watched.changed_s) / _SHARE, _SHORTEST_S), _LONGEST_S)
+        watched.due_s = max(look.begun_s + pause_s, watched.quiet_until_s)
+        return over
 
     def _begin(self, watched: _Watched, now_s: float) -> None:
         """Post a look, unless there are too few entries now."""
