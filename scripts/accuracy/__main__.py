@@ -61,7 +61,7 @@ def _run(settings: Settings) -> int:
 
     raise_when_stopped()
     progress = Progress()
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 80)
     log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
     reports = []
     print(f"logs: {shown(log_dir)}", flush=True)

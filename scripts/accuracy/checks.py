@@ -188,7 +188,7 @@ def judge_recomputes(counters: Scrape) -> Check:
 def judge_streams(counters: Scrape) -> Check:
     """Some bytes were read before the prefill had ended."""
     early, planned = (counters.total(f"vllm:kvferry_{kind}_bytes_total") for kind in ("early", "planned"))
-    return Check("prompts are read while they are computed", early > 0, f"{early / 1e6:.1f} of {planned / 1e6:.1f} MB")
+    return Check("read while it is prefilled", early > 0, f"{early / 1e6:.1f} of {planned / 1e6:.1f} MB")
 
 
 def judge_in_turn(compared: Comparison, moved: int, *, exact: bool) -> Check:
@@ -227,7 +227,7 @@ def judge_arithmetic(expected: Score, found: Score, itself: Score | None, *, ran
     errors = (*expected.errors, *found.errors)
     tells = random_weights or min(expected.right, found.right) > 0
     right = equal and tells and not errors
-    return Check("arithmetic, router against one engine", right, "; ".join([detail, *errors[:3]]))
+    return Check("arithmetic as right as one engine", right, "; ".join([detail, *errors[:3]]))
 
 
 def judge_poison(expected: Sequence[Answer], found: Sequence[Answer], moved: int) -> Check:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,8 +37,8 @@ class Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the table."""
-    table = Table(title=escape(report.title), title_justify="left")
+    """Print the table, for terminals of 80 columns as well."""
+    table = Table(title=escape(report.title), title_justify="left", box=box.HORIZONTALS, padding=0, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("found", overflow="fold")

@@ -142,7 +142,7 @@ def test_some_bytes_are_read_before_a_prefill_has_ended() -> None:
 
 def shown(report: Report) -> str:
     out = io.StringIO()
-    show(report, Console(file=out, width=120))
+    show(report, Console(file=out, width=80))
     return out.getvalue()
 
 
