@@ -34,7 +34,7 @@ class _Reader(HTMLParser):
         if tag == "a" and "href" in given:
             self.page.links.append(given["href"])
         loads = tag in ("script", "img", "source", "iframe") or (tag == "link" and given.get("rel") != "canonical")
-        if loads and (target := given.get("src") or given.get("href")):
+        if loads and (target := given.get("src") or given.get("srcset") or given.get("href")):
             self.page.loaded.append(target)
 
 
