@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,7 @@ from rich.table import Table as Printed
 
 from bench.provenance import REPOSITORY, Checkout, checkout, circumstances
 
-RESULTS = REPOSITORY / "bench" / "results"
+RESULTS = Path(os.environ.get("KVFERRY_BENCH_RESULTS") or REPOSITORY / "bench" / "results")
 _LONGEST_LINE = 400
 """Characters of a JSON list or object that stays on one line."""
 

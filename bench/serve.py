@@ -3,6 +3,7 @@
     python -m bench.serve                          # about 20 minutes on two cores, 16 GB
     python -m bench.serve --quick                  # 5 minutes, for orientation
     python -m bench.serve --quick kvferry single   # these setups only
+    python -m bench.serve --device cuda            # on one GPU or two; no machine with one has run it yet
 
 All servers live at the same time, and only those whose turn it is run. It writes `results/serve.json`; a setup that
 fails loses its own figures, and the notes say why. Ctrl-C ends all servers.
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=(__doc__ or "").split("\n")[0])
     names = [setup.name for setup in SETUPS]
     parser.add_argument("--quick", action="store_true", help="few prompts")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the engines run")
     parser.add_argument("setups", nargs="*", help=f"with --quick: some of {', '.join(names)}")
     chosen = parser.parse_args(arguments)
     if set(chosen.setups) - set(names) or (chosen.setups and not chosen.quick):
@@ -56,15 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     started = begin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        results = run(compared, ROOT / "logs" / "serve", quick=chosen.quick)
+        results = run(compared, ROOT / "logs" / "serve", quick=chosen.quick, device=chosen.device)
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130
-    publish("serve", results, started)
+    publish("serve" if chosen.device == "cpu" else "serve-cuda", results, started)
     return 0
 
 
-def run(compared: Sequence[Setup], logs: Path, *, quick: bool) -> Results:
+def run(compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cpu") -> Results:
     """Measure these setups, in turn."""
     amounts = QUICK if quick else FULL
     model = prepare(DEFAULT_MODEL, default_cache_dir(), print)
@@ -74,12 +76,12 @@ def run(compared: Sequence[Setup], logs: Path, *, quick: bool) -> Results:
         for name, figures in setups.items():
             print(f"starting: {figures.setup.title}", flush=True)
             try:
-                running[name] = stack.enter_context(started(figures.setup, model, logs, 2 * amounts.timeout_s))
+                running[name] = stack.enter_context(started(figures.setup, model, logs, 2 * amounts.timeout_s, device))
             except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
                 figures.error = short(error)
         asyncio.run(_measure([(setups[name], one) for name, one in running.items()], amounts))
     return Results(
-        command="python -m bench.serve" + " --quick" * quick,
+        command="python -m bench.serve" + " --quick" * quick + f" --device {device}" * (device != "cpu"),
         what=WHAT,
         tables=serve_report.tables(setups),
         charts=serve_report.charts(setups),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serve_clock import FILE_VARIABLE, AnswerClock, Answers
+from scripts.accuracy.devices import hand_out_gpus
 from scripts.accuracy.engines import Engine, EngineSpec, Router, Transfer
 from scripts.accuracy.processes import Server
 
@@ -76,15 +77,19 @@ class Running:
                 os.killpg(server.pid, number)
 
 
-def specs_of(setup: Setup, model: str, logs: Path) -> tuple[EngineSpec, ...]:
-    """One core for every engine, the single one included: the one that the decoder has in the others."""
+def specs_of(setup: Setup, model: str, logs: Path, device: str = "cpu") -> tuple[EngineSpec, ...]:
+    """One core, or GPU, for every engine, the single one included: the one that the decoder has in the others. All
+    engines share a GPU where there is one."""
+    here, there = hand_out_gpus((1, 1), os.environ) if device == "cuda" else (("0",), ("1",))
     if not setup.module:
-        return (_spec(setup, "engine", model, "1", logs),)
-    return _spec(setup, "producer", model, "0", logs), _spec(setup, "consumer", model, "1", logs)
+        return (_spec(setup, "engine", model, there, logs, device),)
+    return _spec(setup, "producer", model, here, logs, device), _spec(setup, "consumer", model, there, logs, device)
 
 
-def _spec(setup: Setup, role: str, model: str, core: str, logs: Path) -> EngineSpec:
-    environment, arguments = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _SEVERAL_TURNS_S}, ["--num-gpu-blocks-override", "96"]
+def _spec(setup: Setup, role: str, model: str, devices: tuple[str, ...], logs: Path, device: str) -> EngineSpec:
+    # Of 16 tokens on a GPU, 128 on a CPU.
+    blocks = "768" if device == "cuda" else "96"
+    environment, arguments = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _SEVERAL_TURNS_S}, ["--num-gpu-blocks-override", blocks]
     if role != "consumer":
         arguments += ["--max-num-batched-tokens", str(CHUNK)]
     if role == "producer":
@@ -94,7 +99,10 @@ def _spec(setup: Setup, role: str, model: str, core: str, logs: Path) -> EngineS
     return EngineSpec(
         f"{setup.name}-{role}",
         model,
-        devices=(core,),
+        device=device,
+        devices=devices,
+        dtype="float32" if device == "cpu" else "bfloat16",
+        gpu_memory_utilization=0.1,
         transfer=Transfer(f"kv_{role}", setup.module, extra_config=options) if setup.module else None,
         extra_args=tuple(arguments),
         extra_env=environment,
@@ -107,11 +115,11 @@ def answers_file(setup: Setup, logs: Path) -> Path:
 
 
 @contextmanager
-def started(setup: Setup, model: str, logs: Path, timeout_s: float) -> Iterator[Running]:
+def started(setup: Setup, model: str, logs: Path, timeout_s: float, device: str = "cpu") -> Iterator[Running]:
     """Start a setup and end it; all of its servers are ready and stopped in the body."""
     answers = Answers(answers_file(setup, logs))
     with ExitStack() as stack:
-        engines = start_all(stack, specs_of(setup, model, logs), logs)
+        engines = start_all(stack, specs_of(setup, model, logs, device), logs)
         producer, consumer = engines[0], engines[-1]
         servers: list[Server] = [*engines]
         if producer is not consumer:

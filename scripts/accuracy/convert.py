@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts.accuracy.model import whole
-from scripts.accuracy.settings import TINY_MODELS
+from scripts.accuracy.settings import SMALL_MODELS, TINY_MODELS
+from tests.vllm.small_models import made_of
 
 _NOT_KEPT = {"architectures", "model_type", "_name_or_path", "quantization_config", "transformers_version"}
 _llama: Any = LlamaForCausalLM
@@ -64,5 +65,7 @@ if __name__ == "__main__":
     for name, folder in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
         if name in TINY_MODELS:
             tiny_llama(Path(sys.argv[1]), Path(folder), TINY_MODELS[name])
+        elif name in SMALL_MODELS:
+            _save(made_of(name, vocab_size=49152, max_position_embeddings=8192), Path(sys.argv[1]), Path(folder))
         else:
             smollm2(Path(sys.argv[1]), Path(folder))

@@ -15,12 +15,16 @@ _LOWEST, _HIGHEST = 12000, 32000
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
-    """Number of NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES if it is set, else the driver's list."""
+    """Number of NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES if it is set, else the driver's list.
+
+    One that is named twice counts twice: two engines may share it.
+    """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     listed = _listed_gpus()
     if visible is None:
         return listed
-    return min(listed, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+    names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return len(names) if len(set(names)) <= listed else listed
 
 
 def _listed_gpus() -> int:
@@ -33,7 +37,7 @@ def _listed_gpus() -> int:
 
 
 def hand_out_gpus(needs: Sequence[int], environment: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Consecutive GPUs for each engine, none shared: indices, or the names in CUDA_VISIBLE_DEVICES. `read_settings` has
+    """Consecutive GPUs for each engine: indices, or the names in CUDA_VISIBLE_DEVICES. `read_settings` has
     checked that there are enough."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "").strip()
     names = iter(visible.split(",") if visible else map(str, range(sum(needs))))

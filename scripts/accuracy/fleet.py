@@ -72,6 +72,7 @@ def plan_fleet(
         common,
         pp=settings.prefill_pp,
         block_size=settings.prefill_block_size,
+        layout=settings.prefill_layout,
         transfer=producer,
         extra_args=(*prefill_args, *settings.extra_args),
     )

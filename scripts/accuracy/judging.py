@@ -66,12 +66,13 @@ def judge_router(
     asked = [*cases.sequence, *cases.crowd]
     every = [*asked, *cases.aborted]
     compared = checks.compare(every, expected.of(every), [*found.answers, *found.again])
+    tolerance = checks.ROUNDING_TOLERANCE if settings.unequal else 0.0
     judged = [
-        *checks.judge_tokens(compared, expected.itself),
+        *checks.judge_tokens(compared, expected.itself, tolerance),
         _judge_aborts(expected, found, cases),
         checks.judge_bytes(found.seen, formula, settings.ferry),
     ]
-    if settings.decode_instances == settings.decode_dp == 1:
+    if settings.decode_instances == settings.decode_dp == 1 and formula is not None:
         judged.append(checks.judge_hits(cases.sequence, found.seen, blocks[1]))
     judged.append(checks.judge_computed(len(asked), *found.computed))
     lengths = [tokens for one in found.seen.values() for tokens in one.prompts]

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.settings import DEFAULT_MODEL, ROOT, TINY_MODEL, TINY_MODELS, BadSetting
+from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, ROOT, TINY_MODEL, TINY_MODELS, BadSetting
 
-_MADE = (DEFAULT_MODEL, *TINY_MODELS)
+_MADE = (DEFAULT_MODEL, *RANDOM_MODELS)
 _FORMAT = 1
 """Counts changes of how they are made: another number, another folder."""
 

@@ -26,7 +26,8 @@ class NixlConnector(FerryConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self._caches = tuple(kv_caches.values())
+        # A layer with states has several tensors.
+        self._caches = tuple(one for of in kv_caches.values() for one in ([of] if hasattr(of, "shape") else of))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         head = isinstance(connector_metadata, FerryMetadata) and connector_metadata.head

@@ -70,7 +70,11 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether the first process runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self.poll() is None
+
+    def poll(self) -> int | None:
+        """The exit status of the first process; None while it runs, and when it was not started."""
+        return self._process.poll() if self._process is not None else None
 
     def start(self) -> None:
         """Start it and return at once. The log begins with the command and what it adds to the environment."""

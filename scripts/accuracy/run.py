@@ -20,7 +20,7 @@ from scripts.accuracy.model import check_sizes, config_of, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report
-from scripts.accuracy.settings import DEFAULT_MODEL, TINY_MODELS, Settings
+from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, TINY_MODELS, Settings
 from scripts.console import Progress
 
 _SENTENCES = 2000
@@ -94,7 +94,7 @@ class Run:
             judged, self.report.figures = judge_router(expected, found, cases, self._settings, formula, blocks)
             self.report.checks += judged
             score, itself = await self._arithmetic(client, router.base_url, "router"), expected.arithmetic_itself
-            random_weights = self._name in TINY_MODELS
+            random_weights = self._name in RANDOM_MODELS
             judged_score = checks.judge_arithmetic(expected.arithmetic, score, itself, random_weights=random_weights)
             self.report.checks.append(judged_score)
             if self._settings.ferry:

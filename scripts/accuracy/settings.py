@@ -19,6 +19,9 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 TINY_MODEL = "tiny-llama"
 TINY_MODELS = {TINY_MODEL: 4, "tiny-llama-2-kv-heads": 2, "tiny-llama-1-kv-head": 1}
 """Models of random weights, with their KV heads."""
+SMALL_MODELS = ("small-mla", "small-mamba2-hybrid", "small-gdn-hybrid")
+"""Models of random weights of other kinds, as `tests/vllm/small_models.py` has them."""
+RANDOM_MODELS = (*TINY_MODELS, *SMALL_MODELS)
 
 
 class BadSetting(Exception):
@@ -130,7 +133,10 @@ class Settings:
     """
 
     models: tuple[str, ...] = _theirs(
-        "MODEL_NAMES", DEFAULT_MODEL, f"models: names on a hub, folders; random: {', '.join(TINY_MODELS)}", _names
+        "MODEL_NAMES",
+        DEFAULT_MODEL,
+        f"models: names on a hub, folders; random: {', '.join((*TINY_MODELS, *SMALL_MODELS))}",
+        _names,
     )
     prefill_instances: int = _theirs("NUM_PREFILL_INSTANCES", "1", "prefill engines", _sizes)
     decode_instances: int = _theirs("NUM_DECODE_INSTANCES", "1", "decode engines", _sizes)
@@ -163,6 +169,7 @@ class Settings:
         "like --kv_buffer_device; cpu: through host memory; empty: cuda on GPUs, else cpu",
         _one_of("", "cuda", "cpu"),
     )
+    prefill_layout: str = _ours("PREFILLER_KV_LAYOUT", "", "the same of the prefill engines", _one_of("", "HND", "NHD"))
     prefill_pp: int = _ours("PREFILLER_PP_SIZE", "1", "pipeline stages of each prefill engine", _sizes)
     decode_pp: int = _ours("DECODER_PP_SIZE", "1", "pipeline stages of each decode engine", _sizes)
     device: str = _ours(
@@ -225,6 +232,12 @@ class Settings:
         return self.dtype == "float32"
 
     @property
+    def unequal(self) -> bool:
+        """Whether prefill engines compute a prompt in another order than the single engine, and round otherwise."""
+        prefill = self.prefill_tp, self.prefill_pp, self.prefill_block_size, self.prefill_layout
+        return prefill != (self.decode_tp, self.decode_pp, self.decode_block_size, self.decode_layout)
+
+    @property
     def ferry(self) -> bool:
         """Whether kvferry is tried, not vLLM's own connector."""
         return self.connector_module != STOCK
@@ -257,8 +270,9 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
         settings = replace(settings, device="cuda" if found else "cpu")
     if settings.dtype == "auto":
         settings = replace(settings, dtype="float32" if settings.device == "cpu" else "bfloat16")
-    if settings.device == "cpu" and settings.decode_layout == "NHD":
-        raise BadSetting.of("DECODER_KV_LAYOUT", "NHD", "HND or empty on CPU, whose attention has no other layout")
+    for name, layout in (("DECODER", settings.decode_layout), ("PREFILLER", settings.prefill_layout)):
+        if settings.device == "cpu" and layout == "NHD":
+            raise BadSetting.of(f"{name}_KV_LAYOUT", "NHD", "HND or empty on CPU, whose attention has no other layout")
     if settings.device == "cpu" and settings.kv_buffer_device == "cuda":
         raise BadSetting.of("KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU, where all caches are in host memory")
     need = settings.prefill_instances * settings.prefill_workers + settings.decode_instances * settings.decode_workers

@@ -180,8 +180,7 @@ def small_model(name: str, cache_dir: Path) -> Path:
     Raises:
         KeyError: there is none of that name.
     """
-    model = SMALL_MODELS[name]
-    return made_once(name, cache_dir, lambda folder: _make(model, folder))
+    return made_once(name, cache_dir, lambda folder: made_of(name).save_pretrained(folder))
 
 
 def made_once(name: str, cache_dir: Path, make: Callable[[Path], None]) -> Path:
@@ -193,15 +192,16 @@ def made_once(name: str, cache_dir: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _make(made_of: SmallModel, folder: Path) -> None:
+def made_of(name: str, **changed: Any) -> Any:
+    """One of `SMALL_MODELS` as transformers has it, in float32, with these settings changed."""
     import torch
     import transformers
 
     logging: Any = transformers.logging
     logging.disable_progress_bar()
-    of_family = getattr(transformers, made_of.config_class or f"{made_of.family}Config")
-    model_class = getattr(transformers, f"{made_of.family}ForCausalLM")
+    model = SMALL_MODELS[name]
+    of_family = getattr(transformers, model.config_class or f"{model.family}Config")
+    model_class = getattr(transformers, f"{model.family}ForCausalLM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(of_family(**made_of.settings)).to(torch.float32)
-    model.save_pretrained(folder)
+        return model_class(of_family(**model.settings | changed)).to(torch.float32)
