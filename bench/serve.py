@@ -37,11 +37,14 @@ QUICK = Amounts({1: 13, CROWD: 1, SATURATING: 1}, _PROMPTS, watch_s=3.0, timeout
 WHAT = (
     "What a client sees of a handover between real engines behind vllm-router, and what engines take while they are "
     "idle: kvferry with both legs of a request at once and one after the other, the peer, and a single engine. They "
-    "take turns prompt by prompt, and the servers of the others are stopped meanwhile. Two vLLM engines on one core "
-    "each, SmolLM2-135M in float32, prompts of random tokens that no cache knows, 128 of them prefilled in a step, "
-    "greedy answers of 8 tokens, streamed. The single engine has one such core too. Handover: from the producer's HTTP "
-    "answer, timed in its server, to the first token at the client."
+    "take turns prompt by prompt, and the servers of the others are stopped meanwhile. {}, prompts of random tokens "
+    "that no cache knows, 128 of them prefilled in a step, greedy answers of 8 tokens, streamed. The single engine has "
+    "one such {} too. Handover: from the producer's HTTP answer, timed in its server, to the first token at the client."
 )
+ENGINES = {
+    "cpu": ("Two vLLM engines on one core each, SmolLM2-135M in float32", "core"),
+    "cuda": ("Two vLLM engines on a GPU each, or both on one, SmolLM2-135M in bfloat16", "GPU"),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,11 +85,11 @@ def run(compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cp
         asyncio.run(_measure([(setups[name], one) for name, one in running.items()], amounts))
     return Results(
         command="python -m bench.serve" + " --quick" * quick + f" --device {device}" * (device != "cpu"),
-        what=WHAT,
+        what=WHAT.format(*ENGINES[device]),
         tables=serve_report.tables(setups),
         charts=serve_report.charts(setups),
         targets=serve_report.targets(setups),
-        notes=serve_report.notes(setups),
+        notes=serve_report.notes(setups, device),
         quick=quick,
     )
 

@@ -95,11 +95,13 @@ def above_single_s(pair: Batch, single: Batch, length: int) -> float:
     return pair.of(length).first_s() - pair.of(length).decode_step_s - single.of(length).first_s()
 
 
-def notes(setups: By) -> tuple[str, ...]:
+def notes(setups: By, device: str = "cpu") -> tuple[str, ...]:
     """Notes beside the figures: circumstances, and what failed."""
     found = [
-        "Every engine has one core, the single engine as the producer and the decoder; client, router and the servers' "
-        "other processes share both.",
+        *[
+            "Every engine has one core, the single engine as the producer and the decoder; client, router and the "
+            "servers' other processes share both."
+        ][: device == "cpu"],
         "An uncounted prompt begins each turn. vLLM's workers poll their queue for a second after each step, in every "
         "setup; idle is measured after it.",
     ]

@@ -78,8 +78,8 @@ class Running:
 
 
 def specs_of(setup: Setup, model: str, logs: Path, device: str = "cpu") -> tuple[EngineSpec, ...]:
-    """One core, or GPU, for every engine, the single one included: the one that the decoder has in the others. All
-    engines share a GPU where there is one."""
+    """One core, or GPU, for every engine, the single one included: the one that the decoder has in the others. With
+    CUDA_VISIBLE_DEVICES=0,0 all share a GPU."""
     here, there = hand_out_gpus((1, 1), os.environ) if device == "cuda" else (("0",), ("1",))
     if not setup.module:
         return (_spec(setup, "engine", model, there, logs, device),)
@@ -87,9 +87,10 @@ def specs_of(setup: Setup, model: str, logs: Path, device: str = "cpu") -> tuple
 
 
 def _spec(setup: Setup, role: str, model: str, devices: tuple[str, ...], logs: Path, device: str) -> EngineSpec:
-    # Of 16 tokens on a GPU, 128 on a CPU.
-    blocks = "768" if device == "cuda" else "96"
-    environment, arguments = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _SEVERAL_TURNS_S}, ["--num-gpu-blocks-override", blocks]
+    environment = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _SEVERAL_TURNS_S}
+    # Blocks of 128 tokens. On a GPU they have 16; vLLM's look at its free memory fails where engines start together.
+    on_gpu = device == "cuda"
+    arguments = ["--kv-cache-memory-bytes", str(1 << 30)] if on_gpu else ["--num-gpu-blocks-override", "96"]
     if role != "consumer":
         arguments += ["--max-num-batched-tokens", str(CHUNK)]
     if role == "producer":

@@ -63,7 +63,7 @@ def _considered(mla: bool, cache: Any) -> list[str]:
     config = AttentionSelectorConfig(
         head_size=576 if mla else 128, dtype=torch.bfloat16, kv_cache_dtype=cache, block_size=None, use_mla=mla
     )
-    valid, refused = platform.get_valid_backends(platform.get_device_capability(), config, 16)  # type: ignore[attr-defined]
+    valid, refused = platform.get_valid_backends(platform.get_device_capability(), config, 16)
     return [one.backend.name for one in valid] + [one.name for one in refused]
 
 
@@ -149,7 +149,7 @@ def start_one(case: Case, model: str, description: str | None) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Entry point."""
     if arguments[0] == "--one":
-        start_one(Case(*json.loads(arguments[1])), arguments[2], *arguments[3:4] or [None])
+        start_one(Case(*json.loads(arguments[1])), arguments[2], arguments[3] if arguments[3:] else None)
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:

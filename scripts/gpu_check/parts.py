@@ -14,12 +14,15 @@ from scripts.accuracy.settings import TINY_MODEL
 from scripts.gpu_check import judging
 from scripts.gpu_check.machine import Gpu
 
-HYBRIDS = {
-    "small-mla": "MLA",
-    "small-mamba2-hybrid": "Mamba-2 with attention",
-    "small-gdn-hybrid": "gated delta net with attention",
+KINDS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "small-mla": ("MLA", {"ATTENTION_BACKEND": "CPU_MLA"}),
+    "small-mamba2-hybrid": ("Mamba-2 with attention", {}),
+    "small-gdn-hybrid": ("gated delta net with attention", {"DTYPE": "bfloat16"}),
 }
-"""Models of random weights (`tests/vllm/small_models.py`) that need no hub."""
+"""Models of random weights that need no hub: the kind, and what it needs on a CPU."""
+_NO_PREFIX_CACHING = "--no-enable-prefix-caching"
+"""For hybrids: with prefix caching vLLM's own CPU engine ends with a repeated prompt."""
+_NONE: Mapping[str, str] = {}
 _ENGINE_GIB = 8.0
 _CACHE_BYTES = 2 << 30
 """Of an engine on a GPU. Fixed, because vLLM's measurement of free memory fails where two engines start on one GPU."""
@@ -98,7 +101,7 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
     listener = "127.0.0.1:$((12000 + $$ % 20000))"
     sizes = "--max-size 64M --seconds 0.5" if not shorter else "--max-size 4M --seconds 0.1"
     small, large = (16, 64) if on_gpu else (32, 64)
-    tiny = {"MODEL_NAMES": TINY_MODEL} if quick and not on_gpu else {}
+    tiny: Mapping[str, str] = {"MODEL_NAMES": TINY_MODEL} if quick and not on_gpu else {}
     kernels = "cuda" if on_gpu else "reference" if quick else "reference or interpreter"
     return [
         Part(
@@ -113,6 +116,12 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
             command=f"{tests} tests/worker/relayout/test_conformance.py -k '{kernels}'",
             judge=judging.tests,
             gib=8,
+        ),
+        Part(
+            name="CUDA's rules",
+            shows="streams, events, pinned memory and contexts are what kvferry takes them for",
+            command=f"{tests} tests/worker/device/test_conformance.py -k '{'cuda' if on_gpu else 'stand-in'}'",
+            judge=judging.tests,
         ),
         Part(
             name="relayout: bandwidth",
@@ -148,38 +157,38 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
             gib=4 if shorter else 48,
             minutes=20,
         ),
-        _accuracy("one GPU", "two engines that share a GPU", device, quick=True, gpus=1, **tiny),
+        _accuracy("one GPU", "two engines that share a GPU", device, tiny, quick=True, gpus=1),
         _accuracy("equal", "two equal engines", device, quick=on_gpu),
-        _accuracy("TP 2 → 1", "heads from two ranks", device, 3, MODEL_NAMES=TINY_MODEL, PREFILLER_TP_SIZE="2"),
-        _accuracy("TP 1 → 2", "heads to two ranks", device, 3, MODEL_NAMES=TINY_MODEL, DECODER_TP_SIZE="2"),
         *(
-            _accuracy(
-                f"blocks {there} → {here}",
-                f"blocks of {there} tokens become blocks of {here}",
-                device,
-                gpus=1,
-                PREFILL_BLOCK_SIZE=str(there),
-                DECODE_BLOCK_SIZE=str(here),
-            )
+            _accuracy(f"TP {there} → {here}", "heads from or to two ranks", device, ranks(there, here), workers=3)
+            for there, here in ((2, 1), (1, 2))
+        ),
+        *(
+            _accuracy(f"blocks {there} → {here}", "other block sizes", device, blocks(there, here), gpus=1)
             for there, here in ((small, large), (large, small))
         ),
         *(
             _accuracy(
                 f"{there} → {here}",
-                f"heads outermost (HND), tokens outermost (NHD): {there} → {here}",
+                "heads outermost (HND) and tokens outermost (NHD)",
                 device,
+                {"PREFILLER_KV_LAYOUT": there, "DECODER_KV_LAYOUT": here},
                 gpus=1,
                 missing="" if on_gpu else "a GPU: vLLM's CPU attention has one layout",
-                PREFILLER_KV_LAYOUT=there,
-                DECODER_KV_LAYOUT=here,
             )
             for there, here in (("HND", "NHD"), ("NHD", "HND"))
         ),
         *(
-            _accuracy(shows, f"{name}, random weights", device, gpus=1, MODEL_NAMES=name)
-            for name, shows in HYBRIDS.items()
+            _accuracy(
+                kind,
+                "a model of random weights",
+                device,
+                {"MODEL_NAMES": name, "VLLM_SERVE_EXTRA_ARGS": _NO_PREFIX_CACHING, **({} if on_gpu else needed)},
+                gpus=1,
+            )
+            for name, (kind, needed) in KINDS.items()
         ),
-        *(_accuracy(name, "the model that was asked for", device, gpus=1, MODEL_NAMES=name) for name in models),
+        *(_accuracy(name, "the model that was asked for", device, {"MODEL_NAMES": name}, gpus=1) for name in models),
         Part(
             name="beside NixlConnector",
             shows="handover, first token and throughput of two engines behind vllm-router, beside vLLM's NixlConnector",
@@ -193,21 +202,32 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
     ]
 
 
+def ranks(there: int, here: int) -> dict[str, str]:
+    """Variables of the accuracy test for tensor parallel sizes of the prefill and the decode engine."""
+    return {"MODEL_NAMES": TINY_MODEL, "PREFILLER_TP_SIZE": str(there), "DECODER_TP_SIZE": str(here)}
+
+
+def blocks(there: int, here: int) -> dict[str, str]:
+    """The same for block sizes."""
+    return {"PREFILL_BLOCK_SIZE": str(there), "DECODE_BLOCK_SIZE": str(here)}
+
+
 def _accuracy(
     name: str,
     shows: str,
     device: str,
-    workers: int = 2,
+    variables: Mapping[str, str] = _NONE,
     *,
     gpus: int = 2,
+    workers: int = 2,
     quick: bool = False,
     missing: str = "",
-    **variables: str,
 ) -> Part:
     """The accuracy test with these variables."""
     environment = {"LOG_DIR": "$PART", "KVFERRY_DEVICE": device, **variables}
     if device == "cuda":
-        environment["VLLM_SERVE_EXTRA_ARGS"] = f"--kv-cache-memory-bytes,{_CACHE_BYTES}"
+        given = environment.get("VLLM_SERVE_EXTRA_ARGS", "")
+        environment["VLLM_SERVE_EXTRA_ARGS"] = f"--kv-cache-memory-bytes,{_CACHE_BYTES},{given}"
     elif workers > 2:  # three workers on two cores wait for each other
         environment["KV_CONNECTOR_EXTRA_CONFIG"] = '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'
     return Part(

@@ -20,7 +20,7 @@ from scripts.gpu_check.parts import Planned
 
 _POLL_S = 0.1
 _LOOK_S = 2.0
-_TERM_S = 15.0
+_TERM_S = 5.0
 _SUBREAPER = 36
 """prctl's PR_SET_CHILD_SUBREAPER."""
 

@@ -1,4 +1,7 @@
-"""The probe's results for vLLM's own backends: on this machine's processor, under an interpreter, and on a GPU."""
+"""The probe's results for vLLM's own backends: on this machine's processor, and under an interpreter.
+
+Those of GPUs are tried on one by `scripts/gpu_check/backends.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
-from kvferry.connector.layout.probe import block_layouts_of
-from tests.connector.caches import config_of, group, views_of
 from tests.connector.cpu_cache import KINDS, Kind
 from tests.connector.cpu_cache import layer_of as cpu_layer_of
-from tests.connector.written_caches import HEADS, WIDTH, Written, float8_layer, layer_of, spec_of
+from tests.connector.written_caches import HEADS, WIDTH, Written, layer_of, spec_of
 
 pytestmark = pytest.mark.slow
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: no backend of GPUs was tried")
 ROOT = Path(__file__).parents[2]
 
 
@@ -128,40 +128,3 @@ def test_triton_attention_writes_rows_of_any_type() -> None:
         "auto BHLNC": ["rows", "", {}],
         "fp8 LBHNC": ["rows", "float8_e4m3", {"k": [0.5], "v": [0.25]}],
     }
-
-
-@NEEDS_CUDA
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("flash_attn", "FlashAttentionImpl"),
-        ("flashinfer", "FlashInferImpl"),
-        ("triton_attn", "TritonAttentionImpl"),
-        ("flex_attention", "FlexAttentionImpl"),
-    ],
-)
-def test_backends_of_gpus_write_rows_on_a_gpu(module: str, name: str, cache_dtype: str, layout: str) -> None:
-    impl = impl_of(
-        module,
-        name,
-        head_size=64,
-        num_kv_heads=4,
-        kv_cache_dtype=cache_dtype,
-        cache_dtype=cache_dtype,
-        kv_sharing_target_layer_name=None,
-        nvfp4_fa2=False,
-        is_kvcache_nvfp4=False,
-        _is_per_token_head_quant=False,
-        fp8_dtype=torch.float8_e4m3fn,
-    )
-    layer = float8_layer(impl, 0.5, 0.25, cache_dtype)
-    for scale in ("_k_scale", "_v_scale"):
-        setattr(layer, scale, getattr(layer, scale).cuda())
-    spec = spec_of(cache_dtype, num_kv_heads=4, head_size=64)
-    config = config_of(group(spec), layout=layout)
-    views = {name: view.cuda() for name, view in views_of(config, layout).items()}
-    (found, _) = block_layouts_of(dict.fromkeys(views, layer), views, config, torch.bfloat16).values()
-    assert found.pattern == "rows"
-    assert found.dtype == ("float8_e4m3" if cache_dtype == "fp8" else "")

@@ -118,7 +118,11 @@ def test_nvidia_smi_says_which_gpus_there_are_and_which_process_is_on_several(mo
 
 
 TARGET = {"name": "share", "measured": 0.8, "kind": "at least", "limit": 0.9, "unit": "", "met": False}
-RESULT = {"targets": [TARGET], "tables": [{"columns": ["setup", "a", "b", "c"], "rows": [["equal", 1, 2, 3]]}]}
+RESULT = {
+    "notes": [],
+    "targets": [TARGET],
+    "tables": [{"columns": ["setup", "a", "b", "c"], "rows": [["equal", 1, 2, 3]]}],
+}
 READS = {"right": True, "transports": "cuda_ipc(cuda)", "reads": [{"gb_s": 150.0}, {"gb_s": 2.0}]}
 FINDING = {"check": "ports", "mark": "ok", "found": "free", "do": ""}
 CHECK = {"name": "same tokens", "passed": True, "detail": "0 of 63 differ"}
@@ -132,6 +136,8 @@ CASES: list[tuple[Judge, str, Any, Mark, str]] = [
     (judging.tests, "tests.xml", '<a><testcase/><testcase name="x"><error/></testcase></a>', Mark.FAILED, "; x"),
     (judging.benchmark, "quick/relayout.json", RESULT, Mark.LOOK, "0 of 1 targets are met; share 0.8"),
     (judging.benchmark, "r.json", {**RESULT, "targets": []}, Mark.OK, "equal: a 1; b 2; c 3"),
+    (judging.benchmark, "r.json", {**RESULT, "notes": ["kvferry, 8 at once: 1 of 16 failed: x"]}, Mark.FAILED, "1 of"),
+    (judging.benchmark, "r.json", {**RESULT, "notes": ["the peer ended early: x"]}, Mark.LOOK, "ended early"),
     (judging.reads, "reads.json", READS, Mark.OK, "150 GB/s at most, over cuda_ipc"),
     (judging.reads, "reads.json", {**READS, "transports": "tcp"}, Mark.LOOK, "not over cuda_ipc"),
     (judging.reads, "reads.json", {**READS, "right": False}, Mark.FAILED, "wrong bytes"),
