@@ -220,6 +220,39 @@ def reads_after_the_model(stage: Stage) -> None:
     assert consumer.has_bytes(load, seed=3)
 
 
+def streamed_reads_after_the_model(stage: Stage) -> None:
+    """The same of a prompt that is read while it is computed."""
+    producer, consumer = stage.serve()
+    stream = Stream.begin(stage.rig, producer, consumer, tokens=30, first=5)
+    with stage.held(stage.there, model=True) as not_yet:
+        consumer.launch(lambda: consumer.caches.fill(range(1, consumer.shape.blocks), 0x77))
+        load = stream.order()
+        stream.compute(8)
+        not_yet(lambda: consumer.fabric.calls["post_data_read"])
+    stream.compute_rest(8)
+    assert stream.over() is None
+    assert consumer.has_bytes(load, stream.prefill.seed)
+
+
+def streamed_report_after_the_relayout(stage: Stage) -> None:
+    """A prompt that is read while it is computed is reported when its last part is in place."""
+    producer, consumer = stage.serve()
+    stream = Stream.begin(stage.rig, producer, consumer, tokens=30, first=5)
+    load = stream.order()
+    stream.compute(8)
+    stream.until_read(12)
+
+    def is_over() -> bool:
+        consumer.step()
+        return consumer.seen.is_over(load.request_id)
+
+    with stage.held(stage.there, model=False) as not_yet:
+        stream.compute(17)
+        not_yet(is_over)
+    stream.prefill.end()
+    stream.check()
+
+
 def the_model_after_the_relayout(stage: Stage) -> None:
     """A load is reported when the relayout has put everything in place: what the engine launches then reads it."""
     producer, consumer = stage.serve()

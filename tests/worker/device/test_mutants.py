@@ -177,6 +177,18 @@ MUTANTS = {
     ),
     "tokens are reported at once": Mutant(Stream, "take_tokens", instead(all_tokens), scenes.progress_after_the_model),
     "a load does not wait for the model": Mutant(LoadRunner, "add", load_at_once, scenes.reads_after_the_model),
+    "a streamed load does not wait for the model": Mutant(
+        LoadRunner, "add", load_at_once, scenes.streamed_reads_after_the_model
+    ),
+    "a streamed load does not wait for the relayout": Mutant(
+        TritonRelayout, "try_start", returning(REACHED), scenes.streamed_report_after_the_relayout, "staged"
+    ),
+    "a table is written again before the device has read it": Mutant(
+        TritonRelayout, "try_start", instead(lambda self, table: self._launch(table, self._slots[0])), **STAGED
+    ),
+    "a wave's memory is read into before it is put in place": Mutant(
+        staged_reads._Flight, "is_in_place", instead(lambda flight: flight.mark is not None), **STAGED
+    ),
     "the model does not wait for the relayout": Mutant(
         TritonRelayout, "try_start", returning(REACHED), scenes.the_model_after_the_relayout, "staged"
     ),

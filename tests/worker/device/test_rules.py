@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.worker.device import scenes
@@ -58,6 +60,15 @@ def test_a_load_is_reported_when_the_relayouts_stream_has_passed(setup: str) -> 
 def test_blocks_of_a_failed_load_are_named_until_the_relayouts_stream_has_passed(setup: str) -> None:
     with Stage(setup) as stage:
         scenes.blocks_after_the_relayout(stage)
+
+
+@pytest.mark.parametrize("setup", ["direct", "staged"])
+@pytest.mark.parametrize("scene", [scenes.streamed_reads_after_the_model, scenes.streamed_report_after_the_relayout])
+def test_so_it_is_with_prompts_that_are_read_while_they_are_computed(
+    setup: str, scene: Callable[[Stage], None]
+) -> None:
+    with Stage(setup) as stage:
+        scene(stage)
 
 
 def test_a_wave_is_read_while_the_last_one_is_put_in_place() -> None:
