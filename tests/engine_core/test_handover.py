@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from kvferry.protocol.errors import InvalidMessage
+from tests.fakes.device_mark import FakeClock
 from tests.harness.core import configs, node
 from tests.harness.core import scheduler as driver
 from tests.harness.core.node import Node
@@ -103,6 +104,23 @@ def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> 
     assert consumer.decode("d", prompt, producer.prefill("p", prompt)) == 1
     producer.until(lambda: producer.engine.is_whole)
     assert consumer.engine.is_whole
+
+
+def test_what_makes_a_prompt_ready_is_marked_after_the_drafters_work(make: Any) -> None:
+    producer, clock = make("kv_producer", runner=SecondRunner), FakeClock(over=True)
+    when_drafted, at_the_end = list[int](), list[int]()
+    (runner,), (worker,) = producer.runners, producer.workers
+    worker.worker_side._worker._device = clock
+
+    def step(output: Any, forward: Any) -> Any:
+        report = runner.step_0_33(output, forward, lambda _: when_drafted.append(len(clock.marks)))
+        at_the_end.append(len(clock.marks))
+        return report
+
+    runner.step_with_drafter = step
+    producer.method = "step_with_drafter"
+    producer.prefill("p", tokens(100))
+    assert at_the_end[0] > when_drafted[0], "the first step computes the whole prompt"
 
 
 def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> None:

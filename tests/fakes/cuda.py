@@ -51,6 +51,7 @@ class Rule(enum.Enum):
     CAPTURE = "a call while graphs are captured"
     FIRST_USE = "something of CUDA is made after the caches were registered"
     MEMORY = "memory is used that work on another stream may still use"
+    ADDRESS = "a kernel leaves the memory that it may use"
 
 
 class Call(NamedTuple):

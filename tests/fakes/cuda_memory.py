@@ -43,11 +43,17 @@ class FakeDevice(Device):
         self._pinned: list[torch.Tensor] = []
         self._fresh: list[torch.Tensor] = []
         self._variants: set[tuple[object, ...]] = set()
+        self._memory: list[torch.Tensor] = []
+
+    def own(self, storages: Sequence[torch.Tensor]) -> None:
+        """These are in the device's memory too."""
+        self._memory += storages
 
     def empty(self, *shape: int) -> torch.Tensor:
         self.cuda.record("empty", makes=True)
         memory = _aligned(shape)
         self._fresh.append(memory)
+        self._memory.append(memory)
 
         def end_former() -> None:
             memory.fill_(_FORMER)
@@ -106,10 +112,34 @@ class FakeDevice(Device):
                 programs, pieces, shapes, units = (
                     plain[name].numpy() for name in ("programs", "pieces", "shapes", "units")
                 )
-                for piece in np.unique(programs[: 2 * num_programs : 2]).tolist():
-                    _move(pieces[6 * piece : 6 * piece + 6], shapes, units)
+                try:
+                    for piece in np.unique(programs[: 2 * num_programs : 2]).tolist():
+                        self._move(pieces[6 * piece : 6 * piece + 6], shapes, units)
+                except (IndexError, ValueError):  # a table that is not that of this launch
+                    self.cuda.record("kernel", breaks=Rule.ADDRESS)
 
         self.cuda.current_stream().add(work)
+
+    def _move(self, piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int32]) -> None:
+        """Every chunk of a piece, by the columns that `device_table` describes."""
+        source, destination, row, first_unit, chunks = (int(number) for number in piece[:5])
+        shape = shapes[39 * row : 39 * row + 39]
+        rest, here, there = np.arange(chunks), np.full(chunks, source), np.full(chunks, destination)
+        for level in range(5):
+            rest, index = np.divmod(rest, shape[5 + level])
+            here += index * shape[20 + level]
+            there += index * shape[25 + level]
+        places = units[: 4 * (first_unit + int(rest.max()) + 1)].reshape(-1, 4)[first_unit + rest].astype(np.int64)
+        here += places[:, :2] @ shape[30:32]
+        there += places[:, 2:] @ shape[32:34]
+        ranges = [(one.data_ptr(), one.nbytes) for one in self._memory] + list(self.cuda.registered.items())
+        starts, lengths = np.array(ranges).T
+        for addresses in (here, there):
+            offsets = addresses[:, None] - starts
+            if not ((offsets >= 0) & (offsets + shape[0] <= lengths)).any(axis=1).all():
+                raise IndexError
+        for come, go in zip(here.tolist(), there.tolist(), strict=True):
+            ctypes.memmove(go, come, int(shape[0]))
 
 
 class _FakeTensor(torch.Tensor):
@@ -178,19 +208,3 @@ def _aligned(shape: tuple[int, ...]) -> torch.Tensor:
     memory = torch.empty(count + _ALIGNMENT, dtype=torch.uint8)
     first = -memory.data_ptr() % _ALIGNMENT
     return memory[first : first + count].view(shape)
-
-
-def _move(piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int32]) -> None:
-    """Every chunk of a piece, by the columns that `device_table` describes."""
-    source, destination, row, first_unit, chunks = (int(number) for number in piece[:5])
-    shape = shapes[39 * row : 39 * row + 39]
-    rest, here, there = np.arange(chunks), np.full(chunks, source), np.full(chunks, destination)
-    for level in range(5):
-        rest, index = np.divmod(rest, shape[5 + level])
-        here += index * shape[20 + level]
-        there += index * shape[25 + level]
-    places = units[: 4 * (first_unit + int(rest.max()) + 1)].reshape(-1, 4)[first_unit + rest].astype(np.int64)
-    here += places[:, :2] @ shape[30:32]
-    there += places[:, 2:] @ shape[32:34]
-    for come, go in zip(here.tolist(), there.tolist(), strict=True):
-        ctypes.memmove(go, come, int(shape[0]))

@@ -17,6 +17,7 @@ from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device
+from tests.fakes.cuda_memory import FakeDevice
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,6 +53,8 @@ class PatternCaches:
         device: Device = HOST,
     ) -> None:
         self.kv = KvCaches(tuple(storages), tuple(tensors), device)
+        if isinstance(device, FakeDevice):
+            device.own(storages)
         self.memory: list[Bytes] = [storage.numpy() for storage in storages]
         self._ratio = ratio
         self._guard = poison if guard is None else guard
