@@ -67,7 +67,7 @@ def targets(setups: By) -> tuple[Target, ...]:
             1e3 * crowded_s[0],
             min(CROWD_LIMIT_MS, 1e3 * crowded_s[2] / 2),
             "ms",
-            f"{CROWD_LIMIT_MS:g}, and half of the peer's; {_beside(*crowded_s[1:])}",
+            f"{CROWD_LIMIT_MS:g}, and half of NixlConnector's; {_beside(*crowded_s[1:])}",
         ),
         Target.at_least(
             "requests/s, 16 at once, by those with one leg after the other",
@@ -119,7 +119,7 @@ def notes(setups: By, device: str = "cpu") -> tuple[str, ...]:
 
 
 def _beside(off_s: float, peer_s: float) -> str:
-    return f"one leg after the other {1e3 * off_s:.1f}, the peer {1e3 * peer_s:.1f}"
+    return f"after the prefill {1e3 * off_s:.1f}, NixlConnector {1e3 * peer_s:.1f}"
 
 
 def _series(one: SetupFigures, what: str) -> Series:
