@@ -8,8 +8,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from scripts.accuracy.settings import BadSetting, Settings, read_settings
+from scripts.accuracy.devices import count_gpus
+from scripts.accuracy.settings import VARIABLES, BadSetting
 from scripts.console import STOPPED, Progress, raise_when_stopped, shown
 from scripts.gpu_check.machine import Gpu, find_gpus
 from scripts.gpu_check.parts import Planned, parts_for, plan
@@ -36,13 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="check the options and print the device, then stop")
     chosen = parser.parse_args(arguments)
     try:
-        settings = read_settings(os.environ)
+        device, log_dir = (VARIABLES[name].read(os.environ) for name in ("device", "log_dir"))
     except BadSetting as error:
         parser.error(str(error))
-    if settings.device == "cpu" and os.environ.get("KVFERRY_DEVICE") != "cpu":
+    if device != "cpu" and not count_gpus(os.environ):
         parser.error("no GPU was found by nvidia-smi; KVFERRY_DEVICE=cpu puts the CPU in its place")
-    gpus = find_gpus(settings.device, os.environ)
-    parts = parts_for(settings.device, quick=chosen.quick, models=chosen.model)
+    device = "cuda" if device == "auto" else device
+    gpus = find_gpus(device, os.environ)
+    parts = parts_for(device, quick=chosen.quick, models=chosen.model)
     planned = plan(parts, gpus, quick=chosen.quick, only=chosen.only)
     if not planned:
         parser.error(f"--only {' '.join(chosen.only)}: there are {'; '.join(part.name for part in parts)}")
@@ -51,12 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{one.part.name:<42} {one.skipped or one.part.shows}")
         return 0
     if chosen.check:
-        print(settings.device)
+        print(device)
         return 0
-    return _run(planned, gpus, settings, quick=chosen.quick)
+    return _run(planned, gpus, device, log_dir, quick=chosen.quick)
 
 
-def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], settings: Settings, *, quick: bool) -> int:
+def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, log_dir: Path, *, quick: bool) -> int:
     from rich.console import Console
     from rich.markup import escape
 
@@ -67,7 +70,7 @@ def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], settings: Settings, *,
     raise_when_stopped()
     adopt_orphans()
     progress, console = Progress(), Console(width=None if sys.stdout.isatty() else 150)
-    folder = settings.log_dir / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
+    folder = log_dir / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
     done: list[Done] = []
     stopped = False
     for number, one in enumerate(planned, 1):
@@ -88,13 +91,13 @@ def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], settings: Settings, *,
 
         try:
             with console.status(escape(name)) as status:
-                done.append(run_part(one, settings.device, folder / f"{number:02}", on_progress))
+                done.append(run_part(one, device, folder / f"{number:02}", on_progress))
         except KeyboardInterrupt:
             stopped = True
             done.append(Done(one, Verdict(Mark.SKIPPED, "stopped while it ran")))
             continue
         progress.say(f"  {done[-1].verdict.mark.value}: {done[-1].verdict.found}")
-    report = report_of(done, gpus, settings.device, quick=quick)
+    report = report_of(done, gpus, device, quick=quick)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     (folder / "report.md").write_text(markdown(report))

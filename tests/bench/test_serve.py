@@ -18,7 +18,7 @@ from bench.serve_figures import CROWD, SATURATING, Batch, SetupFigures
 from bench.serve_load import Timing, hand_over, make_cases, run_all, through
 from bench.serve_measure import Amounts, Lane, measure
 from bench.serve_report import targets
-from bench.serve_setups import CALM, KVFERRY, OFF, SINGLE, Running, Setup
+from bench.serve_setups import CALM, KVFERRY, OFF, SINGLE, Running, Setup, specs_of
 
 from scripts.accuracy.client import Client, NoAnswer
 from scripts.accuracy.prompts import Case
@@ -90,6 +90,15 @@ def test_a_request_without_an_answer_ends_with_its_time() -> None:
     found = asyncio.run(ask())
     assert found.error == "no answer within 0.05 s"
     assert 0.05 <= found.total_s < 5
+
+
+def test_on_gpus_every_engine_has_one_and_they_may_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, expected in (("4,5", ["4", "5", "5"]), ("4,4", ["4", "4", "4"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        specs = [spec for setup in (KVFERRY, SINGLE) for spec in specs_of(setup, "m", tmp_path, "cuda")]
+        assert [spec.environment(1)["CUDA_VISIBLE_DEVICES"] for spec in specs] == expected
+        assert {(spec.device, spec.dtype) for spec in specs} == {("cuda", "bfloat16")}
+    assert [spec.devices for spec in specs_of(KVFERRY, "m", tmp_path)] == [("0",), ("1",)]
 
 
 def test_no_more_requests_than_allowed_are_under_way() -> None:

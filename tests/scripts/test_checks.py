@@ -54,6 +54,8 @@ def test_without_exactness_the_single_engine_is_the_measure() -> None:
 
     assert failed(checks.judge_tokens(differing(8, 24), differing(16, 48))) == []
     assert failed(checks.judge_tokens(differing(9, 24), differing(16, 48))) == ["tokens as near as one engine's own"]
+    assert failed(checks.judge_tokens(differing(10, 24), differing(16, 48), tolerance=0.1)) == []
+    assert failed(checks.judge_tokens(differing(11, 24), differing(16, 48), tolerance=0.1)) != []
 
 
 def test_a_prompt_that_ever_differed_counts_once() -> None:

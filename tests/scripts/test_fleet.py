@@ -45,6 +45,13 @@ def test_more_arguments_for_prefill_engines_are_theirs_alone_and_the_users_come_
     assert planned.decode[0].extra_args == planned.baseline.extra_args == ("--seed", "7")
 
 
+def test_each_side_has_its_own_cache_layout() -> None:
+    planned = plan_fleet(read_settings({"PREFILLER_KV_LAYOUT": "NHD", "DECODER_KV_LAYOUT": "HND"}, gpus=2), "m", {})
+    layouts = [spec.environment(1)["VLLM_KV_CACHE_LAYOUT"] for spec in (planned.prefill[0], planned.decode[0])]
+    assert layouts == ["NHD", "HND"]
+    assert planned.baseline.layout == "HND"
+
+
 def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
     settings = read_settings({"PREFILLER_PP_SIZE": "2", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=0)
     planned = plan_fleet(settings, "m", {})

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from scripts.accuracy import devices
 from scripts.accuracy.settings import ROOT, read_settings
 from scripts.gpu_check import judging, machine
 from scripts.gpu_check.__main__ import main
@@ -75,8 +76,6 @@ def test_the_accuracy_test_knows_the_variables_of_every_part(device: str) -> Non
 
 
 def test_two_engines_may_share_a_gpu_that_is_named_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts.accuracy import devices
-
     monkeypatch.setattr(devices, "_listed_gpus", lambda: 1)
     assert [devices.count_gpus({"CUDA_VISIBLE_DEVICES": names}) for names in ("0,0", "0", "", "0,1", "-1")] == [
         2,
@@ -204,6 +203,7 @@ def test_the_report_has_all_that_was_found_and_no_names_of_the_machine() -> None
     ("arguments", "environment", "status", "said"),
     [
         (["--check"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu\n"),
+        (["--check"], {"GPUS": "1"}, 0, "cuda\n"),
         (["--list", "--only", "accuracy: HND"], {"KVFERRY_DEVICE": "cpu"}, 0, "one layout\n"),
         (["--list"], {"KVFERRY_DEVICE": "auto"}, 2, "no GPU was found by nvidia-smi"),
         (["--only", "nothing"], {"KVFERRY_DEVICE": "cpu"}, 2, "there are doctor; relayout: bytes"),
@@ -219,6 +219,7 @@ def test_options_are_checked_before_anything_is_installed_or_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    monkeypatch.setattr(devices, "_listed_gpus", lambda: int(environment.get("GPUS", "0")))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     try:

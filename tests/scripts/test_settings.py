@@ -71,8 +71,18 @@ def test_dp_ep_makes_data_parallel_ranks_of_the_decoders_tp_size_and_needs_as_ma
 
 
 def test_the_cpu_has_no_other_layout() -> None:
-    with pytest.raises(BadSetting, match="DECODER_KV_LAYOUT"):
-        read_settings({"DECODER_KV_LAYOUT": "NHD"}, gpus=0)
+    for name in ("DECODER_KV_LAYOUT", "PREFILLER_KV_LAYOUT"):
+        with pytest.raises(BadSetting, match=name):
+            read_settings({name: "NHD"}, gpus=0)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"PREFILLER_TP_SIZE": "2"}, {"DECODE_BLOCK_SIZE": "64"}, {"PREFILLER_KV_LAYOUT": "NHD"}, {"DECODER_PP_SIZE": "2"}],
+)
+def test_engines_of_other_ranks_blocks_or_layouts_round_otherwise(variables: dict[str, str]) -> None:
+    assert read_settings(variables, gpus=4).unequal
+    assert not read_settings({}, gpus=4).unequal
 
 
 @pytest.mark.parametrize(
