@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.protocol import digests
 from kvferry.protocol.digests import GrowingChain, Media, Prompt, digest_chain, shared_tokens
 
 GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
@@ -92,6 +94,21 @@ def test_a_chain_that_grows_is_the_same(prompt: Prompt, data: st.DataObject) -> 
     assert grown.digests(len(prompt.tokens)) == digest_chain(prompt)
     with pytest.raises(ValueError, match="num_tokens"):
         grown.digests(len(prompt.tokens) + 1)
+
+
+def test_tokens_that_a_chain_has_grown_over_are_not_digested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[int] = []
+    as_uint32, chain = digests._as_uint32, GrowingChain(Prompt(range(1000)))
+
+    def counting(tokens: Any, count: int) -> Any:
+        digested.append(count)
+        return as_uint32(tokens, count)
+
+    monkeypatch.setattr(digests, "_as_uint32", counting)
+    for num_tokens in (600, 900):
+        chain.grow(num_tokens)
+    chain.digests(1000)
+    assert digested == [512, 256, 232]
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**63, 2**64, -(2**64)])
