@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,19 @@ def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
     made = both_roles()
     assert (made.offers_turns, made.takes_turns) == (False, True)
     assert "recurrent state" in ferry_log.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(("cache_gib", "prefixes", "is_hashed"), [(0, False, False), (0, True, True), (4, False, True)])
+def test_two_engines_share_identifiers_of_images_only_where_vllm_hashes_what_is_in_them(
+    monkeypatch: pytest.MonkeyPatch, cache_gib: float, prefixes: bool, is_hashed: bool
+) -> None:
+    """`renderer0-mm-5-image-0` is the fifth request's image on each of them."""
+    made = vllm_config("NixlConnector", module="kvferry.connector", role="kv_both")
+    monkeypatch.setattr(made.cache_config, "enable_prefix_caching", prefixes)
+    images = SimpleNamespace(mm_processor_cache_gb=cache_gib)
+    monkeypatch.setattr(made.model_config, "multimodal_config", images, raising=False)
+    one, other = (LocalEngine.of(made, config_of(group(full())), FerryConfig()) for _ in range(2))
+    assert (one.media_scope == other.media_scope) is is_hashed
 
 
 def test_a_row_has_room_for_the_longest_prompt_of_every_group() -> None:

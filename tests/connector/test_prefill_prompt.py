@@ -46,8 +46,8 @@ def request_of(num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **s
     )
 
 
-def digests_of(request: Any) -> tuple[str, ...]:
-    prompt = prompt_of(request, request.num_prompt_tokens)
+def digests_of(request: Any, scope: str = "") -> tuple[str, ...]:
+    prompt = prompt_of(request, request.num_prompt_tokens, scope)
     assert prompt is not None
     return digest_chain(prompt, request.num_prompt_tokens)
 
@@ -68,6 +68,14 @@ def test_a_model_with_states_or_several_predictors_leaves_tokens_to_the_consumer
 ) -> None:
     config: Any = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
     assert tokens_left_out(config, groups) == expected
+
+
+def test_identifiers_of_another_scope_are_other_images_and_text_is_the_same_in_all() -> None:
+    text, image = request_of(300), request_of(300, images=((270, 8),))
+    assert digests_of(text, "boot") == digests_of(text)
+    assert digests_of(image, "boot") == digests_of(image, "boot")
+    assert digests_of(image, "boot")[0] == digests_of(image)[0], "of the tokens before it"
+    assert digests_of(image, "boot")[1] != digests_of(image)[1]
 
 
 @pytest.mark.parametrize("images", [(), ((2, 3), (9, 2))], ids=["text", "images"])

@@ -74,6 +74,7 @@ class LocalEngine:
         left_out: number of a prompt's last tokens that the producer does not compute.
         takes_turns: whether its prefills read the last turn of a conversation from decoders.
         offers_turns: whether it offers its answers for the next turn.
+        media_scope: see `_media_scope`.
     """
 
     engine_id: str
@@ -87,6 +88,7 @@ class LocalEngine:
     is_consumer: bool
     takes_turns: bool
     offers_turns: bool
+    media_scope: str = ""
     boot: BootId = field(default_factory=new_boot_id)
     mac_key: bytes = field(default_factory=new_mac_key, repr=False)
 
@@ -101,6 +103,7 @@ class LocalEngine:
         groups = groups_of(kv_cache_config)
         has_turns = config.bidirectional_kv_xfer
         can_offer = has_turns and _can_offer_turns(groups, transfer.kv_load_failure_policy)
+        boot = new_boot_id()
         return cls(
             engine_id=transfer.engine_id,
             host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
@@ -113,6 +116,8 @@ class LocalEngine:
             is_consumer=transfer.is_kv_consumer,
             takes_turns=has_turns and transfer.is_kv_producer,
             offers_turns=can_offer and transfer.is_kv_consumer,
+            media_scope=_media_scope(vllm_config, boot),
+            boot=boot,
         )
 
     @property
@@ -150,6 +155,23 @@ def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> boo
     # A step in flight when a request stops has added one more token to the state, in place.
     logger.warning("bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state")
     return False
+
+
+def _media_scope(vllm_config: VllmConfig, boot: BootId) -> str:
+    """A text that two engines share if vLLM's identifier of an image, audio or video means the same content on both.
+
+    vLLM hashes contents, unless both of its caches that need hashes are off. Then an identifier is the number of a
+    request, and equal for unequal images on two engines: so the scope is this boot.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    is_hashed = multimodal is None or multimodal.mm_processor_cache_gb > 0
+    if is_hashed or vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    logger.warning(
+        "prompts are loaded up to their first image, audio or video only: vLLM hashes contents with"
+        " --enable-prefix-caching or with --mm-processor-cache-gb above 0"
+    )
+    return boot
 
 
 def tokens_left_out(vllm_config: VllmConfig, groups: Iterable[CacheGroup]) -> int:

@@ -128,7 +128,7 @@ class RequestIntake:
             self._leases.release(name)
 
     def _accept_prefill(self, request: Request) -> None:
-        prompt = prompt_of(request, request.num_prompt_tokens)
+        prompt = prompt_of(request, request.num_prompt_tokens, self._local.media_scope)
         num_tokens = request.num_prompt_tokens
         if not self._local.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
@@ -209,7 +209,7 @@ class RequestIntake:
         Args:
             num_tokens: as for `prompt_of`.
         """
-        prompt = prompt_of(request, num_tokens)
+        prompt = prompt_of(request, num_tokens, self._local.media_scope)
         if not is_turn and not self._local.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
         elif source.engine_id == self._local.engine_id:

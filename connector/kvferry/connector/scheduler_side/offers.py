@@ -79,6 +79,7 @@ class Offers:
         self._asked = asked
         self._leases = leases
         self._blocks = blocks
+        self._media_scope = local.media_scope
         self._holds_early = not any(group.policy == "state" for group in local.groups)
         self._counters = counters
         self._streams = streams
@@ -93,7 +94,7 @@ class Offers:
             return
         is_prefill = lease.use is LeaseUse.PROMPT and request.max_tokens == 1
         if is_prefill and self._holds_early:
-            prompt = prompt_of(request, request.num_prompt_tokens)
+            prompt = prompt_of(request, request.num_prompt_tokens, self._media_scope)
             chain = GrowingChain(prompt) if prompt is not None else None
             self._prefilling.setdefault(request.request_id, _Prefill(request, chain))
 
