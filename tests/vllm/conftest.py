@@ -58,14 +58,16 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         **checked,
     }  # yet longer than a busy machine takes from an answer to the next request
     debug = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    tools = ("--trust-request-chat-template", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     transfer = Transfer("kv_producer", extra_config=short)
-    prefill = EngineSpec("prefill", str(model), transfer=transfer, extra_env=debug)
+    prefill = EngineSpec("prefill", str(model), transfer=transfer, extra_args=tools, extra_env=debug)
     decode = EngineSpec(
         "decode",
         str(model),
         devices=("1",),
         # A machine that is busy with other engines must not decide.
         transfer=Transfer("kv_consumer", extra_config={"handshake_timeout_s": 15, **checked}),
+        extra_args=tools,
         extra_env=debug,
     )
     with ExitStack() as running:

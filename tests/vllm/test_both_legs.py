@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ from tests.waiting import wait_until
 APART_S = 2.0
 BODY: Params = {"model": "model", "max_tokens": 8, "temperature": 0}
 SMALLEST_LEN = 1024
+LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 4, 4, 32, 4, 128
+BLOCK_BYTES = LAYERS * HEADS * 2 * HEAD_DIM * FLOAT * BLOCK
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +124,29 @@ def plain(pair: Pair, prompts: Sequence[str]) -> list[str]:
     return [pair.plain(pair.producer, prompt) for prompt in prompts]
 
 
+def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pair: Pair) -> None:
+    prompt = long_prompt("A good one")
+    want = pair.plain(pair.producer, prompt)
+    before, before_p = pair.consumer.metrics(), pair.producer.metrics()
+    params = pair.prefill(prompt)
+    answer = pair.decode(prompt, params)
+    assert text_of(answer) == want
+    moved = pair.consumer.metrics() - before
+    blocks = len(params["remote_block_ids"][0])
+    assert blocks == -(-params["remote_num_tokens"] // BLOCK)
+    assert moved.total("vllm:kvferry_planned_bytes_total") == blocks * BLOCK_BYTES
+    assert moved.total("vllm:nixl_bytes_transferred_sum") == blocks * BLOCK_BYTES
+    assert moved.total("vllm:kvferry_local_recomputes_total") == 0
+    # vLLM's own count: all prompt tokens came from outside but the last, which it always computes itself.
+    external = moved.total("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+    assert external >= params["remote_num_tokens"] - 1
+    assert moved.total("vllm:prompt_tokens_by_source_total", source="local_compute") <= 1
+    wait_until(
+        lambda: (pair.producer.metrics() - before_p).total("vllm:kvferry_leases_released_total", how="done") == 1,
+        "the producer's blocks are free",
+    )
+
+
 def test_every_prompt_is_loaded_and_answered_as_one_engine_would(pair: Pair, front: str) -> None:
     prompts = [long_prompt(f"At once {n}", 10 + 30 * n) for n in range(6)]
     counted = Counted(pair)
@@ -128,32 +154,9 @@ def test_every_prompt_is_loaded_and_answered_as_one_engine_would(pair: Pair, fro
         answers = list(clients.map(lambda prompt: post(front, BODY | {"prompt": prompt}), prompts))
     assert [text_of(answer) for answer in answers] == plain(pair, prompts)
     assert (counted.loads, counted.recomputes) == (len(prompts), {})
-
-
-def test_every_prompt_of_a_batch_is_loaded(pair: Pair, front: str) -> None:
-    prompts = [long_prompt(f"In a batch {n}", 10 + 30 * n) for n in range(3)]
-    counted = Counted(pair)
-    got = texts(post(front, BODY | {"prompt": prompts}))
-    assert got == plain(pair, prompts)
-    assert (counted.loads, counted.recomputes) == (len(prompts), {})
-
-
-def test_no_sibling_of_n_is_computed(pair: Pair, front: str) -> None:
-    body = BODY | {"prompt": long_prompt("Siblings"), "n": 2, "temperature": 0.7, "seed": 5}
-    counted = Counted(pair)
-    assert texts(post(front, body)) == texts(post(pair.producer.base_url, body))
-    assert counted.loads >= 1, "the second may find all in the first one's cache"
-    assert counted.recomputes == {}
-
-
-def test_a_response_whose_id_no_router_chooses_is_computed(pair: Pair, front: str) -> None:
-    """`/v1/responses` ignores the header, so neither engine's id has anything in common with the other's."""
-    body = {"model": "model", "input": long_prompt("A response"), "max_output_tokens": 8, "temperature": 0}
-    counted = Counted(pair)
-    through, alone = (post(url, body, path="/v1/responses") for url in (front, pair.producer.base_url))
-    assert (through.status_code, alone.status_code) == (200, 200), (through.text, alone.text)
-    assert through.json()["output"][0]["content"] == alone.json()["output"][0]["content"]
-    assert (counted.loads, counted.recomputes) == (0, {"prompt_unknown": 1})
+    for engine, logged in ((pair.producer, "is to be decoded elsewhere"), (pair.consumer, "are held by engine")):
+        routed = rf"req={re.escape(answers[0].json()['id'])}\S*[ :].*{logged}"
+        assert re.search(routed, engine.log_path.read_text()), "both engines' ids contain the router's"
 
 
 def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: Pair, front: str) -> None:

@@ -168,7 +168,7 @@ def _media_scope(vllm_config: VllmConfig, boot: BootId) -> str:
     if is_hashed or vllm_config.cache_config.enable_prefix_caching:
         return ""
     logger.warning(
-        "prompts are loaded up to their first image, audio or video only: vLLM hashes contents with"
+        "prompts are computed here from their first image, audio or video on: vLLM hashes contents only with"
         " --enable-prefix-caching or with --mm-processor-cache-gb above 0"
     )
     return boot
