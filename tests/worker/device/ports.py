@@ -11,7 +11,7 @@ import torch
 
 from kvferry.worker.device import Cuda, Device
 from tests.fakes.cuda import FakeCuda
-from tests.fakes.cuda_memory import FakeDevice
+from tests.fakes.cuda_memory import FakeDevice, kernels
 
 _CYCLES = 1_000_000_000
 """Of a kernel that does nothing: half a second."""
@@ -27,6 +27,10 @@ class Port(Protocol):
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """The calling thread's current stream has work to do until the block ends, or longer."""
+        ...
+
+    def kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, the relayout's kernel runs there."""
         ...
 
     def has_context(self) -> bool:
@@ -52,6 +56,9 @@ class StandIn:
         yield
         stream.release()
 
+    def kernels(self) -> contextlib.AbstractContextManager[None]:
+        return kernels()
+
     def has_context(self) -> bool:
         return self.cuda.has_context()
 
@@ -73,6 +80,9 @@ class Gpu:
     def busy(self) -> Iterator[None]:
         torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
         yield
+
+    def kernels(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def has_context(self) -> bool:
         context = ctypes.c_void_p()

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from kvferry.worker.device import HOST, HostMemory
+from kvferry.worker.relayout.shape import Shape
+from kvferry.worker.relayout.wave_table import WaveTable
 from tests.waiting import wait_until
 from tests.worker.device.ports import Port
 
@@ -114,6 +116,24 @@ def test_memory_of_an_exact_size_is_pinned_until_it_is_unpinned(port: Port) -> N
     assert not port.is_pinned(memory.tensor)
     assert port.device.pin(memory.tensor, 8192) == 0
     port.device.unpin(memory.tensor)
+
+
+def test_a_kernel_reads_and_writes_pinned_host_memory_by_its_own_address(port: Port) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    host, there = HostMemory(4096, port.device), port.device.empty(64)
+    host.tensor[:16] = 7
+    addresses = host.tensor.data_ptr(), there.data_ptr(), host.tensor.data_ptr() + 32
+    with port.kernels():
+        for memories, way in (((host.tensor, there), addresses[:2]), ((there, host.tensor), addresses[1:])):
+            relayout = TritonRelayout([memories[0]], [memories[1]], port.device)
+            table = WaveTable.of([Shape(axes=(), run=16)], [(*way, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+            mark = relayout.try_start(table)
+            assert mark is not None
+            wait_until(mark.reached, "it is in place")
+    assert host.tensor[:48].tolist() == [7] * 16 + [0] * 16 + [7] * 16
+    host.unpin()
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 512)])
