@@ -153,6 +153,9 @@ def results_of(
 ) -> Results:
     """Tables and a chart."""
     consumer, producer, rate = renewals
+    lines: dict[str, list[Connected]] = {}
+    for one in found:
+        lines.setdefault(f"{one.transports}, {one.how}", []).append(one)
     columns = ["transports", "consumers", "agents", "p50, ms", "most, ms"]
     columns += [f"{side}: {what}" for side in ("owner", "reader") for what in _SHARES]
     return Results(
@@ -182,15 +185,8 @@ def results_of(
                 "agents",
                 "ms",
                 [
-                    Series.of_samples(
-                        f"{transports}, {how}",
-                        [
-                            (one.agents, [second * 1e3 for second in one.seconds])
-                            for one in found
-                            if (one.transports, one.how) == (transports, how)
-                        ],
-                    )
-                    for transports, how in dict.fromkeys((one.transports, one.how) for one in found)
+                    Series.of_samples(name, [(one.agents, [1e3 * second for second in one.seconds]) for one in runs])
+                    for name, runs in lines.items()
                 ],
                 x_log=True,
                 y_log=True,
