@@ -134,6 +134,23 @@ def test_a_backend_that_is_not_installed_is_named() -> None:
         NixlFabric("agent", AgentConfig(backends=("UCX", "PIGEON")))
 
 
+def test_a_backend_whose_libraries_are_missing_says_where_their_names_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = load_bindings()
+
+    class Agent:
+        def __init__(self, *_: object) -> None: ...
+
+        def getAvailPlugins(self) -> list[str]:  # noqa: N802
+            return ["LIBFABRIC"]
+
+        def createBackend(self, *_: object) -> None:  # noqa: N802
+            raise bindings.nixlNotFoundError("NIXL_ERR_NOT_FOUND")
+
+    monkeypatch.setattr(bindings, "nixlAgent", Agent)
+    with pytest.raises(FabricUnavailable, match="NIXL_LOG_LEVEL=INFO names it"):
+        NixlFabric("agent", AgentConfig(backends=("LIBFABRIC",)))
+
+
 @pytest.mark.parametrize("name", ["", "x" * 256, "nul\0nul", "\udcff"])
 def test_an_agent_name_that_cannot_travel_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
 from kvferry.cli.doctor.devices import Machine, check_devices, this_machine
+from kvferry.cli.doctor.efa import check_efa
 from kvferry.cli.doctor.findings import Finding, Mark, not_done
 from kvferry.cli.doctor.host import (
     check_files,
@@ -37,6 +38,7 @@ def _check_loopback(machine: Machine) -> Iterable[Finding]:
 CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "versions": check_versions,
     "GPUs and NICs": check_devices,
+    "EFA": check_efa,
     "UCX settings": check_ucx,
     "locked memory": check_locked_memory,
     "open files": check_files,

@@ -178,6 +178,8 @@ def make_agent(bindings: ModuleType, agent_name: str, config: AgentConfig) -> An
             agent.createBackend(name, _backend_options(name, config))
     except NixlErrors(bindings).every as error:
         reason = f"backends {list(config.backends)}: {NixlErrors.describe(error)}"
+        if isinstance(error, bindings.nixlNotFoundError):
+            reason += "; a library that the plugin needs is missing: NIXL_LOG_LEVEL=INFO names it"
         raise FabricUnavailable("make agent", reason) from error
     return agent
 
