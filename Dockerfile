@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
-# Engines on NVIDIA GPUs, and their router:   docker build -t kvferry .
-# The accuracy test, on CPUs only:            docker build -t kvferry-cpu --build-arg DEVICE=cpu .
-# How to run both: docs/deployment.md. Python packages are pinned, by version and hash, in requirements/*.lock.
-ARG DEVICE=cuda
-ARG CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
+# An engine: vLLM's own image and kvferry in it:   docker build --tag kvferry .
+# vllm-router:                                     docker build --tag kvferry-router --target router .
+# The accuracy test, on CPUs only:                 docker build --tag kvferry-accuracy --target accuracy .
+# How to run them: docs/deployment.md.
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS wheel
@@ -18,32 +18,8 @@ COPY connector connector
 COPY cli cli
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-# With compilers: Triton and FlashInfer compile kernels at an engine's first start. UCX comes with NIXL, the drivers of
-# RDMA devices come from the system.
-FROM ${CUDA_IMAGE} AS image-cuda
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        g++ gcc ibverbs-providers libibverbs1 libnuma1 librdmacm1 python3 python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 kvferry \
-    && python3 -m venv /opt/kvferry
-ENV PATH=/opt/kvferry/bin:$PATH \
-    PYTHONUNBUFFERED=1 \
-    VLLM_NO_USAGE_STATS=1
-COPY requirements/cuda.lock /tmp/requirements/
-RUN pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements/cuda.lock
-COPY --from=wheel /wheels /tmp/wheels
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl && pip check && kvferry --version
-USER 10001
-WORKDIR /home/kvferry
-EXPOSE 8000 5600
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=6 \
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["vllm", "serve"]
-
 # A job that ends by itself, from a checkout as everywhere else: it has no port to ask.
-FROM ${PYTHON_IMAGE} AS image-cpu
+FROM ${PYTHON_IMAGE} AS accuracy
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -59,5 +35,39 @@ ENV KVFERRY_DEVICE=cpu
 HEALTHCHECK NONE
 ENTRYPOINT ["scripts/run_accuracy_test.sh"]
 
+# Healthy as long as one engine of each pool is: its /health fails with the first engine that does.
+FROM ${PYTHON_IMAGE} AS router
+COPY requirements/router.lock /tmp/requirements/
+RUN pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements/router.lock \
+    && pip check \
+    && useradd --create-home --uid 10001 kvferry
+USER 10001
+WORKDIR /home/kvferry
+ENV HEALTH_PORT=30000
+EXPOSE 30000 29000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=32m --retries=3 \
+    CMD ["python3", "-c", "import os; from urllib.request import urlopen; urlopen(f'http://127.0.0.1:{os.environ[\"HEALTH_PORT\"]}/readiness', timeout=4)"]
+ENTRYPOINT ["vllm-router"]
+
+# UCX comes with NIXL, the drivers of RDMA devices come from the system. pip downloads nothing, so it changes nothing of
+# the base image, and fails if that lacks what kvferry needs; PIP_NO_INDEX=0 lets it fetch that.
 # hadolint ignore=DL3006
-FROM image-${DEVICE}
+FROM ${VLLM_IMAGE} AS engine
+ARG PIP_NO_INDEX=1
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+        ibverbs-providers libibverbs1 libnuma1 librdmacm1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 kvferry
+COPY --from=wheel /wheels /tmp/wheels
+# hadolint ignore=DL3013
+RUN python3 -m pip install --no-cache-dir --find-links /tmp/wheels 'kvferry[vllm]' && kvferry --version
+USER 10001
+WORKDIR /home/kvferry
+ENV HEALTH_PORT=8000 \
+    VLLM_NO_USAGE_STATS=1
+EXPOSE 8000 5600
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=6 \
+    CMD ["python3", "-c", "import os; from urllib.request import urlopen; urlopen(f'http://127.0.0.1:{os.environ[\"HEALTH_PORT\"]}/health', timeout=4)"]
+ENTRYPOINT ["vllm", "serve"]

@@ -77,6 +77,7 @@ fmt:
 lock *options:
     cd requirements; {{ compile }} {{ options }} --override overrides.txt cpu.txt -o cpu.lock
     cd requirements; {{ compile }} {{ options }} dev.txt -o dev.lock
+    cd requirements; {{ compile }} {{ options }} router.txt -o router.lock
     cd requirements; {{ compile }} {{ options }} cuda.txt ../pyproject.toml --extra vllm -o cuda.lock
 
 compile := "uv pip compile --no-config --universal --python-version 3.11 --generate-hashes --no-annotate --quiet"

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import string
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DEPLOY = REPOSITORY / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 SYSTEMD = DEPLOY / "systemd"
+OVERLAYS = ("tcp", "rdma")
 
 
 @dataclass(frozen=True)
@@ -37,14 +43,15 @@ class Launch:
         return Path(self.words[0]).name
 
     def option(self, name: str) -> str:
-        """The value of an option that is there once."""
-        (value,) = self.options(name)
-        return value
+        """The value of an option: the last one, as argparse has it."""
+        return self.options(name)[-1]
 
     def options(self, name: str) -> list[str]:
-        """All values of an option, written `--name value` or `--name=value`."""
-        found = [word.partition("=")[2] for word in self.words if word.startswith(f"{name}=")]
-        return found + [value for word, value in zip(self.words, self.words[1:], strict=False) if word == name]
+        """All values of an option in their order, written `--name value` or `--name=value`."""
+        pairs = zip(self.words, (*self.words[1:], ""), strict=True)
+        return [
+            after if word == name else word.partition("=")[2] for word, after in pairs if word.split("=")[0] == name
+        ]
 
     @property
     def is_engine(self) -> bool:
@@ -56,40 +63,61 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
-def workloads() -> list[dict[str, Any]]:
-    """StatefulSets and Deployments."""
-    files = sorted(KUBERNETES.glob("*.yaml"))
-    return [found for file in files for found in documents(file) if found["kind"] in ("StatefulSet", "Deployment")]
+def kubectl() -> str | None:
+    """The program, installed or beside Python; None if it is not here."""
+    return shutil.which("kubectl") or shutil.which("kubectl", path=str(Path(sys.executable).parent))
+
+
+@lru_cache
+def built(folder: Path) -> list[dict[str, Any]]:
+    """The objects that `kubectl apply -k` of a folder would send; none without kubectl.
+
+    Raises:
+        AssertionError: kustomize refuses it: a file is missing, or a patch fits nothing.
+    """
+    program = kubectl()
+    if program is None:
+        return []
+    done = subprocess.run([program, "kustomize", folder], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+@lru_cache
+def built_llm_d() -> list[dict[str, Any]]:
+    """The Deployments of llm-d's guide with kvferry in them; a stand-in for the guide, which a test cannot fetch."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "llm-d")
+        shutil.copytree(DEPLOY / "llm-d", folder)
+        shutil.copy(Path(__file__).parent / "llm_d_guide.yaml", folder)
+        overlay = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        assert len(overlay["resources"]) == 1
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump({**overlay, "resources": ["llm_d_guide.yaml"]}))
+        return built(folder)
 
 
 def _environment(container: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        entry["name"]: entry["value"] if "value" in entry else entry["valueFrom"]["fieldRef"]["fieldPath"]
-        for entry in container.get("env", [])
-    }
+    """Variables with a value, or with a field of the pod in its place."""
+    plain = {entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry}
+    fields = [entry for entry in container.get("env", []) if "fieldRef" in entry.get("valueFrom", {})]
+    return {**plain, **{entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in fields}}
+
+
+def launches_of(objects: list[dict[str, Any]], platform: str) -> Iterator[Launch]:
+    """Containers of StatefulSets and Deployments."""
+    for workload in objects:
+        if workload["kind"] in ("StatefulSet", "Deployment"):
+            pod = workload["spec"]["template"]["spec"]
+            (container,) = pod["containers"]
+            words = (*container["command"], *container["args"])
+            grace_s = pod["terminationGracePeriodSeconds"]
+            yield Launch(f"{platform} {workload['metadata']['name']}", words, _environment(container), grace_s)
 
 
 def kubernetes() -> Iterator[Launch]:
-    """Containers of the manifests."""
-    for workload in workloads():
-        pod = workload["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
-        words = (*container["command"], *container["args"])
-        grace_s = pod["terminationGracePeriodSeconds"]
-        yield Launch(f"kubernetes {workload['metadata']['name']}", words, _environment(container), grace_s)
-
-
-def llm_d() -> Iterator[Launch]:
-    """Containers as the chart llm-d-modelservice makes them of `modelCommand: vllmServe`."""
-    (values,) = documents(DEPLOY / "llm-d" / "values.yaml")
-    model = values["modelArtifacts"]["name"]
-    ports = {"prefill": values["routing"]["servicePort"], "decode": values["routing"]["proxy"]["targetPort"]}
-    for role, port in ports.items():
-        (container,) = values[role]["containers"]
-        assert container["modelCommand"] == "vllmServe"
-        words = ("vllm", "serve", model, "--port", str(port), "--served-model-name", model, *container["args"])
-        grace_s = values[role]["extraConfig"]["terminationGracePeriodSeconds"]
-        yield Launch(f"llm-d {role}", words, _environment(container), grace_s)
+    """Containers of both overlays."""
+    for overlay in OVERLAYS:
+        yield from launches_of(built(KUBERNETES / "overlays" / overlay), overlay)
 
 
 def settings(path: Path) -> dict[str, str]:
@@ -124,5 +152,5 @@ def systemd() -> Iterator[Launch]:
         yield Launch(f"systemd {path.name}", tuple(words), own, float(written["TimeoutStopSec"][0]))
 
 
-LAUNCHES = (*kubernetes(), *llm_d(), *systemd())
+LAUNCHES = (*kubernetes(), *launches_of(built_llm_d(), "llm-d"), *systemd())
 """All but Slurm's, which a test sees when it runs the script."""

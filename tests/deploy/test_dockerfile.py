@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
+
+import pytest
 
 from tests.deploy.dockerfile import Context, Stage, read_dockerfile
-from tests.packaging.outside import PACKAGES
+from tests.packaging.outside import PACKAGES, pins
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 ARGUMENTS, STAGES = read_dockerfile((REPOSITORY / "Dockerfile").read_text())
@@ -30,34 +35,106 @@ def test_hadolint_has_no_complaints() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_versions_are_pinned_in_the_locks_and_nowhere_else() -> None:
-    text = (REPOSITORY / "Dockerfile").read_text()
-    assert "==" not in text
-    installs = [text for text in STAGE["image-cuda"].all("RUN") if "pip install" in text]
-    assert "--no-deps --require-hashes -r /tmp/requirements/cuda.lock" in installs[0]
-    assert "--no-deps /tmp/wheels/*.whl && pip check" in installs[1], "the lock must have all that kvferry needs"
-    assert STAGE["image-cuda"].copies() == [(["requirements/cuda.lock"], "/tmp/requirements/")]
+def test_versions_are_those_of_the_supported_range_and_of_the_locks() -> None:
+    assert "==" not in (REPOSITORY / "Dockerfile").read_text()
+    repository, _, tag = ARGUMENTS["VLLM_IMAGE"].partition(":")
+    assert (repository, tag) == ("vllm/vllm-openai", f"v{pins('cuda')['vllm']}")
+    (install,) = STAGE["router"].all("RUN")
+    assert "--no-deps --require-hashes -r /tmp/requirements/router.lock && pip check" in install
+    assert STAGE["router"].copies() == [(["requirements/router.lock"], "/tmp/requirements/")]
 
 
-def test_what_the_image_copies_builds_a_wheel_with_every_package(tmp_path: Path) -> None:
-    """Without the isolation of the image's `pip wheel`, which would need a package registry."""
-    source, wheels = copied(STAGE["wheel"], tmp_path / "src"), tmp_path / "wheels"
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the wheel stage makes; without the isolation of its `pip wheel`, which would need a package registry."""
+    folder = tmp_path_factory.mktemp("image")
+    source = copied(STAGE["wheel"], folder / "src")
     assert STAGE["wheel"].all("RUN")[0].endswith("--wheel-dir /wheels .")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--wheel-dir", wheels, "."], cwd=source, check=True, timeout=120)
+    subprocess.run([*command, "--wheel-dir", folder / "wheels", "."], cwd=source, check=True, timeout=120)
+    return folder / "wheels"
+
+
+def test_what_the_image_copies_builds_a_wheel_with_every_package(wheels: Path) -> None:
     (wheel,) = wheels.glob("kvferry-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[1] for name in names if name.startswith("kvferry/")} == set(PACKAGES)
+    assert {name.split("/")[1] for name in names if name.startswith("kvferry/")} >= set(PACKAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [None, "nixl"])
+def test_the_engines_step_adds_the_wheel_alone_and_notices_what_the_base_image_lacks(
+    wheels: Path, tmp_path: Path, missing: str | None
+) -> None:
+    """The step itself, in an environment that says that it has the packages of `cuda.lock`."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True, timeout=120)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    for name, version in pins("cuda").items():
+        if name != missing:
+            folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            (folder / "INSTALLER").write_text("pip\n")
+    before = {path.name for path in packages.iterdir()}
+    step = STAGE["engine"].all("RUN")[1]
+    assert step.endswith(" && kvferry --version"), "which needs the packages themselves"
+    assert "PIP_NO_INDEX=1" in STAGE["engine"].all("ARG")
+    line = step.removesuffix(" && kvferry --version").replace("/tmp/wheels", str(wheels))
+    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PIP_NO_INDEX": "1", "HOME": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    added = {path.name.partition("-")[0] for path in packages.iterdir() if path.name not in before}
+    if missing is None:
+        assert (done.returncode, added) == (0, {"kvferry"}), done.stderr
+    else:
+        assert (done.returncode, added) == (1, set())
+        assert f"No matching distribution found for {missing}" in done.stderr
+
+
+class _Answering(BaseHTTPRequestHandler):
+    """Answers the one path that is healthy; every other path of vllm-router may fail while this one does not."""
+
+    healthy: ClassVar[str] = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == self.healthy else 503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *words: object) -> None:
+        """Silent."""
+
+
+@pytest.mark.parametrize(("stage", "port", "path"), [("engine", "8000", "/health"), ("router", "30000", "/readiness")])
+def test_a_health_check_asks_for_the_health_of_its_role(
+    stage: str, port: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"HEALTH_PORT={port}" in " ".join(STAGE[stage].all("ENV")).split()
+    assert port in STAGE[stage].all("EXPOSE")[0].split()
+    _, *words = STAGE[stage].exec_form("HEALTHCHECK")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Answering)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {"HEALTH_PORT": str(server.server_address[1])}
+
+    def answered() -> int:
+        return subprocess.run([sys.executable, *words], env=environment, capture_output=True, check=False).returncode
+
+    monkeypatch.setattr(_Answering, "healthy", path)
+    assert answered() == 0
+    monkeypatch.setattr(_Answering, "healthy", "/other")
+    assert answered() == 1
+    server.shutdown()
+    server.server_close()
+    assert answered() == 1
 
 
 def test_the_main_job_finds_all_its_own_files_in_the_image(tmp_path: Path) -> None:
     """Its entry point up to the settings: what it starts then is not in the checkout but in `.venv`."""
-    checkout = copied(STAGE["image-cpu"], tmp_path)
-    script = checkout / STAGE["image-cpu"].exec_form("ENTRYPOINT")[0]
+    checkout = copied(STAGE["accuracy"], tmp_path)
+    script = checkout / STAGE["accuracy"].exec_form("ENTRYPOINT")[0]
     assert script.stat().st_mode & 0o111
     done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True, timeout=60, cwd="/")
     assert "NUM_PREFILL_INSTANCES" in done.stdout
     for words in (["scripts.bootstrap", "--help"], ["scripts.accuracy", "--check"]):
         subprocess.run([sys.executable, "-m", *words], check=True, timeout=60, cwd=checkout, capture_output=True)
-    (install,) = (text for text in STAGE["image-cpu"].all("RUN") if "bootstrap" in text)
+    (install,) = (text for text in STAGE["accuracy"].all("RUN") if "bootstrap" in text)
     assert install.endswith("python -m scripts.bootstrap cpu")

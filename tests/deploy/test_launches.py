@@ -18,12 +18,12 @@ ROUTERS = [launch for launch in LAUNCHES if not launch.is_engine]
 
 
 def documented() -> list[Launch]:
-    """Starts of engines and routers on the pages; an image's entry point is `vllm serve`."""
+    """Starts of engines and routers on the pages; images have these as their entry points."""
     found = [command.words for command in typed("vllm") if "--kv-transfer-config" in command.words]
-    for command in typed("docker"):
-        words = command.words[command.words.index("kvferry") + 1 :] if "kvferry" in command.words else ()
-        if len(words) > 1:
-            found.append(("vllm-router", *words) if "vllm-router" in command.words else ("vllm", "serve", *words))
+    for program, image in ((("vllm", "serve"), "kvferry"), (("vllm-router",), "kvferry-router")):
+        for command in typed("docker"):
+            words = command.words[command.words.index(image) + 1 :] if image in command.words else ()
+            found += [(*program, *words)] if len(words) > 1 and command.words[1] == "run" else []
     return [Launch("documentation", words, {}, 0.0) for words in found]
 
 

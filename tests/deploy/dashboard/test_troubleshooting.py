@@ -66,7 +66,7 @@ def unknown_metrics(text: str) -> list[str]:
     known = samples()
     wrong = []
     for name, label, value in METRIC.findall(text):
-        sample = known.get(name) or known.get(f"{name}_count")
+        sample = known.get(name) or known.get(f"{name}_bucket")
         if sample is None or (label and value not in sample.labels.get(label, ())):
             wrong.append(f'{name}{{{label}="{value}"}}' if label else name)
     every = {(label, value) for sample in known.values() for label, values in sample.labels.items() for value in values}
