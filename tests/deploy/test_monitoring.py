@@ -82,7 +82,7 @@ def test_the_scrape_configuration_has_the_ports_of_the_units() -> None:
 
 
 def test_prometheus_can_read_the_configuration_and_the_rules() -> None:
-    command = [tool("promtool"), "check", "config", PROMETHEUS / "prometheus.yml"]
+    command = [tool("promtool"), "check", "config", str(PROMETHEUS / "prometheus.yml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rules found" in done.stdout
