@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 from scripts import protocol_reference
 from tests.trace.example import STREAMED, write_example
@@ -196,7 +197,8 @@ def output_of(arguments: str) -> str:
     from kvferry.cli.main import main as kvferry
 
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    width = mock.patch.dict(os.environ, {"COLUMNS": "80"})
+    with width, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         kvferry(shlex.split(arguments))
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
 

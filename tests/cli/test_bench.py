@@ -152,7 +152,10 @@ def test_wrong_bytes_are_counted_from_the_first() -> None:
     assert count_wrong(wrong, right) == (2, 17)
 
 
-def test_the_table_distinguishes_wrong_and_right_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_distinguishes_wrong_and_right_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "132")
     wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
     measured = Measured(first_contact_ms=1.0, reads=(READS, wrong))
     print_outcome(Outcome(OFFER.host, "rc", measured))

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -57,18 +59,17 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
     environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
     # The Python that made this environment has none of its packages, and neither have its children.
     python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    command = [str(python), "-S", "-m", "kvferry", "doctor"]
+    command = [str(python), "-S", "-m", "kvferry", "doctor", "--json"]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (1, "")
-    lines = [line.split(maxsplit=2) for line in ran.stdout.splitlines()]
+    found = findings(ran.stdout)
     for name in ("nixl", "torch", "msgspec", "pyzmq", "numpy"):
-        found = lines.index(["broken", name, "not installed"])
+        assert (found[name]["mark"], found[name]["found"]) == ("broken", "not installed")
         package = "kvferry[worker]'" if name in ("nixl", "torch") else f"{name}>="
-        assert " ".join(lines[found + 1]).startswith(f"→ pip install '{package}")
-    assert ["look", "vllm", "not installed"] in lines
-    assert "ok  UCX settings  " in ran.stdout
-    assert "not done  loopback transfer  " in ran.stdout
-    assert "Traceback" not in ran.stdout
+        assert found[name]["do"].startswith(f"pip install '{package}")
+    assert found["vllm"]["mark"] == "look"
+    assert found["UCX settings"]["mark"] == "ok"
+    assert found["loopback DRAM"]["mark"] == "not done"
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,41 @@ def test_a_check_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -
     def stop(_: Machine) -> None:
         raise KeyboardInterrupt
 
-    for name in ("locked memory", "open files", "versions", "loopback transfer"):
+    for name in ("locked memory", "open files", "versions", "loopback DRAM"):
         monkeypatch.setitem(CHECKS, name, fail)
     found = {one.check: one for one in examine(Machine())}
-    for name in ("locked memory", "open files", "versions", "loopback transfer"):
+    for name in ("locked memory", "open files", "versions", "loopback DRAM"):
         assert (found[name].mark, found[name].found) == (Mark.NOT_DONE, "PermissionError: no /proc here")
     assert found["processors"].mark is not Mark.NOT_DONE
     monkeypatch.setitem(CHECKS, "processors", stop)
     with pytest.raises(KeyboardInterrupt):
         list(examine(Machine()))
+
+
+def test_a_check_that_hangs_costs_itself_only_and_the_doctor_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks run at the same time: two that hang cost the time of one."""
+    held = threading.Event()
+    for name in ("huge pages", "side channel"):
+        monkeypatch.setitem(CHECKS, name, lambda _: held.wait(60) and ())
+    for name in ("loopback DRAM", "loopback VRAM"):
+        monkeypatch.setitem(CHECKS, name, lambda _: ())
+    shown: list[str] = []
+    started_s = time.monotonic()
+    found = {one.check: one for one in examine(Machine(timeout_s=1.5), shown.append)}
+    assert time.monotonic() - started_s < 1.5 + 2
+    held.set()
+    assert (found["huge pages"].mark, found["huge pages"].found) == (Mark.NOT_DONE, "did not end within 1.5 s")
+    assert found["side channel"].mark is Mark.NOT_DONE
+    assert found["secret"].mark is not Mark.NOT_DONE
+    assert shown[-1] == "huge pages, side channel"
+
+
+def test_nixl_that_hangs_is_ended_within_the_doctors_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import time; time.sleep(600)"
+    monkeypatch.setattr("kvferry.cli.doctor.loopback.check_loopback.__defaults__", (("-c", code),))
+    started_s = time.monotonic()
+    ran = run("doctor", "--json", "--timeout", "4")
+    assert time.monotonic() - started_s < 4 + 2
+    found = findings(ran.out)["loopback DRAM"]
+    assert found["mark"] == "look"
+    assert "hangs" in found["found"]

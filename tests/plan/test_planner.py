@@ -61,9 +61,8 @@ NO_POOL = Costs(staged_run_bytes=0)
 LINES: dict[str, tuple[EngineDescription, EngineDescription, int, Costs, str]] = {
     "routes that only release": (
         *(sharded("D", heads=2), sharded(tp=4, heads=2), 0, NO_POOL),
-        "tp0 reads tp0: 4 tensors, head 0, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
-        "reads tp2: 4 tensors, head 1, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
-        "releases tp1; releases tp3",
+        "tp0 reads tp0, tp2: each 4 tensors, heads 0…1, 32 B/token, direct, runs of 64 B, units of 4 tokens, "
+        "2 descriptors a unit; releases tp1, tp3",
     ),
     "pipeline stages": (
         *(sharded("D", stages=(1, 1)), sharded(stages=(1, 1)), 1, NO_POOL),

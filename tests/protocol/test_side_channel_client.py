@@ -80,7 +80,10 @@ def test_the_description_comes_as_it_was_sent_and_the_asker_names_itself(client:
 
 def test_a_refusal_is_raised_with_its_field(client: SideChannelClient) -> None:
     refused = Refused(field="engine", value="starting", expected="an engine whose workers are ready")
-    with answering(encode(refused)) as (port, _), pytest.raises(PeerRefused, match="'engine' is 'starting'"):
+    with (
+        answering(encode(refused)) as (port, _),
+        pytest.raises(PeerRefused, match="engine is starting; expected"),
+    ):
         fetch(client, port)
 
 

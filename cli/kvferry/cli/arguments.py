@@ -3,6 +3,8 @@
 InputError (`kvferry.protocol.errors`)
 ├── InvalidArgument   an argument or option
 ├── InvalidShortForm  an engine written as `layers=32,heads=8,…`
+├── InvalidModel      a model's config.json
+├── InvalidSide       any of these in PRODUCER or CONSUMER
 └── InvalidRequest    the file of `--copies`
 """
 
@@ -12,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from kvferry.protocol.errors import InputError
+from kvferry.protocol.errors import InputError, KvferryError
 
 
 def read_address(text: str, default_port: int = 0) -> tuple[str, int]:
@@ -30,13 +32,27 @@ def read_address(text: str, default_port: int = 0) -> tuple[str, int]:
 class InvalidArgument(InputError):
     """An argument or option that cannot be used."""
 
-    what = "argument"
+    what = ""
 
 
 class InvalidShortForm(InputError):
     """A short form of an engine that cannot be used."""
 
-    what = "short form"
+    what = ""
+
+
+class InvalidModel(InputError):
+    """A model's config.json that cannot be used, or does not say enough."""
+
+    what = "config.json"
+
+
+class InvalidSide(InputError):
+    """An engine on the command line that cannot be used. `role`: `PRODUCER` or `CONSUMER`."""
+
+    def __init__(self, role: str, wrong: InputError) -> None:
+        KvferryError.__init__(self, str(wrong) if wrong.field == role else f"{role}: {wrong}")
+        self.field, self.shown_value, self.expected = wrong.field, wrong.shown_value, wrong.expected
 
 
 class InvalidRequest(InputError):

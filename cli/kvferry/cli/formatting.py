@@ -1,18 +1,27 @@
-"""Formats of numbers, the same in tables and pictures, and tables for terminals."""
+"""Numbers as tables and pictures show them, with at most three significant digits, and text and tables for terminals.
+
+Output is as wide as the terminal, or `COLUMNS`; 80 columns if it goes elsewhere. rich is imported when something is
+printed, so that `kvferry doctor --json` can say that a package is missing.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvferry.protocol.geometry import Range
 
 
-WIDTH = 132
-"""Of tables, if the output is no terminal."""
+WIDTH = 80
+"""If the output is no terminal, and there is no variable COLUMNS."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -21,48 +30,79 @@ def safe(content: str) -> str:
     return _CONTROL.sub("\ufffd", content)
 
 
-def print_line(content: str = "") -> None:
-    """Print one `safe` line."""
-    print(safe(content))
+def terminal(*, errors: bool = False) -> Console:
+    """Standard output, or standard error, with colours if it is a terminal."""
+    from rich.console import Console
+
+    wide = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if wide else WIDTH
+    return Console(width=width, stderr=errors, highlight=False)
+
+
+def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
+    """Print one `safe` line, wrapped between words; the lines after the first begin with `hang` spaces."""
+    from rich.text import Text
+
+    console = terminal()
+    wrapper = textwrap.TextWrapper(console.width, subsequent_indent=" " * hang, break_on_hyphens=False)
+    wrapper.break_long_words = False  # paths can be copied
+    for line in wrapper.wrap(safe(content)) or [""]:
+        console.print(Text(line, style=style), soft_wrap=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None) -> None:
-    """Print `safe` cells as a table. Without rich (the extra `cli`) they are printed line by line, not aligned.
+    """Print `safe` cells as a table.
 
     Args:
         columns: their names; `>` in front aligns to the right.
         rows: a cell per column; a row without cells is an empty line.
-        styles: rich's styles of cells that have this text.
+        styles: rich's styles of cells that begin with this word.
     """
-    cells = [[safe(cell) for cell in row] for row in rows]
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        for row in ([column.removeprefix(">") for column in columns], *cells):
-            print("  ".join(row).rstrip())
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         right = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
-    for row in cells:
-        table.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(table)
+        justify: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not table.columns)
+    for row in rows:
+        cells = [safe(cell) for cell in row]
+        known = [next((styles[word] for word in styles or {} if cell.startswith(word)), "") for cell in cells]
+        table.add_row(*(Text(cell, style) for cell, style in zip(cells, known, strict=True)))
+    console = terminal()
+    with console.capture() as captured:
+        console.print(table)
+    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+def digits(value: float) -> str:
+    """A number with three significant digits, without an exponent: `0.0123`, `12.3`, `12300`."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:.0f}" if abs(rounded) >= 100 else f"{rounded:g}"
+
+
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
-        if value < step:
-            return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+        if float(digits(value)) < step:
+            return f"{digits(value)} {unit}"
         value /= step
-    return f"{value:.3g} {units[-1]}"
+    return f"{digits(value)} {units[-1]}"
+
+
+def rounded_count(number: float) -> str:
+    """A large number: `988`, `16.4k`, `1.05M`."""
+    return _scaled(number, 1000, ("", "k", "M", "G", "T")).replace(" ", "")
+
+
+def milliseconds(time_ms: float) -> str:
+    """`22.2 ms`, `1.23 s`."""
+    return f"{digits(time_ms)} ms" if time_ms < 999.5 else f"{digits(time_ms / 1000)} s"
 
 
 def spans(held: Iterable[Range]) -> str:

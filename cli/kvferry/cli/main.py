@@ -1,8 +1,9 @@
 """The command `kvferry`: arguments, exit codes, and error messages of one line.
 
-Exit codes: 0 when the pair works, the engine answered or nothing is broken; 1 when the doctor found something broken or
-the benchmark a wrong byte; 2 when the pair is refused, the engine does not answer or the input is invalid. A refused
-pair and the doctor's findings are printed on standard output, every other error in one line on standard error.
+Exit codes: 0 when the pair works, the engine answered or nothing is broken; 1 when the pair is refused, no engine
+answers, the doctor found something broken or the benchmark a wrong byte; 2 when the input is invalid, or the benchmark
+could not be made. A refused pair and the doctor's findings are printed on standard output, every other error in one
+line on standard error.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import InputError, KvferryError
 from kvferry.version import __version__
 
 _ANY_HOST = "0.0.0.0"  # noqa: S104 - `bench --listen` is for other machines, and serves nothing but its own content
 GOOD = 0
+NO_ANSWER = 1
 BAD = 2
 
 
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KvferryError as wrong:
         print(f"kvferry {options.command}: {wrong}", file=sys.stderr)
-        return BAD
+        return NO_ANSWER if options.command == "describe" and not isinstance(wrong, InputError) else BAD
     except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
@@ -58,9 +60,10 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan = commands.add_parser(
         "plan",
         help="how one engine would read another's cache",
-        description="How CONSUMER would read PRODUCER's cache. Either is an engine's description JSON (a file, - for "
-        "standard input) or a short form, e.g. layers=32,heads=8,dim=128,tp=4. "
-        "Exit code 2: the pair is refused, or bad input.",
+        description="How CONSUMER would read PRODUCER's cache. Either is a model with the engine's sizes: "
+        "./config.json,tp=4, or a folder or a model of the local hub cache in its place. tp=2 alone has the model of "
+        "the other side. It can also be a short form (layers=32,heads=8,dim=128,tp=4), or an engine's description JSON "
+        "(a file, - for standard input). Exit code 1: the pair is refused.",
         allow_abbrev=False,
     )
     plan.add_argument("producer", metavar="PRODUCER", help="the engine that prefills")
@@ -103,8 +106,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument(
         "--timeout",
         metavar="S",
-        default="30",
-        help="seconds for the start of the loopback transfer, and for any read of it (default: %(default)s)",
+        default="8",
+        help="seconds for all checks together, which run at the same time (default: %(default)s)",
     )
 
 

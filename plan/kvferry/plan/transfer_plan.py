@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.plan.runs import Bundle
 from kvferry.plan.staged_layout import Source
 from kvferry.plan.tokens import TokenMap, shared_part
 from kvferry.protocol.geometry import PagedTensor, Place, Range
+
+MAX_LINE = 600
+"""Characters of a plan's line in the log, from which on further kinds of reads are counted only."""
+_MOST_PARTS = 3
+_MOST_UNITS = 4
 
 
 class Placing(str, enum.Enum):
@@ -87,28 +92,28 @@ class Route:
         direct = sum(one.unit_runs for one in self.bundles if self.placing_of(one) is Placing.DIRECT)
         return direct + sum(source.unit_descriptors for source in self.sources)
 
-    def describe(self) -> str:
-        """The route in one phrase: tensors, bytes, runs and placing."""
-        if not self.slices:
-            return f"releases {self.place}"
-        parts = [f"{len(self.slices)} tensors"]
+    @property
+    def heads(self) -> Range | None:
+        """The first to the last head that is read of attention, `[start, stop)`; None without attention."""
         held = [item.heads for item in self.slices if not item.tokens.is_state]
-        if held:
-            first, last = min(heads.start for heads in held), max(heads.stop for heads in held) - 1
-            parts.append(f"heads {first}…{last}" if first < last else f"head {first}")
-        parts.append(f"{sum(item.token_bytes for item in self.slices):g} B/token")
+        return Range(min(heads.start for heads in held), max(heads.stop for heads in held)) if held else None
+
+    def phrases(self) -> tuple[str, ...]:
+        """The reads without place and heads: tensors, bytes, runs and placing; empty for a release."""
+        if not self.slices:
+            return ()
+        tensors = [f"{len(self.slices)} tensors", f"{sum(item.token_bytes for item in self.slices):g} B/token"]
         if state_bytes := sum(item.state_bytes for item in self.slices):
-            parts.append(f"{state_bytes} B/request")
+            tensors.append(f"{state_bytes} B/request")
         units = sorted({bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state})
-        parts.append("+".join(sorted({item.placing.value for item in self.slices})))
+        parts = ["+".join(sorted({item.placing.value for item in self.slices}))]
         runs = f"runs of {_lengths(bundle.run_bytes for bundle in self.bundles)} B"
         if self.sources:
             runs += f" read in runs of {_lengths(source.bundle.run_bytes for source in self.sources)} B"
         parts.append(runs)
         if units:
-            parts.append(f"units of {'/'.join(str(unit) for unit in units)} tokens")
-        parts.append(f"{self.unit_descriptors:g} descriptors a unit")
-        return f"reads {self.place}: " + ", ".join(parts)
+            parts.append(f"units of {'/'.join(str(unit) for unit in units[:_MOST_UNITS])} tokens")
+        return (*tensors, *parts, f"{self.unit_descriptors:g} descriptors a unit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,86 @@ class TransferPlan:
     routes: tuple[Route, ...]
 
     def describe(self) -> str:
-        """The plan in one line, for the log: producer, places, bytes and runs."""
-        routes = "; ".join(route.describe() for route in self.routes) or "needs nothing"
-        return f"plan producer={self.producer} {self.place} {routes}"
+        """The plan in one line, for the log: producer, places, bytes and runs.
+
+        Workers that are read alike are described together, and the line has at most `MAX_LINE` characters.
+        """
+        alike: dict[tuple[str, ...], list[Route]] = {}
+        for route in self.routes:
+            alike.setdefault(route.phrases(), []).append(route)
+        described = [_describe(phrases, routes) for phrases, routes in alike.items()]
+        line = f"plan producer={self.producer} {self.place} "
+        if not described:
+            return f"{line}needs nothing"
+        for index, one in enumerate(described):
+            if len(line) + len(one) > MAX_LINE and index:
+                return f"{line}and {len(described) - index} more kinds of reads"
+            line += f"{one}; " if index + 1 < len(described) else one
+        return line
+
+
+def _describe(phrases: tuple[str, ...], routes: Sequence[Route]) -> str:
+    """Routes that differ only in place and heads."""
+    places = format_places(route.place for route in routes)
+    if not phrases:
+        return f"releases {places}"
+    held = [route.heads for route in routes]
+    numbers = sorted({head for heads in held if heads is not None for head in range(heads.start, heads.stop)})
+    heads = [f"head{'s' if len(numbers) > 1 else ''} {format_numbers(numbers)}"] if numbers else []
+    tensors, *others = phrases
+    each = f"each {tensors}" if len(routes) > 1 else tensors
+    return f"reads {places}: " + ", ".join([each, *heads, *others])
+
+
+def format_places(places: Iterable[Place]) -> str:
+    """The places of several workers, bounded in length: `tp0…7`, `tp0…56 by 8/pp0…1`.
+
+    The decode context parallel rank, which follows from the others, is left out if there are several.
+    """
+    found = list(dict.fromkeys(places))
+    if len(found) == 1:
+        return str(found[0])
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for place in found:
+        ranks.setdefault((place.pp, place.pcp), []).append(place.tp)
+    alike: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for (pp, pcp), tps in ranks.items():
+        alike.setdefault(tuple(sorted(tps)), {}).setdefault(pcp, []).append(pp)
+    parts = []
+    for tps, by_pcp in alike.items():
+        for pcp, stages in by_pcp.items():
+            pps = _formatted(sorted(stages)) if any(stages) else [""]
+            ends = [f"{f'/pp{pp}' if pp else ''}{f'/pcp{pcp}' if pcp else ''}" for pp in pps]
+            parts += [f"tp{ranks}{end}" for ranks in _formatted(tps) for end in ends]
+    last = max(place.tp for place in found)
+    return ", ".join(parts) if len(parts) <= _MOST_PARTS else f"{len(found)} of tp{min(map(min, alike))}…{last}"
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Ascending numbers, bounded in length: `0…7`, `0…56 by 8`, `1, 4…6`, `30 of 1…63`."""
+    parts = _formatted(numbers)
+    return ", ".join(parts) if len(parts) <= _MOST_PARTS else f"{len(numbers)} of {numbers[0]}…{numbers[-1]}"
+
+
+def progressions(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ascending numbers as (first, last, step): single ones, ranges, and three or more with a step above 1."""
+    found, left = [], list(numbers)
+    while left:
+        step = left[1] - left[0] if len(left) > 1 else 1
+        count = 1
+        while count < len(left) and left[count] == left[0] + step * count:
+            count += 1
+        count, step = (1, 1) if count == 2 and step > 1 else (count, step)
+        found.append((left[0], left[count - 1], step))
+        del left[:count]
+    return found
+
+
+def _formatted(numbers: Sequence[int]) -> list[str]:
+    return [
+        f"{first}" if first == last else f"{first}…{last}{f' by {step}' if step > 1 else ''}"
+        for first, last, step in progressions(numbers)
+    ]
 
 
 def _lengths(found: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.protocol.errors import InputError, cut
+from kvferry.protocol.errors import MISSING, InputError, cut
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def _named(refused: msgspec.ValidationError, root: object, error: type[InputErro
     expected = match.group("expected") if match else str(refused)
     missing = _MISSING.fullmatch(expected)
     if missing:
-        return error(_joined(where, path, missing.group(1)), "missing", "a value")
+        return error(_joined(where, path, missing.group(1)), MISSING, "a value")
     expected = _UNKNOWN.sub("a value that this version knows, not ", expected.removeprefix("Expected "))
     return error(_joined(where, path) or "message", _at_path(root, path), cut(expected))
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from kvferry.protocol.convert import as_type
-from kvferry.protocol.errors import InvalidDescription, cut, one_of
+from kvferry.protocol.errors import MISSING, UNKNOWN, InvalidDescription, cut, one_of
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
 from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
@@ -106,7 +106,7 @@ def decode_engine_json(text: bytes) -> EngineJson:
         raise InvalidDescription("description", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
     if not isinstance(plain, dict) or "kvferry_description" not in plain:
         raise InvalidDescription(
-            "kvferry_description", "missing", "a description that `kvferry describe` or `description_file` wrote"
+            "kvferry_description", MISSING, "a description that `kvferry describe` or `description_file` wrote"
         )
     if plain["kvferry_description"] is True or plain["kvferry_description"] != DESCRIPTION_JSON_VERSION:
         raise InvalidDescription(
@@ -114,7 +114,7 @@ def decode_engine_json(text: bytes) -> EngineJson:
         )
     engine_json = as_type(plain, EngineJson, InvalidDescription)
     for path, names in _unknown(plain, engine_json, ""):
-        raise InvalidDescription(cut(path) or repr(path), "unknown", one_of(path.rpartition(".")[2], names))
+        raise InvalidDescription(cut(path) or repr(path), UNKNOWN, one_of(path.rpartition(".")[2], names))
     return engine_json
 
 

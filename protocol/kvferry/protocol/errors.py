@@ -51,7 +51,21 @@ class InputError(KvferryError):
         self.field = field
         self.shown_value = shorten(value)
         self.expected = expected
-        super().__init__(f"{self.what}: {field} is {self.shown_value}; expected {expected}")
+        wanted = expected if expected.startswith("did you mean") else f"expected {expected}"
+        super().__init__(f"{f'{self.what}: ' if self.what else ''}{field} is {self.shown_value}; {wanted}")
+
+
+class Shown(str):
+    """A value that an error shows as it is, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+MISSING = Shown("missing")
+UNKNOWN = Shown("unknown")
 
 
 class InvalidParams(InputError):
@@ -119,11 +133,12 @@ def shorten(value: object) -> str:
     return cut(text)
 
 
-def one_of(found: str, accepted: Iterable[str]) -> str:
-    """`did you mean …? one of …`, for errors; the guess only if a name is close."""
+def one_of(found: str, accepted: Iterable[str], *, is_long: bool = False) -> str:
+    """`did you mean …? one of …`, for errors; the guess only if a name is close. `is_long`: not both."""
     names = {name.lower(): name for name in accepted}
     near = difflib.get_close_matches(found.lower(), names, n=1)
-    return f"{f'did you mean {names[near[0]]}? ' if near else ''}one of {', '.join(names.values())}"
+    guess, every = f"did you mean {names[near[0]]}?" if near else "", f"one of {', '.join(names.values())}"
+    return guess if guess and is_long else f"{guess} {every}".strip()
 
 
 def cut(text: str) -> str:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from kvferry.protocol.asks import boot_of, engine_of
 from kvferry.protocol.convert import as_type
-from kvferry.protocol.errors import ForeignParams, InvalidParams
+from kvferry.protocol.errors import MISSING, ForeignParams, InvalidParams
 from kvferry.protocol.ids import BlockId, Count, Hex128, Hex256, HexEpoch, Port, Positive, Size, SlotIndex, Text
 from kvferry.protocol.stream_rows import RowIndex
 
@@ -220,7 +220,7 @@ def read_transfer_id(raw: object) -> str | None:
 def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
     ticket = raw.get("kvferry")
     if ticket is None:
-        raise ForeignParams("kvferry", "missing", "the object that a kvferry producer adds")
+        raise ForeignParams("kvferry", MISSING, "the object that a kvferry producer adds")
     if not isinstance(ticket, _OBJECTS):
         raise InvalidParams("kvferry", ticket, "an object")
     if len(ticket) > MAX_KEYS:

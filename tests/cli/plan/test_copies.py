@@ -106,7 +106,7 @@ def test_json_and_copies_cannot_share_one_output(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
-    ({"num_tokens": ...}, "num_tokens is 'missing'"),
+    ({"num_tokens": ...}, "num_tokens is missing"),
     ({"num_tokens": 0}, "num_tokens is 0; expected `int` >= 1"),
     ({"num_tokens": "40"}, "num_tokens is '40'; expected `int`"),
     ({"num_tokens": 49}, "remote_block_ids[0] is"),
@@ -122,7 +122,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"first_token": 40}, "first_token is 40; expected below 40"),
     ({"first_token": -1}, "first_token is -1"),
     ({"stop_token": 41}, "stop_token is 41; expected at most num_tokens=40"),
-    ({"first_tokens": 3}, "first_tokens is 'unknown'; expected did you mean first_token? one of"),
+    ({"first_tokens": 3}, "first_tokens is unknown; did you mean first_token? one of"),
 ]
 
 

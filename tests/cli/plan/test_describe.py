@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -88,22 +90,104 @@ def test_the_table_has_every_worker_with_its_layers_and_heads() -> None:
 
 def test_an_engine_that_is_not_ready_is_reported_in_one_line() -> None:
     with listening() as (_, port):
-        said = refused("describe", f"{HOST}:{port}")
+        said = refused("describe", f"{HOST}:{port}", code=1)
     assert said == (
-        f"kvferry describe: {HOST}:{port} refused: 'engine' is 'starting'; "
-        "expected 'an engine whose workers are ready'\n"
+        f"kvferry describe: {HOST}:{port} refused: engine is starting; expected an engine whose workers are ready\n"
     )
 
 
-def test_a_missing_engine_is_reported_in_one_line() -> None:
-    said = refused("describe", f"{HOST}:1", "--timeout", "0.1")
-    assert said == f"kvferry describe: {HOST}:1 did not answer within 0.1 s\n"
+def test_a_closed_port_is_reported_at_once() -> None:
+    started_s = time.monotonic()
+    said = refused("describe", f"{HOST}:{free_port()}", "--timeout", "60", code=1)
+    assert "is closed: nothing listens there" in said
+    assert time.monotonic() - started_s < 20
+
+
+def test_a_name_that_does_not_resolve_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    said = refused("describe", "prefill-9:5600", "--timeout", "60", code=1)
+    assert said == "kvferry describe: prefill-9 does not resolve to an address: Name or service not known\n"
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A TCP server that gives every connection to `answer`, and its address."""
+    with socket.create_server((HOST, 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=give, args=(server.accept()[0],), daemon=True).start()
+
+        def give(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"{HOST}:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def speak_first(connection: socket.socket) -> None:
+    connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+    connection.recv(100)
+
+
+def answer_lines(connection: socket.socket) -> None:
+    found = b""
+    while b"\r\n\r\n" not in found and (part := connection.recv(100)):
+        found += part
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def hang(connection: socket.socket) -> None:
+    while connection.recv(100):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (speak_first, "is no side channel: its answer begins with b'SSH-2.0-OpenSSH"),
+        (answer_lines, "is no side channel: its answer begins with b'HTTP/1.1 400"),
+        (lambda connection: None, "is no side channel: it closed the connection"),
+        (hang, "accepted a connection and did not answer: it hangs, or is no engine"),
+    ],
+    ids=["SSH", "HTTP", "closes", "hangs"],
+)
+def test_a_port_that_speaks_something_else_is_told_from_one_that_hangs(
+    answer: Callable[[socket.socket], None], said: str
+) -> None:
+    with serving(answer) as address:
+        assert said in refused("describe", address, "--timeout", "3", code=1)
+
+
+def test_a_host_that_does_not_accept_in_time_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket.socket, "connect", drop)
+    with serving(hang) as address:
+        said = refused("describe", address, "--timeout", "0.8", code=1)
+    assert "did not accept a connection within" in said
+
+
+def test_a_running_engine_sees_no_probe(caplog: pytest.LogCaptureFixture) -> None:
+    """It would log one as a connection that ended during the handshake."""
+    with published(engine()) as address:
+        assert run("describe", address).code == 0
+    assert [record for record in caplog.records if "refused" in record.getMessage()] == []
 
 
 def test_a_description_that_contradicts_itself_is_refused() -> None:
     wrong = make_description(workers=(make_worker(tensors=(make_tensor(group=3),)),))
     with published(wrong) as address:
-        assert ".group is 3; expected below 1" in refused("describe", address, "--json")
+        assert ".group is 3; expected below 1" in refused("describe", address, "--json", code=1)
 
 
 ANOTHER_ID = encode(Refused(field="engine_id", value="?", expected="x"))
@@ -122,6 +206,6 @@ def test_an_unusable_answer_ends_in_one_line(frame: bytes) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    refused("describe", f"{HOST}:{port}", "--timeout", "5")
+    assert f"{HOST}:{port} " in refused("describe", f"{HOST}:{port}", "--timeout", "5", code=1)
     thread.join()
     context.destroy(linger=0)

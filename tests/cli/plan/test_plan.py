@@ -35,7 +35,9 @@ def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
     producer, consumer = sides(EIGHT, f"{FOUR},layout=NHD")
     wanted = [plan.describe() for plan in plan_engine(consumer, producer, costs_of(consumer))]
     printed = run("plan", EIGHT, f"{FOUR},layout=NHD").out
-    assert printed.partition("in the log of each consumer worker:\n")[2].splitlines() == wanted
+    assert (
+        " ".join(printed.partition("in the log of consumer tp0, one of 4 (--json has all):\n")[2].split()) == wanted[0]
+    )
     assert [worker.log for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers] == wanted
 
 
@@ -50,7 +52,7 @@ def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
 
 def test_a_producer_worker_without_readers_is_shown_as_released() -> None:
     out = run("plan", "layers=2,mla=16,tp=4", "layers=2,mla=16").out
-    assert out.count("release only") == 3
+    assert re.search(r"^ +tp1…3 +3 +released$", out, re.MULTILINE)
 
 
 def test_staged_reads_are_shown_with_their_reason() -> None:
@@ -77,10 +79,10 @@ def test_the_prompt_is_as_long_as_the_smaller_cache_allows() -> None:
     assert "--tokens is 1009; expected at most 1008: the consumer's cache holds no more\n" in said
 
 
-def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_2() -> None:
+def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1() -> None:
     arguments = [DENSE.replace("heads=4", "heads=3"), f"{DENSE},window=64"]
     table, reported = run("plan", *arguments), run("plan", *arguments, "--json")
-    assert (table.code, table.err, reported.code, reported.err) == (2, "", 2, "")
+    assert (table.code, table.err, reported.code, reported.err) == (1, "", 1, "")
     refusal = msgspec.json.decode(reported.out, type=Refusal)
     assert not refusal.workable
     producer, consumer = sides(*arguments)
@@ -90,8 +92,8 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_2()
         (one.field, one.change) for one in refused.value.reasons
     ]
     for reason in refused.value.reasons:
-        assert f"{reason.field}: producer {reason.producer}, consumer {reason.consumer}\n" in table.out
-        assert reason.change in table.out
+        words = " ".join(table.out.split())
+        assert f"{reason.field}: producer {reason.producer}, consumer {reason.consumer} → {reason.change}" in words
 
 
 def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
     assert run("plan", str(path), FOUR).code == 0
     assert run("plan", FOUR, str(path)).code == 0
     refused = run("plan", str(path), f"{FOUR},kv=apart".replace("dim=8", "dim=4"))
-    assert refused.code == 2
+    assert refused.code == 1
     assert "cell_bytes: producer 16, consumer 8" in refused.out
 
 
@@ -172,5 +174,5 @@ def test_every_description_json_with_changed_numbers_ends_with_an_exit_code(data
         holder[last] = data.draw(NUMBERS)
     arguments = ["-", FORM_OF_JSON] if data.draw(st.booleans()) else [FORM_OF_JSON, "-"]
     ran = run("plan", *arguments, stdin=json.dumps(plain).encode())
-    assert ran.code in (0, 2)
+    assert ran.code in (0, 1, 2)
     assert bool(ran.out) != bool(ran.err)

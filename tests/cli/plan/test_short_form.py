@@ -77,13 +77,14 @@ WRONG = {
     "layers": "pair is 'layers'",
     f"{ATTENTION},": "pair is ''",
     f"{ATTENTION},colour=3": "key is 'colour'; expected one of layers,",
+    f"{ATTENTION},head=3": "key is 'head'; did you mean heads?",
     f"{ATTENTION},tp=2,tp=2": "tp is '2'; expected each key once",
-    "heads=8,dim=128": "layers is 'missing'",
-    "layers=32": "heads is 'missing'; expected heads and dim of the attention, or mla",
+    "heads=8,dim=128": "layers is missing; expected the number of layers",
+    "layers=32": "heads is missing; expected heads and dim of the attention, or mla",
     f"{ATTENTION},tp=0": "tp is '0'; expected a whole number from 1 to 4096",
     f"{ATTENTION},tp=٣": "tp is '٣'",
-    f"{ATTENTION},dtype=float61": "dtype is 'float61'; expected did you mean float16? one of bfloat16,",
-    f"{ATTENTION},layout=NDH": "layout is 'NDH'; expected did you mean NHD? one of HND, NHD, LBHNC,",
+    f"{ATTENTION},dtype=float61": "dtype is 'float61'; did you mean float16? one of bfloat16,",
+    f"{ATTENTION},layout=NDH": "layout is 'NDH'; did you mean NHD? one of HND, NHD, LBHNC,",
     f"{ATTENTION},pp=33": "pp is 33; expected at most layers=32",
     f"{ATTENTION},stages=20+11": "stages is '20+11'; expected sizes that add up to layers=32",
     f"{ATTENTION},stages=16+16,pp=2": "pp is 2; expected no pp beside stages",
@@ -110,7 +111,7 @@ WRONG = {
     "layers=2,heads=8,state_layers=*,ssm=2x2": "heads is 8; expected a layer with attention",
     f"{ATTENTION},names=layers": "names is 'layers'; expected a name with {}",
     f"{ATTENTION},names={{0.__class__}}": "names is '{0.__class__}'",
-    "x" * (MAX_LENGTH + 1): "text is '4097 characters'",
+    "x" * (MAX_LENGTH + 1): "text is 4097 characters",
 }
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
@@ -23,9 +28,10 @@ from kvferry.cli.doctor.host import (
 )
 from kvferry.cli.doctor.ucx import check_ucx
 from kvferry.cli.doctor.versions import check_versions
-from kvferry.cli.formatting import print_table
+from kvferry.cli.formatting import digits, print_line, print_table, terminal
 
 SCHEMA = 1
+_SHOW_S = 0.2
 _COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
 
 
@@ -33,6 +39,12 @@ def _check_loopback(machine: Machine) -> Iterable[Finding]:
     from kvferry.cli.doctor.loopback import check_loopback  # needs msgspec, which may be missing
 
     return check_loopback(machine)
+
+
+def _check_gpu_loopback(machine: Machine) -> Iterable[Finding]:
+    from kvferry.cli.doctor.loopback import check_gpu_loopback
+
+    return check_gpu_loopback(machine)
 
 
 CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
@@ -48,17 +60,37 @@ CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "side channel": check_address,
     "secret": check_secret,
     "NIXL telemetry": check_telemetry,
-    "loopback transfer": _check_loopback,
+    "loopback DRAM": _check_loopback,
+    "loopback VRAM": _check_gpu_loopback,
 }
-"""All checks in their order."""
+"""All checks in the order of their findings."""
+
+
+class _Running(threading.Thread):
+    """A check on a thread of its own: a call of the system that hangs costs no other check its time."""
+
+    def __init__(self, check: Callable[[], Iterable[Finding]]) -> None:
+        super().__init__(daemon=True)
+        self._check = check
+        self.findings: list[Finding] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.findings.extend(self._check())
+        except BaseException as error:  # noqa: BLE001 - reported where the check is waited for
+            self.error = error
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code: 1 if anything is broken. Raises `InvalidArgument`."""
     ranks = whole_option("--data-parallel-size", options.data_parallel_size, 1, 1024)
     timeout_s = number_option("--timeout", options.timeout, 0.1, 600)
+    end_s = time.monotonic() + timeout_s
     machine = this_machine(os.environ, ranks, timeout_s)
-    findings = list(examine(machine))
+    machine = replace(machine, timeout_s=max(0.1, end_s - time.monotonic()))
+    with _progress() as show:
+        findings = list(examine(machine, show))
     healthy = all(finding.mark is not Mark.BROKEN for finding in findings)
     if options.json:
         print(json.dumps(as_json(findings), indent=2, ensure_ascii=False))
@@ -67,13 +99,40 @@ def run_doctor(options: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
-def examine(machine: Machine) -> Iterator[Finding]:
-    """The findings of all checks. One that fails does not end the others."""
-    for name, check in CHECKS.items():
-        try:
-            yield from check(machine)
-        except Exception as error:  # noqa: BLE001 - any error of one check
-            yield not_done(name, f"{type(error).__name__}: {error}")
+def examine(machine: Machine, show: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+    """The findings of all checks, which run at the same time, within `machine.timeout_s`.
+
+    One that fails, or does not end, does not end the others. `show` is called with those that are waited for.
+    """
+    end_s = time.monotonic() + machine.timeout_s
+    running = {name: _Running(functools.partial(check, machine)) for name, check in CHECKS.items()}
+    for one in running.values():
+        one.start()
+    for name, one in running.items():
+        while one.is_alive() and time.monotonic() < end_s:
+            show(", ".join(other for other in running if running[other].is_alive()))
+            one.join(_SHOW_S)
+        is_alive, found = one.is_alive(), list(one.findings)
+        yield from found
+        if is_alive and name in [finding.check for finding in found]:
+            continue  # it is only ending its processes
+        if is_alive:
+            yield not_done(name, f"did not end within {digits(machine.timeout_s)} s")
+        elif isinstance(one.error, Exception):
+            yield not_done(name, f"{type(one.error).__name__}: {one.error}")
+        elif one.error is not None:
+            raise one.error
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line with the checks that are waited for, if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    console, started_s = terminal(errors=True), time.monotonic()
+    with console.status("kvferry doctor") as status:
+        yield lambda names: status.update(f"{time.monotonic() - started_s:.0f} s, waiting for {names}")
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, object]:
@@ -94,4 +153,5 @@ def print_findings(findings: Sequence[Finding]) -> None:
             rows.append(("", "", f"→ {one.do}"))
     print_table(("", "check", "found, and what to do"), rows, _COLOURS)
     counts = Counter(one.mark for one in findings)
-    print("\n" + ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]))
+    print_line()
+    print_line(", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]), "bold")

@@ -30,7 +30,7 @@ class Machine:
     Attributes:
         environ: of the engines that will run here.
         ranks: data-parallel ranks of an engine on this machine.
-        timeout_s: for the start of the loopback transfer, and for one read of it.
+        timeout_s: for all checks together.
         gpus, ports, interfaces: those that are visible here (or in this container); without `nvidia-smi` a GPU has its
             PCI address as name.
         peer_memory: whether the module `nvidia_peermem` is loaded.
@@ -39,7 +39,7 @@ class Machine:
 
     environ: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
-    timeout_s: float = 30.0
+    timeout_s: float = 8.0
     gpus: tuple[str, ...] = ()
     ports: tuple[Port, ...] = ()
     interfaces: tuple[str, ...] = ()
@@ -110,8 +110,13 @@ def _names_of_gpus() -> dict[str, str]:
     """PCI address → `GPU 0 (NVIDIA H100 …)`. Empty if there is no `nvidia-smi`, or it hangs."""
     query = ["nvidia-smi", "--query-gpu=index,name,pci.bus_id", "--format=csv,noheader"]
     try:
-        printed = subprocess.run(query, capture_output=True, text=True, timeout=2, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+        asked = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return {}
+    try:
+        printed, _ = asked.communicate(timeout=3)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and not waited for: in a driver's call not even a signal ends it
         return {}
     rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines()]
     # nvidia-smi writes eight digits of the domain, sysfs four.

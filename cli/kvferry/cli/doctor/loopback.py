@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.cli.doctor.devices import Machine
@@ -19,29 +20,36 @@ BUSY = 2.0
 """Load per core above which a missed deadline proves nothing."""
 SLOW_GB_S = {"DRAM": 0.5, "VRAM": 5.0}
 """Slower transfers point to a wrong transport, or to a busy machine."""
+_ENDING_S = 1.5
+"""Of the doctor's time, for ending the processes."""
 _MOST_BYTES = 16 << 20
 _VERSION = re.compile(r"UCX +INFO +Version ([0-9.]+) \(loaded from (?:\S*/(nixl_\w+)\.libs/)?")
 _UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")
 
 
 def check_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterator[Finding]:
-    """The transfers, the library, and the names of variables that UCX does not know.
+    """The transfer in host memory, the library, and the names of variables that UCX does not know.
 
     `command`: the arguments of Python that run each of the two processes.
     """
-    try:
-        check_installed()
-    except ReadsFailed as missing:
-        yield not_done("loopback transfer", str(missing))
-        return
-    yield from _transfer(machine, "cpu", command)
-    if machine.gpus:
-        yield from _transfer(machine, "cuda", command)
+    return _transfer(machine, "cpu", command)
+
+
+def check_gpu_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterator[Finding]:
+    """The transfer in the memory of GPU 0, if there are GPUs."""
+    return _transfer(machine, "cuda", command) if machine.gpus else iter(())
 
 
 def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Iterator[Finding]:
     kind = "DRAM" if device == "cpu" else "VRAM"
-    task = Task(device=device, max_bytes=_MOST_BYTES, timeout_s=machine.timeout_s)
+    try:
+        check_installed()
+    except ReadsFailed as missing:
+        yield not_done(f"loopback {kind}", str(missing))
+        return
+    most_s = max(machine.timeout_s / 2, machine.timeout_s - _ENDING_S)
+    end_s = time.monotonic() + most_s
+    task = Task(device=device, max_bytes=_MOST_BYTES, timeout_s=most_s / 2, is_short=True)
     stages: list[str] = []
     with (
         contextlib.closing(Child(command, machine.environ)) as owner,
@@ -50,13 +58,13 @@ def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Itera
         owner.send(task)
 
         def connect(agent_metadata: bytes) -> Offer:
-            offer = owner.expect(Offer, machine.timeout_s)
+            offer = owner.expect(Offer, max(0.0, end_s - time.monotonic()))
             owner.send(Connect(agent_metadata=agent_metadata))
             return offer
 
         findings: Iterable[Finding]
         try:
-            outcome = measure(reader, task, connect, lambda now: stages.append(now.what), start_s=machine.timeout_s)
+            outcome = measure(reader, task, connect, lambda now: stages.append(now.what), start_s=most_s, end_s=end_s)
         except ReadsFailed as failed:
             findings = [_failure(kind, failed, stages)]
         else:
@@ -70,16 +78,15 @@ def _failure(kind: str, failed: ReadsFailed, stages: list[str]) -> Finding:
     check, found = f"loopback {kind}", f"{failed}, while {stages[-1]}"
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     is_reading = len(stages) > 1
-    if failed.late and (not is_reading or load > BUSY):
+    if failed.is_slow or (failed.late and (not is_reading or load > BUSY)):
         # A read that does not end says something about the fabric; a slow start, or a busy machine, does not.
         do = "kvferry doctor --timeout 120, when the machine is idle"
         return look(check, f"{found}; load {load:.1f} per core", do)
     if kind == "VRAM":
         do = "Docker: --gpus all; check the CUDA of torch and of NIXL (nixl_cu12, nixl_cu13) against nvidia-smi"
         return broken(check, found, do)
-    if not is_reading:
-        return broken(check, found, "see the findings about versions and UCX; unset every UCX_ variable and try again")
-    return broken(check, found, "see the findings about UCX and limits; unset every UCX_ variable and try again")
+    about = "UCX and limits" if is_reading else "versions and UCX"
+    return broken(check, found, f"see the findings about {about}; unset every UCX_ variable and try again")
 
 
 def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:

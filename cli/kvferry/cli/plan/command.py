@@ -9,13 +9,14 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, InvalidRequest, number_option, read_file, whole_option, write_file
+from kvferry.cli.formatting import safe
 from kvferry.cli.plan.copies import MAX_REQUEST_BYTES, copy_lines, read_request
 from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.picture import draw
 from kvferry.cli.plan.prediction import MAX_TOKENS
-from kvferry.cli.plan.sides import read_pair
+from kvferry.cli.plan.sides import read_sides
 from kvferry.cli.plan.summary import PlanSummary, Refusal, summarise
-from kvferry.cli.plan.tables import print_plan, print_refusal
+from kvferry.cli.plan.tables import print_plan, print_refusal, print_sides
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
@@ -23,7 +24,7 @@ from kvferry.protocol.description_json import MAX_DESCRIPTION_JSON_BYTES
 from kvferry.protocol.handshake import EngineDescription
 
 GOOD = 0
-REFUSED = 2
+REFUSED = 1
 
 POOL_BYTES_VRAM, POOL_BYTES_DRAM = 256 << 20, 64 << 20
 """Default sizes of a worker's staging pool."""
@@ -37,7 +38,8 @@ def run_plan(options: argparse.Namespace) -> int:
         raise InvalidArgument("--copies", options.copies, "--out FILE with it, since --json prints as well")
     tokens = None if options.tokens is None else whole_option("--tokens", options.tokens, 1, MAX_TOKENS)
     link_gb_s = number_option("--link", options.link, 0.001, 1e6)
-    producer, consumer = read_pair(options.producer, options.consumer, _stdin)
+    there, here = read_sides(options.producer, options.consumer, _stdin)
+    producer, consumer = there.engine, here.engine
     costs = _costs(options, consumer)
     try:
         plans = plan_engine(consumer, producer, costs)
@@ -46,8 +48,8 @@ def run_plan(options: argparse.Namespace) -> int:
         if options.json:
             _print_json(refusal)
         else:
-            sides = (("producer", side_of(producer)), ("consumer", side_of(consumer)))
-            print_refusal(refusal, sides)
+            print_sides((("producer", side_of(producer), there.form), ("consumer", side_of(consumer), here.form)))
+            print_refusal(refusal)
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
     if options.svg:
@@ -63,7 +65,13 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(summary)
     elif not options.copies or options.out:
+        print_sides((("producer", summary.producer, there.form), ("consumer", summary.consumer, here.form)))
         print_plan(summary)
+    # What goes to standard output for another program stays alone there.
+    to = sys.stderr if options.json or (options.copies and not options.out) else sys.stdout
+    for what, path in (("picture", options.svg), ("copies", options.out)):
+        if path:
+            print(f"\n{what}: {safe(path)}", file=to)
     return GOOD
 
 

@@ -16,7 +16,7 @@ from kvferry.plan.copies import route_copies
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.convert import as_type
-from kvferry.protocol.errors import InvalidParams, cut, one_of
+from kvferry.protocol.errors import UNKNOWN, InvalidParams, Shown, cut, one_of
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import BlockId, Count, Positive
@@ -59,7 +59,7 @@ def read_request(text: bytes, consumer: EngineDescription, producer: EngineDescr
     names = CopyRequest.__struct_encode_fields__
     for key in plain if isinstance(plain, dict) else ():
         if key not in names:
-            raise InvalidRequest(cut(key), "unknown", one_of(key, names))
+            raise InvalidRequest(cut(key), UNKNOWN, one_of(key, names))
     return _blocks_of(as_type(plain, CopyRequest, InvalidRequest), consumer, producer)
 
 
@@ -96,7 +96,7 @@ def copy_lines(
             units.append(pair_request(plan, consumer.groups, producer.groups, request))
         except InvalidParams as wrong:
             field = wrong.field.replace("local_blocks", "local_block_ids")
-            raise InvalidRequest(field, _Shown(wrong.shown_value), wrong.expected) from None
+            raise InvalidRequest(field, Shown(wrong.shown_value), wrong.expected) from None
     return _lines(plans, units)
 
 
@@ -115,12 +115,3 @@ def _lines(plans: Sequence[TransferPlan], units: Sequence[Mapping[TokenMap, Unit
 
 def _place(place: Place) -> str:
     return json.dumps({"pp": place.pp, "pcp": place.pcp, "tp": place.tp, "dcp": place.dcp})
-
-
-class _Shown(str):
-    """A value that an error has formatted already."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)

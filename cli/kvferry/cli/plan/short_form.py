@@ -6,6 +6,7 @@ the engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from kvferry.cli.plan.short_values import (
     MAX_LAYERS,
     MAX_RANKS,
     MAX_SIZE,
+    NO_WINDOW,
     ConvPart,
     Read,
     choice,
@@ -28,7 +30,7 @@ from kvferry.cli.plan.short_values import (
     whole,
     window_of,
 )
-from kvferry.protocol.errors import one_of
+from kvferry.protocol.errors import MISSING, Shown, one_of
 
 MAX_LENGTH = 4096
 
@@ -80,24 +82,46 @@ class Key(NamedTuple):
 
 
 def read_short_form(text: str) -> ShortForm:
-    """Read a short form.
+    """Read a short form. Raises `InvalidShortForm` with the key, its value and the accepted ones."""
+    return form_of(pairs_of(text))
 
-    Raises:
-        InvalidShortForm: with the key, its value and the accepted ones.
-    """
+
+def pairs_of(text: str) -> dict[str, str]:
+    """The keys of a short form with their values as text. Raises `InvalidShortForm`."""
     if len(text) > MAX_LENGTH:
-        raise InvalidShortForm("text", f"{len(text)} characters", f"at most {MAX_LENGTH} characters")
-    values: dict[str, Any] = {}
+        raise InvalidShortForm("text", Shown(f"{len(text)} characters"), f"at most {MAX_LENGTH} characters")
+    pairs: dict[str, str] = {}
     for pair in text.split(","):
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals:
             raise InvalidShortForm("pair", pair, "key=value, pairs separated by commas")
         if key not in KEYS:
-            raise InvalidShortForm("key", key, one_of(key, KEYS))
-        if key in values:
+            raise InvalidShortForm("key", key, one_of(key, KEYS, is_long=True))
+        if key in pairs:
             raise InvalidShortForm(key, value, "each key once")
-        values[key] = KEYS[key].read(key, value)
+        pairs[key] = value
+    return pairs
+
+
+def form_of(pairs: Mapping[str, str]) -> ShortForm:
+    """The short form with these keys. Raises `InvalidShortForm`."""
+    values = {key: KEYS[key].read(key, value) for key, value in pairs.items()}
+    if values.get("window") == NO_WINDOW:
+        del values["window"]
     return _filled(values)
+
+
+def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
+    """The pairs, and those of `MODEL_KEYS` of another engine that they do not say themselves."""
+    said = {*pairs, *(("heads", "dim") if "mla" in pairs else ()), *(("mla",) if {"heads", "dim"} & {*pairs} else ())}
+    return {**{key: value for key, value in model.items() if key in MODEL_KEYS and key not in said}, **pairs}
+
+
+MODEL_KEYS = (
+    *("layers", "heads", "dim", "mla", "dtype", "window", "state_layers", "ssm", "conv", "conv_width", "state_dtype"),
+    *("names", "state_names"),
+)
+"""Keys that a form without `layers` takes from the other side."""
 
 
 _NEEDS = {
@@ -117,7 +141,7 @@ _EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
 def _filled(values: dict[str, Any]) -> ShortForm:
     """The form with all derived values; raises for keys that contradict each other."""
     if "layers" not in values:
-        raise InvalidShortForm("layers", "missing", "the number of layers, e.g. layers=32")
+        raise InvalidShortForm("layers", MISSING, "the number of layers, e.g. layers=32, or a model")
     for key, needed in _NEEDS.items():
         if key in values and not any(other in values for other in needed):
             raise InvalidShortForm(key, values[key], f"{' or '.join(needed)} with it")
@@ -175,7 +199,7 @@ def _check_attention(values: dict[str, Any]) -> None:
         return
     for key in () if "mla" in values else ("heads", "dim"):
         if key not in values:
-            raise InvalidShortForm(key, "missing", f"heads and dim of the attention, or mla ({KEYS[key].meaning})")
+            raise InvalidShortForm(key, MISSING, "heads and dim of the attention, or mla")
     if values.get("layout") == "CPU":
         if "mla" in values:
             raise InvalidShortForm("layout", "CPU", "another layout with mla: on the CPU it lies as LBHNC")
@@ -199,7 +223,7 @@ def _check_ranks(form: ShortForm) -> None:
 _SIZE = whole(1, MAX_SIZE)
 
 KEYS = {
-    "layers": Key(whole(1, MAX_LAYERS), "number", "layers of the model; always required"),
+    "layers": Key(whole(1, MAX_LAYERS), "number", "layers of the model; required unless a side names a model"),
     "heads": Key(_SIZE, "number", "KV heads of the model, over all ranks"),
     "dim": Key(_SIZE, "number", "elements of a head, K and V each"),
     "mla": Key(_SIZE, "number", "elements of a token's latent, in place of heads and dim, e.g. 576"),
@@ -215,7 +239,11 @@ KEYS = {
     "blocks": Key(whole(2, 1 << 30), "number", "scheduler blocks in the cache, of which block 0 is the null block"),
     "layout": Key(choice(*LAYOUTS), "name", f"order of the axes: {', '.join(LAYOUTS)}"),
     "kv": Key(choice("packed", "apart"), "name", "packed: a cell is `[K|V]`; apart: all of V behind all of K"),
-    "window": Key(window_of, "`n` or `n@layers`", "tokens of a sliding window, and which layers have it; default: all"),
+    "window": Key(
+        window_of,
+        "`n` or `n@layers`",
+        "tokens of a sliding window (0: none), and which layers have it; default: all",
+    ),
     "state_layers": Key(layer_list, "layers", "layers with a recurrent state in place of attention"),
     "ssm": Key(state_shape, "`HxDxN` or `HxN`", "temporal state: heads (sharded) and the shape of one"),
     "conv": Key(

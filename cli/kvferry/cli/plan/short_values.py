@@ -104,7 +104,12 @@ name_template = matching(
 )
 
 
+NO_WINDOW = (0, "*")
+
+
 def window_of(key: str, text: str) -> tuple[int, str]:
+    if text == "0":
+        return NO_WINDOW
     tokens, at, listed = text.partition("@")
     return whole(1, 1 << 40)(key, tokens), layer_list(key, listed) if at else "*"
 

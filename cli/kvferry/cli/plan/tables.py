@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
-from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, print_line, print_table, span, spans
+from kvferry.cli.formatting import (
+    binary_bytes,
+    counted,
+    decimal_bytes,
+    digits,
+    milliseconds,
+    print_line,
+    print_table,
+    rounded_count,
+    span,
+)
 from kvferry.cli.plan.engine import Side, format_engine, format_group, format_tokens
-from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal
+from kvferry.cli.plan.rows import NONE, RELEASE, cells_of, fold, rows_of
+from kvferry.cli.plan.summary import PlanSummary, Refusal
 from kvferry.protocol.description_json import EngineJson
+
+_COLUMNS = ("consumer", "producer", ">pairs", "layers", "heads", ">bytes", ">descriptors", "placed")
+_STYLES = {"direct": "green", "staged": "yellow", RELEASE: "dim", NONE: "dim"}
 
 
 def print_plan(summary: PlanSummary) -> None:
     """Print a workable pair."""
-    _print_sides((("producer", summary.producer), ("consumer", summary.consumer)))
     reasons: dict[str, int] = {}
-    several = len(summary.producer.groups) > 1
-    columns = ["consumer", "reads from", *(["group"] if several else []), "layers", "heads", ">bytes", ">runs"]
-    rows = [row for reader in summary.workers for row in _reader_rows(reader, reasons, several)]
-    print_table([*columns, ">descriptors", "placed"], rows[:-1])
+    policies = [group.policy for group in summary.consumer.groups]
+    is_clear = len(set(policies)) == len(policies)
+    groups = [policy if is_clear else f"{policy} {index}" for index, policy in enumerate(policies) if policies[1:]]
+    rows = [cells_of(folded, groups) for folded in fold(rows_of(summary.workers, reasons))]
+    for row, above in reversed(list(zip(rows[1:], rows, strict=False))):
+        if row[0] == above[0]:
+            row[0] = ""
+    print_table(_COLUMNS, rows, _STYLES)
     for reason, number in reasons.items():
-        print_line(f"({number}) {reason}")
+        print_line(f"({number}) {reason}", "dim", hang=4)
     print_line()
     _print_time(summary)
     print_line()
-    print_line("in the log of each consumer worker:")
-    for reader in summary.workers:
-        print_line(reader.log)
+    first, *others = summary.workers
+    more = f", one of {len(others) + 1} (--json has all)" if others else ""
+    print_line(f"in the log of consumer {first.place}{more}:")
+    print_line(first.log, "dim", hang=2)
 
 
-def print_refusal(refusal: Refusal, sides: Sequence[tuple[str, Side]]) -> None:
+def print_refusal(refusal: Refusal) -> None:
     """Print an unworkable pair: all reasons, each with the change that helps."""
-    _print_sides(sides)
-    print_line("this pair cannot work:")
+    print_line("this pair cannot work:", "bold red")
     for number, reason in enumerate(refusal.reasons, 1):
-        print_line(f"{number:>4}. {reason.field}: producer {reason.producer}, consumer {reason.consumer}")
-        print_line(f"      {reason.change}")
+        print_line(f"{number:>4}. {reason.field}: producer {reason.producer}, consumer {reason.consumer}", hang=6)
+        print_line(f"      → {reason.change}", "green", hang=8)
 
 
 def print_engine(engine_json: EngineJson, side: Side) -> None:
@@ -63,10 +80,13 @@ def print_engine(engine_json: EngineJson, side: Side) -> None:
     print_table(("worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"), rows)
 
 
-def _print_sides(sides: Iterable[tuple[str, Side]]) -> None:
-    for role, side in sides:
+def print_sides(sides: Iterable[tuple[str, Side, str]]) -> None:
+    """Print both engines: role, engine, and the short form that it was completed to, or empty."""
+    for role, side, form in sides:
         name = "" if side.engine_id == role else f" {side.engine_id}:"
-        print_line(f"{role}{name} {format_engine(side)}")
+        print_line(f"{role}{name} {format_engine(side)}", hang=len(role) + 1)
+        if form:
+            print_line(f"{'':{len(role)}} {form}", "dim", hang=len(role) + 1)
     print_line()
 
 
@@ -74,47 +94,12 @@ def _print_time(summary: PlanSummary) -> None:
     link = f"{decimal_bytes(summary.link_bytes)} over the links, " if summary.link_bytes != summary.bytes else ""
     print_line(
         f"a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)}, {link}"
-        f"{summary.bytes_per_token:g} B/token, {counted(summary.descriptors, 'descriptor')}"
+        f"{decimal_bytes(summary.bytes_per_token)}/token, {rounded_count(summary.descriptors)} descriptors",
+        hang=2,
     )
     print_line(
-        f"predicted: {summary.predicted_ms:.3f} ms over {summary.link_gb_s:g} GB/s a worker; "
-        f"{summary.slowest.side} {summary.slowest.place} is the slowest"
+        f"predicted: {milliseconds(summary.predicted_ms)} over {digits(summary.link_gb_s)} GB/s a worker; "
+        f"{summary.slowest.side} {summary.slowest.place} is the slowest",
+        "bold",
+        hang=2,
     )
-
-
-def _reader_rows(reader: Reader, reasons: dict[str, int], several: bool) -> Iterator[list[str]]:
-    """The rows of one consumer worker, then an empty one; its name and each producer's are in one row only."""
-    name = str(reader.place)
-    if not reader.flows:
-        yield [name, "none", *[""] * (7 if several else 6)]
-    for flow in reader.flows:
-        producer = str(flow.producer)
-        if not flow.reads:
-            yield [name, producer, *([""] if several else []), "", "", "", "", "", "release only"]
-        for read in flow.reads:
-            yield [name, producer, *_read_cells(flow, read, reasons, several)]
-            name = producer = ""
-        name = ""
-    yield []
-
-
-def _read_cells(flow: Flow, read: Read, reasons: dict[str, int], several: bool) -> list[str]:
-    unit = "request" if read.policy == "state" else counted(read.unit_tokens, "token")
-    number = reasons.setdefault(read.reason, len(reasons) + 1)
-    descriptors = f"{read.runs}"
-    if read.placing == "staged":
-        staged = sum(one.descriptors for one in flow.staged)
-        descriptors = f"{staged}" if read is _first_staged(flow) else "with it"
-    return [
-        *([f"{read.group} {read.policy}"] if several else []),
-        f"{read.layers} × {' '.join(read.kinds)}",
-        spans(read.heads),
-        decimal_bytes(read.bytes),
-        f"{read.unit_runs} × {read.run_bytes} B / {unit}",
-        descriptors,
-        f"{read.placing} ({number})",
-    ]
-
-
-def _first_staged(flow: Flow) -> Read:
-    return next(read for read in flow.reads if read.placing == "staged")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
+from kvferry.cli.formatting import safe
 from kvferry.cli.trace.page import page
 from kvferry.cli.trace.report import Report, as_json, print_listing, report
 from kvferry.cli.trace.waterfall import draw
@@ -17,6 +19,7 @@ from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge
 
 PAGE, PICTURE, TRACE = "waterfall.html", "waterfall.svg", "trace.json"
+SUFFIXES = (".html", ".svg", ".json")
 ROWS_OF_A_PAGE = 200
 HANDOVERS_OF_A_TRACE = 10_000
 """Most handovers (the slowest) in a Chrome trace; viewers in a browser cannot open more."""
@@ -33,6 +36,8 @@ def run_trace(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, slowest: int) -> None:
+    if options.out is not None:
+        _check_suffix(options.out)
     recording = read_recording(options.dirs)
     reported = report(recording, merge(recording), options.request)
     del recording
@@ -48,7 +53,14 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
     if options.out is not None:
         of = len(reported.timelines)
         cut = f" (the {HANDOVERS_OF_A_TRACE} slowest of {of} handovers are in the trace)"
-        print(f"\nwritten: {options.out}{cut if of > HANDOVERS_OF_A_TRACE else ''}")
+        print(f"\nwritten: {safe(options.out)}{cut if of > HANDOVERS_OF_A_TRACE else ''}")
+
+
+def _check_suffix(out: str) -> None:
+    """Refuse `-o x.pdf`, before anything is read: a folder of that name is not what was meant."""
+    suffix, is_folder = Path(out).suffix.lower(), out.endswith("/") or Path(out).is_dir()
+    if not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) and suffix not in SUFFIXES:
+        raise InvalidArgument("-o", out, f"a file {', '.join(SUFFIXES)}, or a folder (with / at its end)")
 
 
 def _write(out: Path, reported: Report, slowest: int) -> None:

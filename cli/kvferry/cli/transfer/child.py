@@ -5,8 +5,10 @@ Each message is one frame of msgpack on a socket pair of its own, which nothing 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
+import math
 import multiprocessing
 import os
 import re
@@ -30,7 +32,10 @@ START_S = 120.0
 _GRACE_S = 10.0
 """Added to the timeout of a read before the reader counts as hanging: it compares bytes in between."""
 _POLL_S = 0.25
+_STUCK_S = 2.0
+"""Without progress a read counts as hanging; it is reported every 0.25 s."""
 _NICE_S = 0.3
+_KILLED_S = 5.0
 _LAST_WORDS = 300
 _LANES = re.compile(r"(?:intra|inter)-node cfg#[0-9]+ +(.*)")
 _ERROR = re.compile(r" UCX +ERROR +(.+)")
@@ -114,6 +119,7 @@ class Child:
                 env={**kept, **logging},
                 start_new_session=True,
             )
+        atexit.register(self._kill)  # also if the thread that waits for it is given up
 
     def send(self, message: Message) -> None:
         """Send one message; ignored if the child is gone, which `take` reports."""
@@ -131,7 +137,7 @@ class Child:
         except (EOFError, OSError):
             self._end()
             code = self._process.returncode
-            how = f"signal {-code}" if code < 0 else f"status {code}"
+            how = "no status" if code is None else f"signal {-code}" if code < 0 else f"status {code}"
             raise ReadsFailed(f"its NIXL process ended with {how}{self._last_words()}") from None
         if isinstance(message, Failed):
             raise ReadsFailed(f"{message.reason}{self._last_error()}", late=message.late)
@@ -145,7 +151,7 @@ class Child:
         """
         message = self.take(timeout_s)
         if message is None:
-            raise ReadsFailed(f"its NIXL process hangs: it did not answer within {timeout_s:g} s", late=True)
+            raise ReadsFailed(f"its NIXL process hangs: it did not answer within {timeout_s:.3g} s", late=True)
         if not isinstance(message, kind):
             raise ReadsFailed(f"its NIXL process sent an unexpected message: {type(message).__name__}")
         return message
@@ -164,13 +170,18 @@ class Child:
         self._pipe.close()
         self._end()
         self._printed.close()
+        atexit.unregister(self._kill)
 
     def _end(self) -> None:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_NICE_S)
-        except subprocess.TimeoutExpired:
+        self._kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver's call not even a signal ends it
+            self._process.wait(timeout=_KILLED_S)
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
-            self._process.wait()
 
     def _last_words(self) -> str:
         lines = [line for line in self.printed().strip().splitlines() if " UCX  " not in line]
@@ -197,6 +208,7 @@ def measure(
     show: Callable[[Progress], None],
     idle: Callable[[], None] = lambda: None,
     start_s: float = START_S,
+    end_s: float = math.inf,
 ) -> Outcome:
     """Let a reader read an owner's memory.
 
@@ -205,18 +217,22 @@ def measure(
         show: called with the progress.
         idle: called several times a second while the reader works.
         start_s: deadline of loading NIXL.
+        end_s: when all of it must have ended, by `time.monotonic`.
 
     Raises:
         ReadsFailed: the reader failed, ended or hangs.
     """
     show(Progress(what="loading NIXL"))
     reader.send(task)
-    mine = reader.expect(Offer, start_s)
+    mine = reader.expect(Offer, min(start_s, max(0.0, end_s - time.monotonic())))
     theirs = connect(mine.agent_metadata)
     reader.send(theirs)
     received_s = time.monotonic()
     while not isinstance(message := reader.take(_POLL_S), Measured):
         now_s = time.monotonic()
+        if now_s > end_s:
+            is_slow = now_s - received_s < _STUCK_S
+            raise ReadsFailed(f"NIXL {'is slow' if is_slow else 'hangs'}: out of time", late=True, is_slow=is_slow)
         if isinstance(message, Progress):
             received_s = now_s
             show(message)

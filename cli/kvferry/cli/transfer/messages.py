@@ -40,20 +40,29 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class ReadsFailed(KvferryError):
-    """The reads could not be made; the text says why. `late`: only a deadline was missed."""
+    """The reads could not be made; the text says why.
 
-    def __init__(self, reason: str, *, late: bool = False) -> None:
+    Args:
+        late: only a deadline was missed.
+        is_slow: and until then one read after the other ended.
+    """
+
+    def __init__(self, reason: str, *, late: bool = False, is_slow: bool = False) -> None:
         super().__init__(reason)
-        self.late = late
+        self.late, self.is_slow = late, is_slow
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
-    """To a child: the kind and bytes of memory, the time to measure a case, the timeout of a read, in seconds."""
+    """To a child: the kind and bytes of memory, the time to measure a case, the timeout of a read, in seconds.
+
+    `is_short`: only the smallest and the largest reads.
+    """
 
     device: Device
     max_bytes: Length
     seconds: float = 0.0
     timeout_s: float = 0.0
+    is_short: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):

@@ -187,5 +187,6 @@ async def _cancel_others() -> None:
 
 
 def refusal(refused: Refused) -> str:
-    """A listener's refusal, as text."""
-    return f"refused: {refused.field!r} is {refused.value!r}; expected {refused.expected!r}"
+    """A listener's refusal, as text with control characters escaped."""
+    field, value, expected = (repr(text)[1:-1] for text in (refused.field, refused.value, refused.expected))
+    return f"refused: {field} is {value}; expected {expected}"

@@ -1,0 +1,278 @@
+"""Models as users have them: config.json of known families, hostile ones, and every one that transformers knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.cli.arguments import InvalidModel, InvalidShortForm
+from kvferry.cli.plan.model_config import MAX_CONFIG_BYTES, read_model_config
+from kvferry.cli.plan.short_form import form_of, with_model
+from tests.cli.command import refused, run
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+GEMMA = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 12, "head_dim": 256, "sliding_window": 1024}
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "grouped heads": (LLAMA, "layers=32,heads=8,dim=128,dtype=bfloat16"),
+    "no number of KV heads": (
+        {**LLAMA, "num_key_value_heads": None, "torch_dtype": "float16"},
+        "layers=32,heads=32,dim=128,dtype=float16",
+    ),
+    "a given head size": ({**LLAMA, "head_dim": 64, "dtype": "float32"}, "layers=32,heads=8,dim=64,dtype=bfloat16"),
+    "other names": (
+        {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float16"},
+        "layers=12,heads=12,dim=64,dtype=float16",
+    ),
+    "one KV head": (
+        {**LLAMA, "model_type": "falcon", "num_key_value_heads": None, "multi_query": True},
+        "layers=32,heads=1,dim=128,dtype=bfloat16",
+    ),
+    "a latent": (
+        {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        "layers=32,mla=576,dtype=bfloat16",
+    ),
+    "a language model in a multi-modal one": (
+        {"model_type": "llava", "torch_dtype": "bfloat16", "text_config": {**LLAMA, "head_dim": 128}},
+        "layers=32,heads=8,dim=128,dtype=bfloat16",
+    ),
+    "windows in all layers": (
+        {**LLAMA, "model_type": "mistral", "sliding_window": 4096},
+        "layers=32,heads=8,dim=128,dtype=bfloat16,window=4096",
+    ),
+    "a window that is null": (
+        {**LLAMA, "model_type": "mistral", "sliding_window": None},
+        "layers=32,heads=8,dim=128,dtype=bfloat16",
+    ),
+    "a window that is off": (
+        {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 4},
+        "layers=32,heads=8,dim=128,dtype=bfloat16",
+    ),
+    "windows by a pattern": (GEMMA, "layers=12,heads=8,dim=256,dtype=bfloat16,window=1024@0-4+6-10"),
+    "windows by name": (
+        {
+            **LLAMA,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 9,
+        },
+        "layers=6,heads=8,dim=128,dtype=bfloat16,window=9@0-4/2",
+    ),
+    "layers that share a cache": (
+        {**GEMMA, "num_kv_shared_layers": 6},
+        "layers=6,heads=8,dim=256,dtype=bfloat16,window=1024@0-4",
+    ),
+}
+
+
+def read(config: object, **given: str) -> str:
+    pairs = read_model_config(json.dumps(config).encode(), given)
+    form_of(with_model(given, pairs))
+    return ",".join(f"{key}={value}" for key, value in pairs.items())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_models_config_is_read_as_its_short_form(kind: str) -> None:
+    config, form = MODELS[kind]
+    assert read(config) == form
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected a whole number", "layers=32"),
+    "layers of text": ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'; expected a whole number", "layers=32"),
+    "true layers": ({"num_hidden_layers": True}, "num_hidden_layers is True", "layers=32"),
+    "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000", "layers=32"),
+    "heads of the code": (
+        {"model_type": "gemma2", "num_key_value_heads": None},
+        "num_key_value_heads is missing",
+        "heads=8",
+    ),
+    "head size of the code": ({"model_type": "qwen3"}, "head_dim is missing", "dim=128"),
+    "uneven heads": ({"num_attention_heads": 33}, "hidden_size is 4096; expected a multiple of 33", "dim=128"),
+    "no dtype": ({"torch_dtype": None}, "dtype is missing", "dtype=bfloat16"),
+    "odd dtype": ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'", "dtype=bfloat16"),
+    "quantised cache": (
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+        "quantization_config is one",
+        "dtype=",
+    ),
+    "window of unknown layers": ({"sliding_window": 9}, "layer_types is missing", "window=4096@0-30/2"),
+    "window of the code": ({"model_type": "mistral"}, "sliding_window is missing", "window=4096"),
+    "names of too few layers": (
+        {"sliding_window": 9, "layer_types": ["full_attention"]},
+        "layer_types is 1 names",
+        "32 layers",
+    ),
+    "hybrid by name": (
+        {"layer_types": ["linear_attention"] * 32},
+        "layer_types is 'linear_attention'",
+        "state_layers, ssm and conv",
+    ),
+    "hybrid by key": ({"mamba_d_state": 128}, "mamba_d_state is 128", "state_layers, ssm and conv"),
+    "chunks": ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192", "description_file"),
+    "an indexer": ({"index_topk": 2048}, "index_topk is 2048", "description_file"),
+    "K unlike V": ({"v_head_dim": 64, "head_dim": 128}, "v_head_dim is 64", "description_file"),
+    "latent of another family": ({"kv_lora_rank": 512}, "model_type is 'llama'", "description_file"),
+    "an encoder": ({"is_encoder_decoder": True}, "is_encoder_decoder is True", "description_file"),
+    "names that are no list": ({"layer_types": 5}, "layer_types is 5", "description_file"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_config_json_does_not_say_is_refused_with_what_to_do(kind: str) -> None:
+    changes, said, do = REFUSED[kind]
+    with pytest.raises(InvalidModel) as wrong:
+        read({**LLAMA, **changes})
+    assert str(wrong.value).startswith(f"config.json: {said}")
+    assert do in str(wrong.value)
+    assert len(str(wrong.value)) < 400
+
+
+def test_keys_that_are_written_behind_a_model_need_not_be_in_config_json() -> None:
+    assert (
+        read({**LLAMA, "torch_dtype": None, "num_key_value_heads": "?"}, dtype="float16", heads="4")
+        == "layers=32,dim=128"
+    )
+    assert read({**LLAMA, "sliding_window": 9}, window="9@0-30/2") == "layers=32,heads=8,dim=128,dtype=bfloat16"
+    hybrid = {**LLAMA, "num_hidden_layers": 2, "mamba_d_state": 128}
+    assert read(hybrid, state_layers="0", ssm="4x8") == "layers=2,heads=8,dim=128,dtype=bfloat16"
+    assert read({"model_type": "x"}, layers="2", mla="576", dtype="float16") == "layers=2"
+
+
+def test_a_file_that_is_no_config_is_refused() -> None:
+    for text in (b"", b"[]", b"\xff", b"[" * 100_000, b"x" * (MAX_CONFIG_BYTES + 1)):
+        with pytest.raises(InvalidModel, match=r"^config\.json: file is"):
+            read_model_config(text, {})
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from(["full_attention", "bfloat16"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS_OF_CONFIGS = sorted(
+    {key for config, _ in MODELS.values() for key in config} | {"multi_query", "hybrid", "index_topk"}
+)
+
+
+@given(
+    st.sampled_from([config for config, _ in MODELS.values()]),
+    st.dictionaries(st.sampled_from(KEYS_OF_CONFIGS), VALUES),
+)
+@settings(max_examples=300)
+def test_no_config_raises_any_other_error(config: dict[str, Any], changes: dict[str, Any]) -> None:
+    try:
+        form = form_of(read_model_config(json.dumps({**config, **changes}, allow_nan=False).encode(), {}))
+    except ValueError:  # no JSON
+        return
+    except (InvalidModel, InvalidShortForm):
+        return
+    assert form.layers >= 1
+    assert form.mla or (form.heads and form.dim)
+
+
+def test_a_path_a_folder_and_a_name_of_the_hub_cache_are_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    folder = tmp_path / "hub" / "models--meta-llama--Llama-3.1-8B"
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    path = folder / "snapshots" / commit / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    form = "layers=32,heads=8,dim=128,dtype=bfloat16"
+    wanted = run("plan", f"{form},tp=4", f"{form},tp=2,block=64")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for model in (str(path), str(path.parent), "meta-llama/Llama-3.1-8B"):
+        ran = run("plan", f"{model},tp=4", "tp=2,block=64")
+        assert (ran.code, ran.err) == (0, "")
+        shown = f"producer TP 4 · 32 layers · 8 heads · bfloat16 · full, blocks of 16 tokens\n         {form},tp=4\n"
+        assert ran.out.startswith(shown)
+        assert (
+            ran.out.replace(f"         {form},tp=4\n", "").replace(f"         {form},tp=2,block=64\n", "") == wanted.out
+        )
+    assert run("plan", "tp=4", f"{path},tp=2,block=64").out == ran.out
+    assert run("plan", str(path), "tp=1").code == 0
+    (folder / "refs" / "main").write_text("../../../../etc")
+    assert "nothing is downloaded" in refused("plan", "meta-llama/Llama-3.1-8B,tp=4", "tp=2")
+    assert "no keys behind a description JSON" not in refused("plan", f"{tmp_path},tp=4", "tp=2")
+
+
+def test_the_second_side_has_the_model_of_the_first_and_what_it_says_itself() -> None:
+    form = "layers=8,heads=8,dim=64,window=64@0-6/2,dtype=float16"
+    assert run("plan", form, "tp=2", "--json").out == run("plan", form, f"{form},tp=2", "--json").out
+    ran = run("plan", form, "dtype=float8_e4m3,window=0", "--json")
+    assert ran.code == 1
+    assert json.loads(ran.out)["workable"] is False
+    assert "CONSUMER: mla is" in refused("plan", form, "mla=x")
+
+
+SERVED_ELSEWHERE = ("t5", "moshi", "mimi", "kyutai", "dia_", "qwen3_omni_moe_talker", "openai_privacy_filter", "zaya")
+"""Speech, encoders and classifiers, and a hybrid that only its own key betrays."""
+DROPPED = ("", "head_dim", "num_key_value_heads", "sliding_window", "layer_types")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every key, and without each of those that a config.json may leave to the model's code."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    pytest.importorskip("vllm.config")
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    convertors = pytest.importorskip("vllm.transformers_utils.model_arch_config_convertor")
+    agreed = 0
+    for name in auto.CONFIG_MAPPING_NAMES:
+        if name.startswith(SERVED_ELSEWHERE):
+            continue
+        try:
+            whole = auto.CONFIG_MAPPING[name]().to_json_string(use_diff=False)
+        except Exception:  # noqa: BLE001, S112 - it needs more than its defaults
+            continue
+        for dropped in DROPPED:
+            plain = json.loads(whole)
+            try:
+                inner = next(
+                    (plain[key] for key in ("text_config", "llm_config") if isinstance(plain.get(key), dict)), plain
+                )
+                if dropped and dropped not in inner:
+                    continue
+                inner.pop(dropped, None)
+                config = auto.CONFIG_MAPPING[name].from_dict(dict(plain))
+                text = config.get_text_config(decoder=True)
+                kind = convertors.MODEL_ARCH_CONFIG_CONVERTORS.get(name, convertors.ModelArchConfigConvertorBase)
+                model = kind(config, text)
+                wanted = model.get_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size()
+            except Exception:  # noqa: BLE001, S112 - of configurations that need more than their defaults
+                continue
+            try:
+                form = form_of(read_model_config(json.dumps({**plain, "dtype": "bfloat16"}).encode(), {}))
+            except (InvalidModel, InvalidShortForm):
+                continue
+            shared = getattr(text, "num_kv_shared_layers", 0) or 0
+            found = form.layers + shared, form.heads or wanted[1], form.dim or form.mla
+            assert found == wanted, (name, dropped)
+            assert bool(form.mla) == model.is_deepseek_mla(), (name, dropped)
+            kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * form.layers
+            assert set(kinds) <= {"full_attention", "sliding_attention"}, (name, dropped)
+            window = getattr(text, "sliding_window", None)
+            windows = [layer for layer in range(form.layers) if window and kinds[layer] == "sliding_attention"]
+            assert list(form.window_layers) == windows, (name, dropped)
+            agreed += 1
+    assert agreed > 250

@@ -1,0 +1,122 @@
+"""Folding of the plan's table: nothing is lost, nothing unlike is put together, and every line fits 80 columns."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.cli.formatting import decimal_bytes, digits, milliseconds, rounded_count
+from kvferry.cli.plan.rows import Row, cells_of, fold, rows_of
+from kvferry.plan.transfer_plan import MAX_LINE, format_numbers, format_places
+from kvferry.protocol.geometry import Place
+from tests.cli.command import run
+from tests.cli.plan.forms import short_forms
+from tests.cli.plan.test_prediction import summary_of
+
+MODEL = "layers=8,heads=8,dim=64,blocks=600"
+STATES = "state_layers=0-5,ssm=24x64x128,conv=x1536+B128+C128"
+
+
+def numbers_of(text: str) -> list[int]:
+    """The numbers of `1, 4…6, 8…16 by 4`."""
+    found: list[int] = []
+    for part in text.split(", "):
+        matched = re.fullmatch(r"(\d+)(?:…(\d+)(?: by (\d+))?)?", part)
+        assert matched, text
+        first, last, step = int(matched[1]), int(matched[2] or matched[1]), int(matched[3] or 1)
+        found += range(first, last + 1, step)
+    return found
+
+
+def test_every_set_of_numbers_can_be_read_back_or_is_counted() -> None:
+    for size in range(1, 10):
+        for numbers in itertools.combinations(range(9), size):
+            text = format_numbers(numbers)
+            if " of " in text:
+                assert text == f"{size} of {numbers[0]}…{numbers[-1]}"
+                assert not any(numbers == tuple(range(numbers[0], numbers[-1] + 1, step)) for step in (1, 2, 3))
+            else:
+                assert tuple(numbers_of(text)) == numbers
+
+
+def test_places_of_several_stages_are_put_together() -> None:
+    for ranks, stages in itertools.product(range(1, 9), range(1, 5)):
+        text = format_places(Place(tp=tp, pp=pp) for pp in range(stages) for tp in range(ranks))
+        matched = re.fullmatch(r"tp([\d…]+)(?:/pp([\d…]+))?", text)
+        assert matched, text
+        assert numbers_of(matched[1]) == list(range(ranks))
+        assert numbers_of(matched[2] or "0") == list(range(stages))
+    assert format_places([Place(tp=3, dcp=1)]) == "tp3/dcp1"
+    assert len(format_places(Place(tp=tp) for tp in range(4096) if tp % 7 in (0, 1, 5))) < 40
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
+    form = data.draw(short_forms(layers=4, kinds=("heads",)))
+    ranks = ("tp", "dcp", "pcp", "interleave")
+    stripped = ",".join(pair for pair in form.split(",") if pair.split("=")[0] not in ranks)
+    sizes = [f"{stripped},tp={data.draw(st.integers(1, 12))}" for _ in range(2)]
+    reasons: dict[str, int] = {}
+    rows = list(rows_of(summary_of(*sizes).workers, reasons))
+    folded = fold(rows)
+    assert sorted(map(repr, itertools.chain(*folded))) == sorted(map(repr, rows))
+    assert len({kind[0].kind for kind in folded}) == len(folded)
+    for alike in folded:
+        consumers, producers, pairs, *cells = cells_of(alike, ())
+        assert int(pairs) == len(alike)
+        for one in alike:
+            *_, layers, _, num_bytes, descriptors, placed = cells_of([one], ())
+            assert [layers, num_bytes, descriptors, placed] == [cells[0], *cells[2:]]
+        assert consumers == format_places(row.consumer for row in alike)
+        assert producers == (format_places(row.producer for row in alike if row.producer) if alike[0].producer else "")
+
+
+def test_unlike_rows_stay_apart() -> None:
+    rows = [Row(Place(), Place(tp=tp), placed="a", num_bytes=size) for tp, size in enumerate((1, 1, 2, 1))]
+    assert [[row.producer.tp for row in alike if row.producer] for alike in fold(rows)] == [[0, 1, 3], [2]]
+
+
+def test_sixty_four_ranks_are_two_rows() -> None:
+    out = run("plan", f"{MODEL},tp=64", f"{MODEL},tp=1").out
+    table = out.partition("─\n")[2].partition("\n(1)")[0].splitlines()
+    assert [line.split("  ")[0] for line in table] == ["tp0", ""]
+    assert re.fullmatch(r" +56 of tp1…63 +56 +released", table[1])
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        ("tp=64", "tp=1"),
+        ("tp=3,pp=2", "tp=5"),
+        ("tp=4,pp=2,layout=NHD", "tp=2,stages=5+3,block=64"),
+        ("tp=4,window=64@0-6/2", "tp=2,window=64@0-6/2,block=64"),
+        ("tp=8,dcp=2", "tp=4,pcp=2"),
+        ("tp=2", "tp=2,heads=7"),
+        (f"tp=4,{STATES}", f"tp=2,{STATES}"),
+    ],
+)
+def test_the_output_fits_80_columns_with_at_most_three_significant_digits(producer: str, consumer: str) -> None:
+    ran = run("plan", f"{MODEL},{producer}", f"{MODEL},{consumer}".replace("heads=8,", "", "heads=7" in consumer))
+    assert ran.err == ""
+    assert max(map(len, ran.out.splitlines())) <= 80
+    figures = ran.out.partition("\na prompt of")[2].partition("in the log")[0]
+    for figure in re.findall(r"[\d.]+(?= ?[KMGT]?B|k|M| ms)", figures):
+        assert len(figure.replace(".", "").lstrip("0").rstrip("0")) <= 3, figure
+
+
+def test_numbers_have_three_significant_digits_without_an_exponent() -> None:
+    assert [digits(value) for value in (0.01234, 999.6, 1234, 50.0, 0)] == ["0.0123", "1000", "1230", "50", "0"]
+    assert [decimal_bytes(value) for value in (999, 999_600, 1_073_741_824)] == ["999 B", "1 MB", "1.07 GB"]
+    assert [rounded_count(value) for value in (988, 16384, 1_048_576)] == ["988", "16.4k", "1.05M"]
+    assert [milliseconds(value) for value in (22.191, 999.7, 64425)] == ["22.2 ms", "1 s", "64.4 s"]
+
+
+def test_a_workers_line_in_the_log_is_bounded() -> None:
+    for producer in ("tp=64", "tp=61,pp=4", "tp=8,pp=8,layout=NHD"):
+        summary = summary_of(f"{MODEL},{producer}".replace("heads=8", "heads=61"), MODEL.replace("heads=8", "heads=61"))
+        assert max(len(worker.log) for worker in summary.workers) < MAX_LINE + 60
