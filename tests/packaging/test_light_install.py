@@ -67,4 +67,4 @@ def test_what_needs_more_names_the_extra(light: Installed) -> None:
     findings = json.loads(light.python("-m", "kvferry", "doctor", "--json", expected=1))["findings"]
     found = {one["check"]: one for one in findings}
     assert [found[name]["do"] for name in ("torch", "nixl")] == [EXTRA, EXTRA]
-    assert EXTRA in found["loopback transfer"]["found"]
+    assert EXTRA in found["loopback DRAM"]["found"]

@@ -98,7 +98,7 @@ def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(answers: Ans
             assert found == answers.of(model), f"{producer.spec.name} to {consumer.spec.name}"
             assert read == [needed(model, prompt, 128) for prompt in PROMPTS]
     (plan,) = set(re.findall(r"plan producer=\S+ (tp0 reads .*)", target.log_path.read_text()))
-    assert [part.split()[:2] for part in plan.split("; ")] == [["tp0", "reads"], ["reads", "tp0/pp1:"]]
+    assert re.findall(r"reads (\S+): ", plan) in (["tp0/pp0…1"], ["tp0", "tp0/pp1"])  # stages that are equal are one
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(32, 64), (128, 32)])

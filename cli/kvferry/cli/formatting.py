@@ -62,6 +62,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: M
     from rich.table import Table
     from rich.text import Text
 
+    styles = styles or {}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         right = column.startswith(">")
@@ -69,7 +70,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: M
         table.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not table.columns)
     for row in rows:
         cells = [safe(cell) for cell in row]
-        known = [next((styles[word] for word in styles or {} if cell.startswith(word)), "") for cell in cells]
+        known = [next((styles[word] for word in styles if cell.startswith(word)), "") for cell in cells]
         table.add_row(*(Text(cell, style) for cell, style in zip(cells, known, strict=True)))
     console = terminal()
     with console.capture() as captured:

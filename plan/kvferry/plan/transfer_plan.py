@@ -176,8 +176,8 @@ def format_places(places: Iterable[Place]) -> str:
     for place in found:
         ranks.setdefault((place.pp, place.pcp), []).append(place.tp)
     alike: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for (pp, pcp), tps in ranks.items():
-        alike.setdefault(tuple(sorted(tps)), {}).setdefault(pcp, []).append(pp)
+    for (pp, pcp), held in ranks.items():
+        alike.setdefault(tuple(sorted(held)), {}).setdefault(pcp, []).append(pp)
     parts = []
     for tps, by_pcp in alike.items():
         for pcp, stages in by_pcp.items():

@@ -63,15 +63,9 @@ _WINDOW_OF_CODE = (
 _ASKED_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
 """Beginnings of model types that have windows only if `use_sliding_window` is true."""
 
-_STATES = ("mamba", "ssm", "linear_", "conv_", "rwkv", "state_size", "lru_width", "hybrid", "layers_block_type")
-_STATES += (
-    "attn_layer",
-    "attn_type_list",
-    "layer_group_size",
-    "time_mix",
-    "block_types",
-    "full_attn_idxs",
-    "attn_every",
+_STATES = (
+    *("mamba", "ssm", "linear_", "conv_", "rwkv", "state_size", "lru_width", "hybrid", "layers_block_type"),
+    *("attn_layer", "attn_type_list", "layer_group_size", "time_mix", "block_types", "full_attn_idxs"),
 )
 """Beginnings of keys that only models with recurrent states or convolutions have."""
 _ELSEWHERE = {

@@ -78,8 +78,8 @@ def read_sides(producer: str, consumer: str, read_stdin: Callable[[], bytes]) ->
         form = ",".join(f"{key}={value}" for key, value in (whole or {}).items())
         forms.append("" if form == argument.replace(" ", "") else form)
     sides = []
-    for (role, _), mine, theirs, form in zip(_roles(producer, consumer), engines, engines[::-1], forms, strict=True):
-        described = engine_of(msgspec.structs.replace(mine, facts=_reported(mine.facts, theirs.facts)))
+    for (role, _), own, theirs, form in zip(_roles(producer, consumer), engines, engines[::-1], forms, strict=True):
+        described = engine_of(msgspec.structs.replace(own, facts=_reported(own.facts, theirs.facts)))
         _blaming(role, check_description, described)
         sides.append(Side(described, form))
     return sides[0], sides[1]
