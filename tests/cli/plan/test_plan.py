@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import rich.console
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,7 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1()
     ]
     for reason in refused.value.reasons:
         words = " ".join(table.out.split())
-        assert f"{reason.field}: producer {reason.producer}, consumer {reason.consumer} → {reason.change}" in words
+        assert f"{reason.field} producer: {reason.producer} consumer: {reason.consumer} → {reason.change}" in words
 
 
 def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
     assert run("plan", FOUR, str(path)).code == 0
     refused = run("plan", str(path), f"{FOUR},kv=apart".replace("dim=8", "dim=4"))
     assert refused.code == 1
-    assert "cell_bytes: producer 16, consumer 8" in refused.out
+    assert "cell_bytes producer: 16 consumer: 8 " in " ".join(refused.out.split())
 
 
 def test_a_description_json_that_contradicts_itself_is_bad_input(tmp_path: Path) -> None:
@@ -146,6 +147,27 @@ def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
     ):
         for name in holder:
             assert f"`{name}`" in section, name
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["table", "JSON"])
+def test_it_says_where_the_picture_is(form: tuple[str, ...], tmp_path: Path) -> None:
+    """With `--json` on standard error: standard output is for a program."""
+    ran = run("plan", DENSE, DENSE, "--svg", str(tmp_path / "x.svg"), *form)
+    assert (ran.code, (tmp_path / "x.svg").exists()) == (0, True)
+    assert (ran.err if form else ran.out).endswith(f"\npicture: {tmp_path / 'x.svg'}\n")
+    assert (ran.out if form else ran.err).count("picture: ") == 0
+
+
+def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run("plan", EIGHT, FOUR).out
+    monkeypatch.setattr(rich.console.Console, "is_terminal", True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    coloured = run("plan", EIGHT, FOUR).out
+    assert "\x1b[" not in plain
+    assert "\x1b[32mdirect (1)\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured).split() == plain.split()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in run("plan", EIGHT, FOUR).out
 
 
 FORM_OF_JSON = "layers=3,heads=4,dim=8,tp=2,blocks=8,window=40@1,state_layers=2,ssm=4x2,conv=x4+B2*"

@@ -50,7 +50,9 @@ def print_refusal(refusal: Refusal) -> None:
     """Print an unworkable pair: all reasons, each with the change that helps."""
     print_line("this pair cannot work:", "bold red")
     for number, reason in enumerate(refusal.reasons, 1):
-        print_line(f"{number:>4}. {reason.field}: producer {reason.producer}, consumer {reason.consumer}", hang=6)
+        print_line(f"{number:>4}. {reason.field}", "bold", hang=6)
+        print_line(f"      producer: {reason.producer}", hang=8)
+        print_line(f"      consumer: {reason.consumer}", hang=8)
         print_line(f"      → {reason.change}", "green", hang=8)
 
 
