@@ -18,6 +18,7 @@ from tests.fakes.cuda import FakeCuda, Rule
 
 _ALIGNMENT = 512
 _FORMER = 0xCD
+_LOWER = 0xFFFFFFFF
 _VIEWS = {
     "__get__",
     "__getitem__",
@@ -113,33 +114,34 @@ class FakeDevice(Device):
                     plain[name].numpy() for name in ("programs", "pieces", "shapes", "units")
                 )
                 try:
-                    for piece in np.unique(programs[: 2 * num_programs : 2]).tolist():
-                        self._move(pieces[6 * piece : 6 * piece + 6], shapes, units)
+                    for piece in np.unique(programs[:num_programs] & _LOWER).tolist():
+                        self._move(pieces[4 * piece : 4 * piece + 4], shapes, units)
                 except (IndexError, ValueError):  # a table that is not that of this launch
                     self.cuda.record("kernel", breaks=Rule.ADDRESS)
 
         self.cuda.current_stream().add(work)
 
-    def _move(self, piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int32]) -> None:
+    def _move(self, piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int64]) -> None:
         """Every chunk of a piece, by the columns that `device_table` describes."""
-        source, destination, row, first_unit, chunks = (int(number) for number in piece[:5])
-        shape = shapes[39 * row : 39 * row + 39]
-        rest, here, there = np.arange(chunks), np.full(chunks, source), np.full(chunks, destination)
-        for level in range(5):
-            rest, index = np.divmod(rest, shape[5 + level])
-            here += index * shape[20 + level]
-            there += index * shape[25 + level]
-        places = units[: 4 * (first_unit + int(rest.max()) + 1)].reshape(-1, 4)[first_unit + rest].astype(np.int64)
-        here += places[:, :2] @ shape[30:32]
-        there += places[:, 2:] @ shape[32:34]
+        chunks, row, first_unit = int(piece[2] & _LOWER), int(piece[2] >> 32), int(piece[3] & _LOWER)
+        if chunks >> 31:
+            raise IndexError
+        shape = shapes[12 * row : 12 * row + 12]
+        rest, here, there = np.arange(chunks), np.full(chunks, piece[0]), np.full(chunks, piece[1])
+        for divisor, strides in shape[2:].reshape(-1, 2):
+            rest, index = np.divmod(rest, -divisor & _LOWER)
+            here += index * (strides & _LOWER)
+            there += index * (strides >> 32 & _LOWER)
+        offsets = units[2 * first_unit : 2 * (first_unit + int(rest.max()) + 1)].reshape(-1, 2)[rest]
+        here, there, width = here + offsets[:, 0], there + offsets[:, 1], int(shape[0] & 31)
         ranges = [(one.data_ptr(), one.nbytes) for one in self._memory] + list(self.cuda.registered.items())
         starts, lengths = np.array(ranges).T
         for addresses in (here, there):
             offsets = addresses[:, None] - starts
-            if not ((offsets >= 0) & (offsets + shape[0] <= lengths)).any(axis=1).all():
+            if not ((offsets >= 0) & (offsets + width <= lengths)).any(axis=1).all():
                 raise IndexError
         for come, go in zip(here.tolist(), there.tolist(), strict=True):
-            ctypes.memmove(go, come, int(shape[0]))
+            ctypes.memmove(go, come, width)
 
 
 class _FakeTensor(torch.Tensor):

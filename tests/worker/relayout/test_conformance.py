@@ -148,8 +148,8 @@ def test_what_is_shifted_out_of_the_source_is_refused(run: Runner, shift: int, r
         assert run(case).destination.tolist() == list(range(32 * shift, 32 * shift + 32))
 
 
-FAR = (1 << 31) + 3 * 4096
-"""A stride that no int32 holds."""
+FAR = (1 << 32) + 3 * 4096
+"""A stride that 32 bits do not hold."""
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,15 @@ FAR = (1 << 31) + 3 * 4096
         ),
         (Shape(axes=(), run=48, source_unit_stride=(0, FAR), destination_unit_stride=(0, FAR)), (0, 1, 0, 1)),
         (Shape(axes=(Axis(2, FAR, FAR),), run=48), (0, 0, 0, 0)),
+        (Shape(axes=(Axis(3, 16, 16), Axis(2, FAR, FAR), Axis(1, FAR, FAR)), run=16), (0, 0, 0, 0)),
+        (Shape(axes=(Axis(2, FAR, FAR, True),), run=48, conversion=Conversion(E5M2, E5M2)), (0, 0, 0, 0)),
     ],
-    ids=["a block's stride", "a block's number", "a position", "an axis"],
+    ids=["a block's stride", "a block's number", "a position", "an axis", "the middle axis", "an axis with scales"],
 )
-def test_offsets_beyond_two_to_the_31(run: Runner, shape: Shape, unit: tuple[int, int, int, int]) -> None:
+def test_offsets_beyond_two_to_the_32(run: Runner, shape: Shape, unit: tuple[int, int, int, int]) -> None:
     """The axis's first step is at the start of the allocations, whose bytes are unset: only the second is compared."""
     case = Case(
-        WaveTable.of([shape], [(5, 7, 0, 0, 1, 0)], [unit]),
+        WaveTable.of([shape], [(5, 7, 0, 0, 1, 0)], [unit], [(1.0, 4.0), (2.0, 2.0)]),
         np.arange(100, dtype=np.uint8),
         np.full(100, 0xEE, dtype=np.uint8),
         source_at=FAR,

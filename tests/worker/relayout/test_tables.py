@@ -89,6 +89,11 @@ def pieces(rows: list[tuple[int, int, int, int]], scale_rows: int = 4) -> Pieces
     return Pieces((SHAPE, HEADS), np.array(rows, dtype=np.int64).reshape(-1, 4), scales)
 
 
+def halves(column: np.int64) -> tuple[int, int]:
+    """The lower and the upper 32 bits."""
+    return int(column) & 0xFFFFFFFF, int(column) >> 32
+
+
 def compile_table(table: WaveTable, tile: int) -> DeviceTable:
     return DeviceTable.of(table, DevicePieces.of(table.pieces), tile)
 
@@ -153,8 +158,7 @@ def test_dividing_by_multiplying_is_dividing(d: int, n: int, by: int) -> None:
     multiplier, shift = divisor(d)
     assert multiplier < 2**32
     for number in (n, min(2**31 - 1, max(0, n // d * d + by))):
-        quotient = number if d == 1 else (number * multiplier >> 32) >> shift
-        assert quotient == number // d
+        assert (2 * number * multiplier >> 32) >> shift == number // d
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -163,13 +167,16 @@ def test_programs_cover_every_chunk_of_every_piece_once(seed: int, tile: int) ->
     table = random_case(seed, converts=seed % 2 == 1).table
     compiled = compile_table(table, tile)
     moved = [0, 0]
-    for piece, row in enumerate(compiled.pieces.tolist()):
-        tiles = compiled.programs[compiled.programs[:, 0] == piece, 1].tolist()
-        assert tiles == list(range(-(-row[4] // tile)))
-        shape = compiled.shapes[row[2]].tolist()
-        assert row[0] % shape[20] == 0 or shape[20] < 2 or shape[1], "aligned to what a lane reads"
-        moved[0] += row[4] * shape[20]
-        moved[1] += row[4] * shape[25]
+    for piece, row in enumerate(compiled.pieces):
+        (chunks, shape), (first, _) = halves(row[2]), halves(row[3])
+        tiles = [halves(program)[1] for program in compiled.programs if halves(program)[0] == piece]
+        assert tiles == list(range(-(-chunks // tile)))
+        source, destination = halves(compiled.shapes[shape, 3])
+        copies = not compiled.shapes[shape, 0] >> 8 & 63
+        addresses = row[0] + (compiled.units[first : first + 1, 0] if chunks else 0)
+        assert not copies or (addresses % max(1, source) == 0).all(), "aligned to what a lane reads"
+        moved[0] += chunks * source
+        moved[1] += chunks * destination
     assert sum(moved) == moved_bytes(table)
 
 
@@ -182,8 +189,11 @@ def test_a_part_of_the_pieces_that_is_shifted_has_the_rows_of_pieces_that_lie_th
     there = replace(whole, pieces=replace(whole.pieces, rows=part.rows))
     once, anew = compile_table(part, 4), compile_table(there, 4)
     assert (once.programs == anew.programs).all()
-    assert (np.delete(once.pieces, 2, axis=1) == np.delete(anew.pieces, 2, axis=1)).all()
-    assert (once.shapes[once.pieces[:, 2]] == anew.shapes[anew.pieces[:, 2]]).all(), "as wide, and of the same shape"
+    assert (once.pieces[:, [0, 1, 3]] == anew.pieces[:, [0, 1, 3]]).all()
+    assert (once.pieces[:, 2] & 0xFFFFFFFF == anew.pieces[:, 2] & 0xFFFFFFFF).all()
+    kinds = (one.shapes[one.pieces[:, 2] >> 32] for one in (once, anew))
+    assert (next(kinds) == next(kinds)).all(), "as wide, and of the same shape"
+    assert (once.units == anew.units).all()
     assert moved_bytes(part) == moved_bytes(there)
 
 
@@ -196,7 +206,7 @@ def test_a_lane_moves_the_most_that_addresses_and_strides_allow(
 ) -> None:
     shape = Shape(axes=(Axis(2, stride, 512),), run=run)
     table = WaveTable.of([shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)])
-    assert compile_table(table, 64).shapes[:, 0].tolist() == [width]
+    assert (compile_table(table, 64).shapes[:, 0] & 31).tolist() == [width]
 
 
 def test_a_piece_of_too_many_chunks_is_refused() -> None:
@@ -212,3 +222,21 @@ def test_units_of_a_shape_that_no_piece_has_lead_nowhere() -> None:
     units = np.array([(0, 0, 0, 0), (7, 0, 7, 0)], dtype=np.int32)
     table = WaveTable(Pieces((Shape(axes=(), run=32), SHAPE), at), ((0, 1), (1, 2)), units)
     Bounds(table.pieces, own, own).check(table)
+
+
+def test_shapes_of_the_same_units_and_strides_share_their_offsets_and_unused_shapes_have_none() -> None:
+    wide = Shape(axes=(), run=48, source_unit_stride=(128, 2), destination_unit_stride=(256, 3))
+    other = replace(wide, source_unit_stride=(64, 0))
+    rows = np.array([(0, 0, 0, 0), (16, 16, 1, 0), (0, 0, 2, 0), (0, 0, 3, 0)], dtype=np.int64)
+    units = np.array([(1, 5, 7, 9), (1 << 30, 0, 1 << 30, 0)], dtype=np.int32)
+    whole = WaveTable(Pieces((wide, replace(wide, run=32), other, wide), rows), ((0, 2), (0, 2), (0, 2), (1, 2)), units)
+    compiled = compile_table(whole, 64)
+    assert compiled.units.tolist() == [
+        [128 + 10, 7 * 256 + 27],
+        [128 << 30, 256 << 30],
+        [64, 7 * 256 + 27],
+        [64 << 30, 256 << 30],
+        [128 << 30, 256 << 30],
+    ]
+    assert [halves(row[3])[0] for row in compiled.pieces] == [0, 0, 2, 4]
+    assert compile_table(replace(whole, which=slice(2, 3)), 64).units.tolist() == compiled.units[2:4].tolist()

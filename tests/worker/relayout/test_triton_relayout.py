@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,3 +126,16 @@ def test_compiled_pieces_are_forgotten_with_their_waves(clock: FakeClock, monkey
     assert [one() is not None for one in made] == [True], "once for all waves"
     del table
     assert made[0]() is None
+
+
+def test_there_is_room_for_every_wave_of_the_same_pieces_also_where_shapes_no_longer_share_their_units() -> None:
+    from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
+    from kvferry.worker.relayout.kernel import TILE
+    from kvferry.worker.relayout.triton_relayout import room_for
+
+    shapes = (Shape(axes=(), run=16), Shape(axes=(), run=32))
+    pieces = Pieces(shapes, np.array([(0, 0, 0, 0), (0, 0, 1, 0)], dtype=np.int64))
+    units = np.zeros((4000, 4), dtype=np.int32)
+    largest = WaveTable(pieces, ((0, 2000), (0, 2000)), units)
+    apart = WaveTable(pieces, ((0, 2000), (2000, 4000)), units)
+    assert DeviceTable.of(apart, DevicePieces.of(pieces), TILE).num_bytes <= room_for(largest)

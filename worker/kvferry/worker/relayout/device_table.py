@@ -4,25 +4,33 @@ Five sections, each aligned to 256 bytes:
 
 | section    | type    | per       | columns                                                                        |
 | ---------- | ------- | --------- | ------------------------------------------------------------------------------ |
-| `programs` | int32   | program   | piece; its tile in the piece                                                   |
-| `pieces`   | int64   | piece     | source, destination, row of its shape, first unit, chunks, first row of scales |
-| `shapes`   | int64   | shape and width | 0 width · 1, 2 conversion · 3 scaled · 4 number of axes · 5–9 sizes · 10–14 multipliers · 15–19 shifts · 20–24 source strides · 25–29 destination strides · 30–33 strides of the unit's columns · 34–38 rows of scales |
-| `units`    | int32   | unit      | source block, source position, destination block, destination position         |
+| `programs` | int64   | program   | its piece · its tile in the piece                                              |
+| `pieces`   | int64   | piece     | 0 source · 1 destination · 2 chunks · its shape · 3 its first unit · its first row of scales |
+| `shapes`   | int64   | shape and width | 0 fields, below · 1 unused · from 2, of each loop, minus its size · its multiplier; its source stride · its destination stride |
+| `units`    | int64   | unit of a shape | 0 its offset in the source · 1 in the destination                        |
 | `scales`   | float32 | row       | source, destination                                                            |
+
+Two numbers in one column are its lower and its upper 32 bits. The fields of a shape, from bit 0: 5 bits width, 3 number
+of axes, 3 and 3 conversion, 1 scaled, 5 which of the loops have scales of their own; from bit 32: 5 bits for the shift
+of each loop.
 
 A *chunk* is the part that one lane moves: `width` bytes, or `width` elements where there is a conversion. The chunks of
 a piece are numbered over units, axes and run, the run innermost. There are five loops, the innermost first: the chunks
-of a run, then the axes. `sizes`, the strides and the rows of scales have one column for each loop. A lane divides its
-chunk's number by the sizes to find its place, and divides by multiplying:
+of a run, then the axes. A lane divides its chunk's number by the sizes to find its place, and divides by multiplying:
 
-    n div d = (n · multiplier >> 32) >> shift        for 0 ≤ n < 2**31 and d ≥ 2
+    n div d = (2n · multiplier >> 32) >> shift        for 0 ≤ n < 2**31
 
-with `shift = ceil(log2 d) - 1` and `multiplier = floor(2**(32 + shift) / d) + 1` (Granlund and Montgomery 1994, theorem 4.2).
+with `shift = ceil(log2 d)` and `multiplier = floor(2**(31 + shift) / d) + 1` (Granlund and Montgomery 1994, theorem 4.2).
+
+The kernel counts bytes inside of a unit in 32 bits. A piece whose unit reaches further becomes several: one for every
+step of the axes that reach furthest.
 """  # noqa: E501 (a table's row is one line)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -42,9 +50,10 @@ from kvferry.worker.relayout.wave_table import (
 )
 
 SECTION_ALIGNMENT = 256
-PROGRAM_COLUMNS, PIECE_COLUMNS, SHAPE_COLUMNS = 2, 6, 39
+PIECE_COLUMNS, SHAPE_COLUMNS, UNIT_COLUMNS = 4, 12, 2
 MAX_CHUNKS = 2**31
 """Chunks of one piece; the division above holds below it."""
+MAX_UNIT_BYTES = 2**32
 CONVERTED_TOGETHER = 8
 """Elements that one lane converts where the strides allow."""
 
@@ -54,28 +63,49 @@ class DevicePieces:
     """The common part of the tables of all waves of some pieces.
 
     Attributes:
-        rows: the section `pieces` for waves of one unit without a shift.
+        origins: for each row of the section `pieces` its piece, ascending.
+        offsets: `[row, 4]`, what each row adds to its piece: to source, destination, shape (0) and first row of scales.
+        kinds: the shape of each row: its row in `shapes`.
+        chunks: the chunks of one unit of each row.
         shapes, scales: the sections.
     """
 
-    rows: NDArray[np.int64]
+    origins: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    chunks: NDArray[np.int64]
     shapes: NDArray[np.int64]
     scales: NDArray[np.float32]
 
     @classmethod
     def of(cls, pieces: Pieces) -> DevicePieces:
         """Compile pieces: the access width of each, and the rows of its shape."""
-        rows = np.zeros((len(pieces.rows), PIECE_COLUMNS), dtype=np.int64)
-        kinds = np.stack([pieces.rows[:, SHAPE], _widths(pieces)], axis=1)
-        distinct, of_piece = np.unique(kinds, axis=0, return_inverse=True)
+        halves = [_halves(shape) for shape in pieces.shapes]
+        steps = [_steps(far) for _, far in halves]
+        of_piece = pieces.rows[:, SHAPE].tolist()
+        origins = np.arange(len(of_piece)).repeat([len(steps[shape]) for shape in of_piece])
+        offsets = np.concatenate([np.empty((0, 4), dtype=np.int64), *(steps[shape] for shape in of_piece)])
+        widths = np.stack([pieces.rows[:, SHAPE], _widths(pieces)], axis=1)
+        distinct, kinds = np.unique(widths[origins], axis=0, return_inverse=True)
         scaled = bool((pieces.scales != 1).any())
-        compiled = [_shape_row(pieces.shapes[shape], width, scaled) for shape, width in distinct.tolist()]
-        shapes = np.array(compiled, dtype=np.int64).reshape(-1, SHAPE_COLUMNS)
-        rows[:, 0], rows[:, 1] = pieces.rows[:, SOURCE], pieces.rows[:, DESTINATION]
-        rows[:, 2] = of_piece.ravel()
-        rows[:, 4] = shapes[rows[:, 2], 5 : 6 + MAX_AXES].prod(axis=1)
-        rows[:, 5] = pieces.rows[:, SCALE]
-        return cls(rows, shapes, pieces.scales if pieces.converts else NO_SCALES)
+        shapes = [_shape_row(halves[shape][0], width, scaled) for shape, width in distinct.tolist()]
+        near = [halves[shape][0] for shape in distinct[:, 0]]
+        units = [shape.run * math.prod(axis.steps for axis in shape.axes) for shape in near]
+        chunks = np.array(units, dtype=np.int64) // distinct[:, 1]
+        return cls(
+            origins,
+            offsets,
+            kinds.ravel(),
+            chunks[kinds.ravel()],
+            np.array(shapes, dtype=np.int64).reshape(-1, SHAPE_COLUMNS),
+            pieces.scales if pieces.converts else NO_SCALES,
+        )
+
+    def rows(self, table: WaveTable) -> tuple[slice, NDArray[np.int64]]:
+        """The rows of the section `pieces` that a wave of the pieces has, and their columns as in `wave_table`."""
+        start, stop, _ = table.which.indices(len(table.pieces.rows))
+        own = slice(*np.searchsorted(self.origins, (start, stop)).tolist())
+        return own, table.rows[self.origins[own] - start] + self.offsets[own]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +116,10 @@ class DeviceTable:
         programs, pieces, shapes, units, scales: the sections.
     """
 
-    programs: NDArray[np.int32]
+    programs: NDArray[np.int64]
     pieces: NDArray[np.int64]
     shapes: NDArray[np.int64]
-    units: NDArray[np.int32]
+    units: NDArray[np.int64]
     scales: NDArray[np.float32]
 
     @classmethod
@@ -102,24 +132,23 @@ class DeviceTable:
         Raises:
             InvalidTable: a piece has too many chunks.
         """
-        rows = compiled.rows[table.which].copy()
-        ranges = np.array(table.ranges, dtype=np.int64).reshape(-1, 2)[table.pieces.rows[table.which, SHAPE]]
-        rows[:, 0] += table.shifts * table.pieces.source_strides[table.which]
-        rows[:, 3] = ranges[:, 0]
-        rows[:, 4] *= ranges[:, 1] - ranges[:, 0]
-        chunks = rows[:, 4]
+        own, rows = compiled.rows(table)
+        firsts, counts, units = _units(table, rows[:, SHAPE])
+        chunks = compiled.chunks[own] * counts[rows[:, SHAPE]]
         if len(chunks) and chunks.max() >= MAX_CHUNKS:
             raise InvalidTable(f"a piece has {chunks.max()} chunks; expected less than {MAX_CHUNKS}")
+        pieces = np.empty((len(rows), PIECE_COLUMNS), dtype=np.int64)
+        pieces[:, 0], pieces[:, 1] = rows[:, SOURCE], rows[:, DESTINATION]
+        pieces[:, 2] = chunks | compiled.kinds[own] << 32
+        pieces[:, 3] = firsts[rows[:, SHAPE]] | rows[:, SCALE] << 32
         tiles = -(-chunks // tile)
-        behind = tiles.cumsum()
-        programs = np.empty((int(tiles.sum()), PROGRAM_COLUMNS), dtype=np.int32)
-        programs[:, 0] = np.arange(len(rows), dtype=np.int32).repeat(tiles)
-        programs[:, 1] = np.arange(len(programs), dtype=np.int32)
-        programs[:, 1] -= (behind - tiles).astype(np.int32).repeat(tiles)
-        return cls(programs, rows, compiled.shapes, table.units, compiled.scales)
+        numbers = np.arange(int(tiles.sum()))
+        of_program = np.arange(len(rows)).repeat(tiles)
+        programs = of_program | (numbers - (tiles.cumsum() - tiles)[of_program]) << 32
+        return cls(programs, pieces, compiled.shapes, units, compiled.scales)
 
     @property
-    def sections(self) -> tuple[NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32], ...]:
+    def sections(self) -> tuple[NDArray[np.int64] | NDArray[np.float32], ...]:
         return (self.programs, self.pieces, self.shapes, self.units, self.scales)
 
     @cached_property
@@ -139,11 +168,33 @@ class DeviceTable:
 
 
 def divisor(d: int) -> tuple[int, int]:
-    """Multiplier and shift for dividing by `d`; (0, 0) for 1, where no division is needed."""
-    if d < 2:
-        return (0, 0)
-    shift = (d - 1).bit_length() - 1
-    return ((1 << (32 + shift)) // d + 1, shift)
+    """Multiplier and shift for dividing by `d`, at least 1."""
+    shift = (d - 1).bit_length()
+    return ((1 << (31 + shift)) // d + 1, shift)
+
+
+def _units(
+    table: WaveTable, shapes: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """For each shape its first row of the section `units` and its number of units; and the section.
+
+    Shapes with the same units and the same strides share rows. `shapes`: those of the wave's pieces.
+    """
+    firsts, counts = np.zeros((2, len(table.pieces.shapes)), dtype=np.int64)
+    rows: dict[tuple[tuple[int, int], ...], int] = {}
+    found = [np.empty((0, UNIT_COLUMNS), dtype=np.int64)]
+    stop = 0
+    for number in np.unique(shapes).tolist():
+        shape, own = table.pieces.shapes[number], table.ranges[number]
+        counts[number] = own[1] - own[0]
+        firsts[number] = rows.setdefault((own, shape.source_unit_stride, shape.destination_unit_stride), stop)
+        if firsts[number] == stop and counts[number]:
+            units = table.units[slice(*own)].astype(np.int64)
+            source = units[:, :2] * shape.source_unit_stride
+            destination = units[:, 2:] * shape.destination_unit_stride
+            found.append(np.stack([source.sum(axis=1), destination.sum(axis=1)], axis=1))
+            stop += len(units)
+    return firsts, counts, np.concatenate(found)
 
 
 def _widths(pieces: Pieces) -> NDArray[np.int64]:
@@ -172,23 +223,40 @@ def _limits(shape: Shape) -> tuple[int, int, int]:
     return (here, there, CONVERTED_TOGETHER if fits and shape.run % CONVERTED_TOGETHER == 0 else 1)
 
 
+def _halves(shape: Shape) -> tuple[Shape, tuple[Axis, ...]]:
+    """The shape without the axes that reach too far, and those."""
+    far: tuple[Axis, ...] = ()
+    while max(shape.extents) > MAX_UNIT_BYTES and shape.axes:
+        reaches = [(axis.steps - 1) * max(axis.source_stride, axis.destination_stride) for axis in shape.axes]
+        number = reaches.index(max(reaches))
+        far += (shape.axes[number],)
+        shape = replace(shape, axes=shape.axes[:number] + shape.axes[number + 1 :])
+    return shape, far
+
+
+def _steps(far: Iterable[Axis]) -> NDArray[np.int64]:
+    """For each combination of steps the offsets, as in `DevicePieces`."""
+    found = np.zeros((1, 4), dtype=np.int64)
+    for axis in far:
+        step = np.array([axis.source_stride, axis.destination_stride, 0, int(axis.scaled)], dtype=np.int64)
+        found = (found[:, None] + np.arange(axis.steps)[:, None] * step).reshape(-1, 4)
+    return found
+
+
 def _shape_row(shape: Shape, width: int, scaled: bool) -> list[int]:
     here, there = shape.element_bytes
-    run = Axis(shape.run // width, width * here, width * there)
-    loops = [run, *reversed(shape.axes), *[Axis(1, 0, 0)] * (MAX_AXES - len(shape.axes))]
-    multipliers, shifts = zip(*(divisor(loop.steps) for loop in loops), strict=True)
     codes = (shape.conversion.source.code, shape.conversion.destination.code) if shape.conversion else (0, 0)
-    return [
-        width,
-        *codes,
-        int(scaled),
-        len(shape.axes),
-        *(loop.steps for loop in loops),
-        *multipliers,
-        *shifts,
-        *(loop.source_stride for loop in loops),
-        *(loop.destination_stride for loop in loops),
-        *shape.source_unit_stride,
-        *shape.destination_unit_stride,
-        *(int(loop.scaled) for loop in loops),
-    ]
+    run = Axis(shape.run // width, width * here, width * there)
+    fields = width | len(shape.axes) << 5 | codes[0] << 8 | codes[1] << 11 | int(scaled) << 14
+    axes = [axis if axis.steps > 1 else Axis(1, 0, 0) for axis in reversed(shape.axes)]
+    loops: list[int] = []
+    for level, loop in enumerate([run, *axes, *[Axis(1, 0, 0)] * (MAX_AXES - len(axes))]):
+        multiplier, shift = divisor(loop.steps)
+        fields |= int(loop.scaled) << (15 + level) | shift << (32 + 5 * level)
+        loops += [_int64(-loop.steps % (1 << 32), multiplier), _int64(loop.source_stride, loop.destination_stride)]
+    return [fields, 0, *loops]
+
+
+def _int64(lower: int, upper: int) -> int:
+    """The int64 with these two halves."""
+    return int(np.uint64(lower | upper << 32).astype(np.int64))

@@ -26,10 +26,9 @@ NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def _divide(n, size, multiplier, shift):
-    """`n div size` and the rest; see `device_table`."""
-    quotient = tl.where(size == 1, n, tl.umulhi(n, multiplier) >> shift)
-    return quotient, n - quotient * size
+def _pair(row):
+    """The two int64 at an address, in one access."""
+    return tl.split(tl.load(row + tl.arange(0, 2)))
 
 
 @triton.jit
@@ -140,7 +139,7 @@ def _convert(source, destination, inside, scales, scale, scaled, source_type, de
     else:  # float8_e5m2 is the upper byte of a float16
         bits = _decode_float16(_load(source, inside, tl.uint8, TOGETHER) << 8)
     missing = (bits & 0x7FFFFFFF) > 0x7F800000
-    if scaled != 0:
+    if scaled:
         source_scale = tl.load(scales + 2 * scale, mask=inside, other=1.0)[:, None]
         destination_scale = tl.load(scales + 2 * scale + 1, mask=inside, other=1.0)[:, None]
         value = bits.to(tl.float32, bitcast=True) * source_scale
@@ -166,18 +165,17 @@ def _convert(source, destination, inside, scales, scale, scaled, source_type, de
 
 
 @triton.jit
-def _loop(shape, level: tl.constexpr, rest, source, destination, scale, CONVERTS: tl.constexpr):
-    """One loop of the shape: divides the chunks' numbers by its size and adds its steps to the offsets."""
-    size = tl.load(shape + 5 + level).to(tl.uint32)
-    multiplier = tl.load(shape + 10 + level).to(tl.uint32)
-    shift = tl.load(shape + 15 + level).to(tl.uint32)
-    rest, index = _divide(rest, size, multiplier, shift)
-    steps = index.to(tl.int64)
-    source += steps * tl.load(shape + 20 + level)
-    destination += steps * tl.load(shape + 25 + level)
+def _loop(shape, fields, level: tl.constexpr, rest, source, destination, scale, CONVERTS: tl.constexpr):
+    """One loop of the shape: divides the chunks' numbers by its size and adds its steps to the offsets in the unit."""
+    divisor, strides = _pair(shape + 2 + 2 * level)
+    shift = (fields >> (32 + 5 * level)).to(tl.uint32) & 31
+    quotient = tl.umulhi(rest << 1, (divisor >> 32).to(tl.uint32)) >> shift
+    index = rest + quotient * divisor.to(tl.uint32)
+    source += index * strides.to(tl.uint32)
+    destination += index * (strides >> 32).to(tl.uint32)
     if CONVERTS:
-        scale += steps * tl.load(shape + 34 + level)
-    return rest, source, destination, scale
+        scale += index * ((fields >> (15 + level)).to(tl.uint32) & 1)
+    return quotient, source, destination, scale
 
 
 @triton.jit
@@ -189,41 +187,36 @@ def _relayout_kernel(programs, pieces, shapes, units, scales, CONVERTS: tl.const
     5 div 1 = 5; 5 = 1·4 + 1, so token 1; 1 = 0·2 + 1, so head 1; unit 0, which is source block 0 and destination
     block 7. From source + 0·64 + 1·8 + 1·32 = source + 40 to destination + 7·64 + 1·16 + 1·8 = destination + 472.
     """
-    program = tl.program_id(0)
-    piece = pieces + tl.load(programs + 2 * program).to(tl.int64) * 6
-    tile = tl.load(programs + 2 * program + 1)
-    source_start = tl.load(piece)
-    destination_start = tl.load(piece + 1)
-    shape = shapes + tl.load(piece + 2) * 39
-    chunks = tl.load(piece + 4)
+    program = tl.load(programs + tl.program_id(0))
+    piece = pieces + program.to(tl.uint32).to(tl.int64) * 4
+    source_start, destination_start = _pair(piece)
+    extent, first = _pair(piece + 2)
+    shape = shapes + (extent >> 32) * 12
+    fields = tl.load(shape)
 
-    chunk = tile * TILE + tl.arange(0, TILE)
-    inside = chunk < chunks
-    rest = chunk.to(tl.uint32)
-    source = tl.zeros([TILE], tl.int64)
-    destination = tl.zeros([TILE], tl.int64)
-    scale = tl.zeros([TILE], tl.int64)
-    depth = tl.load(shape + 4)
+    chunk = (program >> 32).to(tl.uint32) * TILE + tl.arange(0, TILE).to(tl.uint32)
+    inside = chunk < extent.to(tl.uint32)
+    rest = chunk
+    source = tl.zeros([TILE], tl.uint32)  # offsets in the unit
+    destination = tl.zeros([TILE], tl.uint32)
+    scale = tl.zeros([TILE], tl.uint32) + (first >> 32).to(tl.uint32)
     for level in tl.static_range(3):  # the run, and the two innermost axes
-        rest, source, destination, scale = _loop(shape, level, rest, source, destination, scale, CONVERTS)
-    if depth > 2:
+        rest, source, destination, scale = _loop(shape, fields, level, rest, source, destination, scale, CONVERTS)
+    if ((fields >> 5) & 7) > 2:
         for level in tl.static_range(3, 5):
-            rest, source, destination, scale = _loop(shape, level, rest, source, destination, scale, CONVERTS)
+            rest, source, destination, scale = _loop(shape, fields, level, rest, source, destination, scale, CONVERTS)
 
-    unit = units + (tl.load(piece + 3) + rest.to(tl.int64)) * 4
-    source += tl.load(unit, mask=inside, other=0).to(tl.int64) * tl.load(shape + 30)
-    source += tl.load(unit + 1, mask=inside, other=0).to(tl.int64) * tl.load(shape + 31)
-    destination += tl.load(unit + 2, mask=inside, other=0).to(tl.int64) * tl.load(shape + 32)
-    destination += tl.load(unit + 3, mask=inside, other=0).to(tl.int64) * tl.load(shape + 33)
-    source += source_start
-    destination += destination_start
+    unit = units + (first.to(tl.uint32) + rest).to(tl.int64)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    unit = tl.max_contiguous(tl.multiple_of(unit, (16, 16)), (1, 2))
+    source_offset, destination_offset = tl.split(tl.load(unit, mask=inside[:, None], other=0))
+    source = source_start + source_offset + source.to(tl.int64)
+    destination = destination_start + destination_offset + destination.to(tl.int64)
 
-    width = tl.load(shape)
+    width = fields.to(tl.int32) & 31
     if CONVERTS:
-        source_type = tl.load(shape + 1)
-        destination_type = tl.load(shape + 2)
-        scaled = tl.load(shape + 3)
-        scale += tl.load(piece + 5)
+        source_type = (fields >> 8).to(tl.int32) & 7
+        destination_type = (fields >> 11).to(tl.int32) & 7
+        scaled = ((fields >> 14) & 1) != 0
         if source_type != 0:
             if width == 8:
                 _convert(source, destination, inside, scales, scale, scaled, source_type, destination_type, 8)
@@ -245,6 +238,7 @@ def launch_relayout(
     num_programs: int,
     converts: bool,
     tile: int,
+    warps: int = WARPS,
 ) -> None:
     """Launch the kernel once, on the current stream.
 
@@ -252,14 +246,15 @@ def launch_relayout(
     without conversions.
 
     Args:
-        programs: int32 `[≥ num_programs, 2]`; this and the following are the sections of `device_table`.
-        pieces: int64 `[T, 6]`.
-        shapes: int64 `[S, 39]`.
-        units: int32 `[U, 4]`.
+        programs: int64 `[≥ num_programs]`; this and the following are the sections of `device_table`.
+        pieces: int64 `[T, 4]`.
+        shapes: int64 `[S, 12]`.
+        units: int64 `[U, 2]`.
         scales: float32 `[n, 2]`.
         num_programs: programs to run.
         converts: whether any piece has a conversion.
         tile: chunks per program, a power of two; `programs` was made for it.
+        warps: of a program.
     """
     kernel: Any = _relayout_kernel
     kernel[(num_programs,)](
@@ -270,7 +265,7 @@ def launch_relayout(
         scales,
         CONVERTS=converts,
         TILE=tile,
-        num_warps=WARPS,
+        num_warps=warps,
         enable_fp_fusion=False,
     )
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.worker.device import Device, DeviceMark
-from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
+from kvferry.worker.relayout.device_table import UNIT_COLUMNS, DevicePieces, DeviceTable
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
@@ -23,7 +23,10 @@ _LEAST_TABLE_BYTES = 16 << 10
 
 def room_for(largest: WaveTable) -> int:
     """Bytes for the table of any wave of the same pieces with no more units for each of them than `largest`."""
-    return max(_LEAST_TABLE_BYTES, DeviceTable.of(largest, DevicePieces.of(largest.pieces), TILE).num_bytes)
+    table = DeviceTable.of(largest, DevicePieces.of(largest.pieces), TILE)
+    # Shapes that share the rows of their units in this table need not share them in another one.
+    apart = sum(stop - first for first, stop in largest.ranges) * table.units.itemsize * UNIT_COLUMNS
+    return max(_LEAST_TABLE_BYTES, table.num_bytes + apart - table.units.nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,15 +40,13 @@ class _Slot:
     host: torch.Tensor
     buffer: NDArray[np.uint8]
     there: torch.Tensor
-    int32: torch.Tensor
     int64: torch.Tensor
     float32: torch.Tensor
     mark: DeviceMark | None = None
 
     @classmethod
     def of(cls, host: torch.Tensor, there: torch.Tensor) -> _Slot:
-        int32, int64, float32 = (there.view(dtype) for dtype in (torch.int32, torch.int64, torch.float32))
-        return cls(host, host.numpy(), there, int32, int64, float32)
+        return cls(host, host.numpy(), there, there.view(torch.int64), there.view(torch.float32))
 
 
 class TritonRelayout:
@@ -116,10 +117,10 @@ class TritonRelayout:
                     slot.there[: compiled.num_bytes].copy_(slot.host[: compiled.num_bytes], non_blocking=True)
                     programs, pieces, shapes, units, scales, _ = compiled.offsets
                     launch_relayout(
-                        programs=slot.int32[programs // 4 :],
+                        programs=slot.int64[programs // 8 :],
                         pieces=slot.int64[pieces // 8 :],
                         shapes=slot.int64[shapes // 8 :],
-                        units=slot.int32[units // 4 :],
+                        units=slot.int64[units // 8 :],
                         scales=slot.float32[scales // 4 :],
                         num_programs=len(compiled.programs),
                         converts=converts,
