@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -36,6 +37,7 @@ def pages() -> dict[Path, str]:
         "protocol-reference.md": protocol_reference.reference(),
         "cli.md": {"keys": short_form_keys()},
         "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
+        "relayout.md": relayout(),
         "timelines.md": {},
     }
     found: dict[Path, str] = {}
@@ -113,6 +115,25 @@ def pairs(rows: str) -> str:
             line = f"{line.rpartition(' | ')[0]} | {_answer(producer, consumer)} |"
         found.append(line)
     return "\n".join(found)
+
+
+def relayout() -> Mapping[str, str]:
+    """The tables of the compiled kernel, with the Triton of requirements/cpu.lock; with another one they stay."""
+    locked = re.search(r"^triton==(\S+)", (DOCS.parent / "requirements" / "cpu.lock").read_text(), re.MULTILINE)
+    try:
+        found = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        found = None
+    if locked is None or found != locked[1]:
+        return {}
+    from tests.worker.relayout import compiled_tables as tables
+
+    compiler = f"Triton {found}, as in the CPU environment:\n\n"
+    return {
+        "kernels": compiler + tables.resources(),
+        "predictions": tables.predictions(),
+        "gpus": tables.gpus(),
+    }
 
 
 def _joined(model: str, more: str) -> str:

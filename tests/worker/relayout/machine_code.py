@@ -33,13 +33,14 @@ class StandInDriver:
     """Triton's driver and its utilities, without a GPU.
 
     Attributes:
-        cubins: compiled kernels in the order in which they were loaded.
-        launches: the index in `cubins` of each launched kernel.
+        compiled: kernels in the order in which they were compiled, as `MachineCode.of` takes them.
+        launches: the index in `compiled` of each launched kernel.
     """
 
     architecture: int
-    cubins: list[bytes] = field(default_factory=list)
+    compiled: list[Any] = field(default_factory=list)
     launches: list[int] = field(default_factory=list)
+    _loaded: list[bytes] = field(default_factory=list)
 
     @property
     def utils(self) -> StandInDriver:
@@ -60,12 +61,16 @@ class StandInDriver:
         return {"max_shared_mem": 160 << 10}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[None, int, int, int, int]:
-        self.cubins.append(cubin)
-        return None, len(self.cubins) - 1, 0, 0, 1024  # no module, so nothing to unload
+        if cubin not in self._loaded:
+            self._loaded.append(cubin)
+        return None, self._loaded.index(cubin), 0, 0, 1024  # no module, so nothing to unload
 
     def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        from kvferry.worker.relayout.kernel import _relayout_kernel
+
         def launch(x: int, y: int, z: int, stream: int, function: int, *arguments: object) -> None:
             self.launches.append(function)
+            self.compiled = list(_relayout_kernel.device_caches[self.architecture][0].values())
 
         return launch
 
@@ -104,7 +109,7 @@ def compile_kernel(architecture: int, *, converts: bool, tile: int, warps: int) 
             tile=tile,
             warps=warps,
         )
-    return MachineCode.of(driver.cubins[0])
+    return MachineCode.of(driver.compiled[0])
 
 
 @dataclass
@@ -124,6 +129,7 @@ class MachineCode:
         stack_bytes, local_bytes: of a thread; local memory is where registers are spilled to.
         shared_bytes: of a program.
         sass: the text of the instructions.
+        ptx: the text that they were made from.
     """
 
     registers: int
@@ -131,20 +137,21 @@ class MachineCode:
     shared_bytes: int
     local_bytes: int
     sass: str
+    ptx: str
 
     @classmethod
-    def of(cls, cubin: bytes) -> MachineCode:
-        """Read a cubin with the tools in Triton's wheel."""
+    def of(cls, kernel: Any) -> MachineCode:
+        """Read one of `StandInDriver.compiled` with the tools in Triton's wheel."""
         from triton import knobs
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.cubin"
-            path.write_bytes(cubin)
+            path.write_bytes(kernel.asm["cubin"])
             usage = _output_of(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
             sass = _output_of(knobs.nvidia.nvdisasm.path, "-c", str(path))
         found = _USAGE.search(usage)
         assert found is not None, usage
-        return cls(*map(int, found.groups()), sass)
+        return cls(*map(int, found.groups()), sass, kernel.asm["ptx"])
 
     @cached_property
     def opcodes(self) -> list[str]:

@@ -1,11 +1,7 @@
-"""Around the kernel: the compiled variants, the width of memory accesses, and too many or too large waves."""
+"""Around the kernel: too many or too large waves, and the space for tables."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -20,48 +16,6 @@ from tests.fakes.device_mark import FakeClock
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-COMPILE = """
-import warnings
-warnings.simplefilter("ignore")
-from triton import compile
-from triton.compiler import ASTSource
-from triton.backends.compiler import GPUTarget
-from kvferry.worker.relayout import kernel
-
-names = ("programs", "pieces", "shapes", "units", "scales")
-types = dict(zip(names, ("*i32", "*i64", "*i64", "*i32", "*fp32")), CONVERTS="constexpr", TILE="constexpr")
-aligned = {(index,): [["tt.divisibility", 16]] for index in range(5)}
-converts, tile = CONVERTS, kernel.tile_of(kernel.TILE, CONVERTS)
-source = ASTSource(kernel._relayout_kernel, types, {(5,): converts, (6,): tile}, aligned)
-options = {"num_warps": kernel.WARPS, "enable_fp_fusion": False}
-print(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
-"""
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["copies", "converts"])
-def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, str]:
-    """The kernel compiled for compute capability 9.0, which takes no GPU."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    environment.pop("TRITON_INTERPRET", None)
-    script = COMPILE.replace("CONVERTS,", f"{request.param},", 1).replace(", CONVERTS)", f", {request.param})", 1)
-    finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
-    assert finished.returncode == 0, finished.stderr
-    return request.param, finished.stdout
-
-
-def test_the_compiled_kernel_has_wide_accesses_spills_nothing_and_rounds_as_the_definition(
-    assembly: tuple[bool, str],
-) -> None:
-    converts, text = assembly
-    for direction in ("ld", "st"):
-        assert re.search(rf"{direction}\.global\.(v2\.b64|v4\.b32)", text), f"no {direction} of 16 bytes"
-    assert ".local" not in text, "registers are spilled"
-    assert "fma.rn.f32" not in text
-    assert ("div.rn.f32" in text) == converts
-    assert "div.full.f32" not in text
 
 
 @pytest.fixture

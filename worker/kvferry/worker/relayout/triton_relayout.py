@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.worker.device import Device, DeviceMark
-from kvferry.worker.relayout.device_table import UNIT_COLUMNS, DevicePieces, DeviceTable
+from kvferry.worker.relayout.device_table import SECTION_ALIGNMENT, UNIT_COLUMNS, DevicePieces, DeviceTable
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
@@ -59,7 +59,7 @@ class TritonRelayout:
         sources: tensors that waves are read from, e.g. the staging buffer. Pinned host memory is allowed.
         destinations: tensors that they are written to, e.g. the caches.
         device: the device that runs the kernel; by default the one of the destinations.
-        table_bytes: largest table of one wave.
+        table_bytes: largest table of one wave; rounded up so that every table is aligned as the kernel was compiled for.
         tables: waves that may be under way at once.
         tile: chunks that one program moves.
     """
@@ -81,6 +81,7 @@ class TritonRelayout:
         self._compiled = OncePerPieces(DevicePieces.of)
         self._device = device
         self._stream = device.new_stream()
+        table_bytes = -(-table_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
         tables_there, tables_here = device.empty(tables, table_bytes), device.empty_pinned(tables, table_bytes)
         self._slots = [_Slot.of(here, there) for here, there in zip(tables_here, tables_there, strict=True)]
         self._tile = tile
@@ -140,6 +141,6 @@ class TritonRelayout:
         for shape in (Shape(axes=(), run=16), Shape(axes=(), run=4, conversion=conversion)):
             table = WaveTable.of([shape], [(address, address + 32, 0, 0, 1, 0)], [(0, 0, 0, 0)])
             self._launch(table, self._slots[0])
-        if self._stream is not None:
-            self._stream.synchronize()
+            if self._stream is not None:
+                self._stream.synchronize()  # the table's space is used again
         self.launches = 0
