@@ -31,8 +31,8 @@ def program(gpu: Gpu, *, converts: bool, tile: int = TILE, warps: int = WARPS) -
 def resources() -> str:
     """The two variants that a worker's warm-up compiles."""
     rows = [
-        "| variant | architecture | registers | spilled, B | shared, B | instructions | on the path | loads | stores |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| variant | architecture | registers | spilled, B | instructions | on the path | loads | stores |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for converts in (False, True):
         for gpu in GPUS:
@@ -45,7 +45,7 @@ def resources() -> str:
             )
             rows.append(
                 f"| {'converts' if converts else 'copies'} | sm_{gpu.architecture} | {code.registers} "
-                f"| {code.stack_bytes + code.local_bytes} | {code.shared_bytes} | {len(code.opcodes)} "
+                f"| {code.stack_bytes + code.local_bytes} | {len(code.opcodes)} "
                 f"| {path.total()} | {loads} | {stores} |"
             )
     return "\n".join(rows)

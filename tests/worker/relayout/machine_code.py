@@ -25,7 +25,7 @@ ARCHITECTURES = (80, 90, 100)
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?);", re.MULTILINE)
 _LINE = re.compile(r"^(\.L_\w+):|^\s+/\*[0-9a-f]{4,}\*/\s.*?;", re.MULTILINE)
 _TARGET, _CONDITION = re.compile(r"`\((\.L_\w+)\)"), re.compile(r"!?U?P\d")
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
 @dataclass
@@ -127,14 +127,12 @@ class MachineCode:
     Attributes:
         registers: of a thread.
         stack_bytes, local_bytes: of a thread; local memory is where registers are spilled to.
-        shared_bytes: of a program.
         sass: the text of the instructions.
         ptx: the text that they were made from.
     """
 
     registers: int
     stack_bytes: int
-    shared_bytes: int
     local_bytes: int
     sass: str
     ptx: str
