@@ -48,8 +48,8 @@ the same run. Every chapter links to its JSON, which has all tables, the machine
 [bench/README.md](../bench/README.md) says how each benchmark measures; [missed-targets.md](missed-targets.md) explains
 missed targets.
 
-**All figures are of CPUs: nothing has been measured on a GPU yet.** The kernels are compiled and inspected
-([relayout.md](relayout.md), with a prediction) for sm_80, sm_90 and sm_100. The command of [gpu-check.md](gpu-check.md) measures on a GPU.
+**All figures are of CPUs: nothing has been measured on a GPU yet.** The kernels are compiled and inspected for sm_80,
+sm_90 and sm_100 ([relayout.md](relayout.md)). The command of [gpu-check.md](gpu-check.md) measures on a GPU.
 """
 
 

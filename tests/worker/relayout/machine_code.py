@@ -92,6 +92,7 @@ def gpu(architecture: int) -> Iterator[StandInDriver]:
         driver.set_active(None)
 
 
+@cache
 def compile_kernel(architecture: int, *, converts: bool, tile: int, warps: int) -> MachineCode:
     """One variant; `tile` in chunks, as `launch_relayout` takes it."""
     from kvferry.worker.relayout.kernel import launch_relayout

@@ -59,7 +59,7 @@ class TritonRelayout:
         sources: tensors that waves are read from, e.g. the staging buffer. Pinned host memory is allowed.
         destinations: tensors that they are written to, e.g. the caches.
         device: the device that runs the kernel; by default the one of the destinations.
-        table_bytes: largest table of one wave; rounded up so that every table is aligned as the kernel was compiled for.
+        table_bytes: largest table of one wave; rounded up, so that all tables are aligned alike.
         tables: waves that may be under way at once.
         tile: chunks that one program moves.
     """
