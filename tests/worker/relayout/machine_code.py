@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -95,11 +96,11 @@ def gpu(architecture: int) -> Iterator[StandInDriver]:
 @cache
 def compile_kernel(architecture: int, *, converts: bool, tile: int, warps: int) -> MachineCode:
     """One variant; `tile` in chunks, as `launch_relayout` takes it."""
-    from kvferry.worker.relayout.kernel import launch_relayout
+    from kvferry.worker.relayout import kernel
 
     numbers, scales = torch.zeros(64, dtype=torch.int64), torch.zeros(64)
-    with gpu(architecture) as driver:
-        launch_relayout(
+    with gpu(architecture) as driver, patch.object(kernel, "WARPS", warps):
+        kernel.launch_relayout(
             programs=numbers,
             pieces=numbers,
             shapes=numbers,
@@ -108,7 +109,6 @@ def compile_kernel(architecture: int, *, converts: bool, tile: int, warps: int) 
             num_programs=1,
             converts=converts,
             tile=tile,
-            warps=warps,
         )
     return MachineCode.of(driver.compiled[0])
 
@@ -150,7 +150,8 @@ class MachineCode:
             sass = _output_of(knobs.nvidia.nvdisasm.path, "-c", str(path))
         found = _USAGE.search(usage)
         assert found is not None, usage
-        return cls(*map(int, found.groups()), sass, kernel.asm["ptx"])
+        registers, stack_bytes, local_bytes = map(int, found.groups())
+        return cls(registers, stack_bytes, local_bytes, sass, kernel.asm["ptx"])
 
     @cached_property
     def opcodes(self) -> list[str]:

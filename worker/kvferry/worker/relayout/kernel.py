@@ -238,7 +238,6 @@ def launch_relayout(
     num_programs: int,
     converts: bool,
     tile: int,
-    warps: int = WARPS,
 ) -> None:
     """Launch the kernel once, on the current stream.
 
@@ -254,7 +253,6 @@ def launch_relayout(
         num_programs: programs to run.
         converts: whether any piece has a conversion.
         tile: chunks per program, a power of two; `programs` was made for it.
-        warps: of a program.
     """
     kernel: Any = _relayout_kernel
     kernel[(num_programs,)](
@@ -265,7 +263,7 @@ def launch_relayout(
         scales,
         CONVERTS=converts,
         TILE=tile,
-        num_warps=warps,
+        num_warps=WARPS,
         enable_fp_fusion=False,
     )
 
