@@ -53,14 +53,16 @@ class Stage:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Stage:
-        self._open.enter_context(kernels())
-        settings = self._setup["settings"]
-        self.producer = self._rig.engine("P", device=self.here.device, settings=settings)
-        self.consumer = self._rig.engine("C", device=self.there.device, **self._setup)
-        self._phase(Phase.CAPTURING)
-        if self._own_stream:
-            for gpu in (self.here, self.there):
-                self._open.enter_context(gpu.stream(gpu.model_stream()))
+        with contextlib.ExitStack() as opened:  # a fault at registration leaves nothing behind
+            opened.enter_context(kernels())
+            settings = self._setup["settings"]
+            self.producer = self._rig.engine("P", device=self.here.device, settings=settings)
+            self.consumer = self._rig.engine("C", device=self.there.device, **self._setup)
+            self._phase(Phase.CAPTURING)
+            if self._own_stream:
+                for gpu in (self.here, self.there):
+                    opened.enter_context(gpu.stream(gpu.model_stream()))
+            self._open = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
