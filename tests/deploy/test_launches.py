@@ -48,6 +48,11 @@ def test_vllm_understands_every_engines_command_line() -> None:
         assert (line[0], *line[3:]) == (launch.words[2], role_of(launch), "recompute")
 
 
+@by_source(ENGINES)
+def test_an_engine_has_the_role_of_its_pool(launch: Launch) -> None:
+    assert role_of(launch) == ("kv_producer" if "prefill" in launch.source else "kv_consumer")
+
+
 @by_source([*ROUTERS, *(launch for launch in DOCUMENTED if not launch.is_engine)])
 def test_the_router_understands_its_command_line(launch: Launch) -> None:
     router = parse_router_args(list(launch.words[1:]))
