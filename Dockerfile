@@ -70,4 +70,7 @@ ENV HEALTH_PORT=8000 \
 EXPOSE 8000 5600
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=6 \
     CMD ["python3", "-c", "import os; from urllib.request import urlopen; urlopen(f'http://127.0.0.1:{os.environ[\"HEALTH_PORT\"]}/health', timeout=4)"]
+LABEL org.opencontainers.image.version=0.1.0 \
+      org.opencontainers.image.source=https://github.com/kvferry/kvferry \
+      org.opencontainers.image.licenses=Apache-2.0
 ENTRYPOINT ["vllm", "serve"]

@@ -123,4 +123,6 @@ def test_the_changelog_and_the_images_have_the_version_of_the_package(installed:
     texts = [path.read_text() for path in (ROOT / "deploy").rglob("*") if path.is_file()]
     tags = [tag for text in texts for tag in re.findall(r"(?:/kvferry[a-z-]*:|newTag: \"?)([0-9][\w.]*)", text)]
     assert len(tags) >= 2
-    assert set(tags) == {version}
+    labels = re.findall(r"image\.version=(\S+)", (ROOT / "Dockerfile").read_text())
+    assert {*tags, *labels} == {version}
+    assert labels
