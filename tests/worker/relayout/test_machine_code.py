@@ -72,11 +72,10 @@ def test_elements_are_rounded_as_the_definition_says(variants: dict[bool, Machin
 def test_a_load_launches_only_what_the_warm_up_compiled() -> None:
     pool = torch.zeros(1 << 17, dtype=torch.uint8)
     with gpu(90) as driver:
-        relayout = TritonRelayout(
-            [pool], [pool], table_bytes=TABLE_BYTES + 8, tables=2
-        )  # the second one is aligned too
+        relayout = TritonRelayout([pool], [pool], table_bytes=TABLE_BYTES + 8, tables=2)
         compiled, launched = len(driver.compiled), Counter[int]()
         for seed in range(40):
+            relayout._slots.reverse()  # the other table, which must be aligned too
             case = random_case(seed, converts=seed % 2 == 1)
             assert relayout.try_start(case.at(pool.data_ptr(), pool.data_ptr())) is not None
             launched[driver.launches[-1]] += 1

@@ -207,7 +207,6 @@ def _relayout_kernel(programs, pieces, shapes, units, scales, CONVERTS: tl.const
             rest, source, destination, scale = _loop(shape, fields, level, rest, source, destination, scale, CONVERTS)
 
     unit = units + (first.to(tl.uint32) + rest).to(tl.int64)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    unit = tl.max_contiguous(tl.multiple_of(unit, (16, 16)), (1, 2))
     source_offset, destination_offset = tl.split(tl.load(unit, mask=inside[:, None], other=0))
     source = source_start + source_offset + source.to(tl.int64)
     destination = destination_start + destination_offset + destination.to(tl.int64)
