@@ -72,6 +72,13 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
     assert planning.returncode == 0
 
 
+def test_a_pipe_gets_80_columns() -> None:
+    command = [sys.executable, "-m", "kvferry", "plan", "layers=32,heads=8,dim=64,tp=8,pp=2", "tp=3"]
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    assert 70 < max(map(len, ran.stdout.splitlines())) <= 80
+
+
 def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "kvferry", "plan", DENSE, f"{DENSE},tp=2"],

@@ -210,7 +210,8 @@ def test_a_path_a_folder_and_a_name_of_the_hub_cache_are_the_same_model(
         )
     assert run("plan", "tp=4", f"{path},tp=2,block=64").out == ran.out
     assert run("plan", str(path), "tp=1").code == 0
-    (folder / "refs" / "main").write_text("../../../../etc")
+    (folder / "refs" / "main").write_text("..")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     assert "nothing is downloaded" in refused("plan", "meta-llama/Llama-3.1-8B,tp=4", "tp=2")
     assert "no keys behind a description JSON" not in refused("plan", f"{tmp_path},tp=4", "tp=2")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.cli.formatting import decimal_bytes, digits, milliseconds, rounded_count
 from kvferry.cli.plan.rows import Row, cells_of, fold, rows_of
 from kvferry.plan.transfer_plan import MAX_LINE, format_numbers, format_places
-from kvferry.protocol.geometry import Place
+from kvferry.protocol.geometry import Place, Range
 from tests.cli.command import run
 from tests.cli.plan.forms import short_forms
 from tests.cli.plan.test_prediction import summary_of
@@ -36,6 +36,7 @@ def test_every_set_of_numbers_can_be_read_back_or_is_counted() -> None:
     for size in range(1, 10):
         for numbers in itertools.combinations(range(9), size):
             text = format_numbers(numbers)
+            assert text.count(", ") < 3
             if " of " in text:
                 assert text == f"{size} of {numbers[0]}…{numbers[-1]}"
                 assert not any(numbers == tuple(range(numbers[0], numbers[-1] + 1, step)) for step in (1, 2, 3))
@@ -79,6 +80,8 @@ def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
 def test_unlike_rows_stay_apart() -> None:
     rows = [Row(Place(), Place(tp=tp), placed="a", num_bytes=size) for tp, size in enumerate((1, 1, 2, 1))]
     assert [[row.producer.tp for row in alike if row.producer] for alike in fold(rows)] == [[0, 1, 3], [2]]
+    heads = [Row(Place(), Place(tp=first), (Range(first, first + count),)) for first, count in ((0, 1), (1, 2), (3, 1))]
+    assert [[len(row.heads[0]) for row in alike] for alike in fold(heads)] == [[1, 1], [2]]
 
 
 def test_sixty_four_ranks_are_two_rows() -> None:
@@ -117,6 +120,9 @@ def test_numbers_have_three_significant_digits_without_an_exponent() -> None:
 
 
 def test_a_workers_line_in_the_log_is_bounded() -> None:
-    for producer in ("tp=64", "tp=61,pp=4", "tp=8,pp=8,layout=NHD"):
-        summary = summary_of(f"{MODEL},{producer}".replace("heads=8", "heads=61"), MODEL.replace("heads=8", "heads=61"))
-        assert max(len(worker.log) for worker in summary.workers) < MAX_LINE + 60
+    """Also where the workers that are read differ, as stages of ten sizes do."""
+    model = "layers=55,heads=61,dim=8"
+    for producer in ("tp=64", "tp=61,pp=4", "tp=8,pp=8,layout=NHD", "stages=1+2+3+4+5+6+7+8+9+10,tp=3"):
+        (worker,) = summary_of(f"{model},{producer}", model).workers
+        assert len(worker.log) < MAX_LINE + 60
+    assert worker.log.endswith(" more kinds of reads")
