@@ -16,6 +16,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.caches import KvCaches
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.cache_engine import FACTS, SETTINGS, free_port
+from tests.harness.fault_fabric import FaultFabric
 from tests.waiting import step_until
 
 HEADS, SIZE, BLOCK = 2, 8, 16
@@ -28,6 +29,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.network = MemoryNetwork()
+        self.fabrics: dict[str, FaultFabric] = {}
         self.caches = {name: torch.zeros(32, HEADS, BLOCK, SIZE) for name in ("producer", "consumer")}
         self.producer, self.consumer = (self.engine(name) for name in self.caches)
         self.failed: dict[str, FailureReason] = {}
@@ -46,8 +48,12 @@ class Pair:
             port=free_port(),
             topology=Topology(tp=HEADS),
             settings=SETTINGS,
-            make_fabric=lambda agent: MemoryFabric(agent, self.network),
+            make_fabric=self.fabric,
         )
+
+    def fabric(self, agent: str) -> FaultFabric:
+        made = self.fabrics[agent] = FaultFabric(MemoryFabric(agent, self.network))
+        return made
 
     def offer(self, request_id: str) -> object:
         """Compute the prompt and offer it."""
@@ -102,6 +108,27 @@ def test_a_load_that_one_worker_cannot_read_has_failed(pair: Pair) -> None:
     step_until(lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed, "it fails", pair.producer)
     assert list(pair.failed) == ["decode"]
     step_until(lambda: not pair.consumer.writing, "none of its blocks is written", pair.consumer)
+    pair.until_sent("prefill")
+
+
+def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(pair: Pair) -> None:
+    agents = [worker.agent for worker in pair.producer.description.workers]
+    reader = pair.fabrics[pair.consumer.description.workers[0].agent]
+
+    def freeze() -> None:
+        for agent in agents:
+            pair.network.freeze(agent)
+
+    reader.on_data_read = freeze
+    pair.consumer.start_load("decode", pair.offer("prefill"), PROMPT, BLOCKS)
+    step_until(lambda: reader.calls["post_data_read"], "it reads", pair.consumer, pair.producer)
+    for worker in pair.consumer.workers:
+        worker._thread.runner.timeout_s = 0.0
+    step_until(lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed, "it fails", pair.producer)
+    assert pair.consumer.writing == {"decode"}
+    for agent in agents:
+        pair.network.thaw(agent)
+    step_until(lambda: not pair.consumer.writing, "its reads have ended", pair.consumer)
     pair.until_sent("prefill")
 
 
