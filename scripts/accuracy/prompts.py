@@ -90,23 +90,24 @@ class Cutter:
         return tuple(self._tokens[start : start + length])
 
 
-def lengths(block: int, longest: int) -> list[int]:
+def lengths(block: int, longest: int, shortest: int = 1) -> list[int]:
     """Lengths in tokens around every border: one token, one block ± 1, several blocks ± 1, up to the longest.
 
     Example: `lengths(128, 1500)` has 1, 127, 128, 129, 255, 256, 257, …, 1500.
     """
     wanted = {1, 2, 3, 17, 50, longest, longest // 2, longest // 3}
     wanted |= {block * count + more for count in (1, 2, 3, 4) for more in (-1, 0, 1)}
-    return sorted(length for length in wanted if 1 <= length <= longest)
+    return sorted(length for length in wanted if shortest <= length <= longest)
 
 
-def make_cases(tokens: Sequence[int], block: int, longest: int, crowd: int) -> CaseSet:
+def make_cases(tokens: Sequence[int], block: int, longest: int, crowd: int, shortest: int = 1) -> CaseSet:
     """All cases for a decoder with blocks of `block` tokens.
 
     Args:
         tokens: the running text as token ids.
         longest: tokens of the longest prompt.
         crowd: how many requests go at once.
+        shortest: tokens of the shortest prompt.
 
     Raises:
         ValueError: the text is too short.
@@ -115,7 +116,7 @@ def make_cases(tokens: Sequence[int], block: int, longest: int, crowd: int) -> C
     warm = tuple(Case(f"warm {number}", cutter.cut(40 + number)) for number in range(4))
     sequence = [
         Case(f"{length} tokens", cutter.cut(length), stream=index % 3 == 2)
-        for index, length in enumerate(lengths(block, longest))
+        for index, length in enumerate(lengths(block, longest, shortest))
     ]
     sequence += _shared_prefixes(cutter, block)
     sequence += _texts()

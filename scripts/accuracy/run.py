@@ -20,7 +20,7 @@ from scripts.accuracy.model import check_sizes, config_of, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report
-from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, TINY_MODELS, Settings
+from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, SMALL_MODELS, TINY_MODELS, Settings
 from scripts.console import Progress
 
 _SENTENCES = 2000
@@ -74,7 +74,9 @@ class Run:
             blocks = _block_of(prefill[0]), _block_of(baseline)
             longest = min(1500, self._settings.max_model_len - 500)
             tokens = phases.tokenize(baseline, _SENTENCES)
-            cases = make_cases(tokens, blocks[1], longest, self._settings.concurrency)
+            # Of a model with states, a prompt of one token is not handed over.
+            shortest = 2 if self._name in SMALL_MODELS else 1
+            cases = make_cases(tokens, blocks[1], longest, self._settings.concurrency, shortest)
             expected = await self._baseline(client, baseline, cases)
             self._stop(baseline)
             decode = [self._start(spec) for spec in self._fleet.decode]
