@@ -18,6 +18,7 @@ def test_there_are_lengths_around_every_border() -> None:
     assert {1, 127, 128, 129, 255, 256, 257, 1500} <= set(found)
     assert found == sorted(found)
     assert max(lengths(16, 100)) == 100
+    assert lengths(BLOCK, 1500, shortest=2) == found[1:]
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
