@@ -107,6 +107,11 @@ def config_of(model: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether layers keep recurrent states, by the names of the settings."""
+    return any(name.startswith(("mamba_", "linear_")) for name in config)
+
+
 def check_sizes(name: str, config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Tensor parallel sizes must divide the attention heads, or the engine ends while it starts.
 

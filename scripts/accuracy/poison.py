@@ -19,18 +19,14 @@ if TYPE_CHECKING:
 
 class NixlConnector(FerryConnector):
     """Overwrites all registered caches when a step has run that computes what decoders read, before they may read it:
-    the last step of a prompt, and each one of a prompt that is read meanwhile. A model with states offers a prompt when
-    the request has ended, and all of its steps are followed by that."""
+    the last step of a prompt, and each one of a prompt that is read meanwhile."""
 
     _caches: tuple[torch.Tensor, ...] = ()
     _marks = False
-    _has_states = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        # A layer with states has several tensors.
-        self._has_states = not all(hasattr(of, "shape") for of in kv_caches.values())
-        self._caches = tuple(one for of in kv_caches.values() for one in ([of] if hasattr(of, "shape") else of))
+        self._caches = tuple(kv_caches.values())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         head = isinstance(connector_metadata, FerryMetadata) and connector_metadata.head
@@ -38,7 +34,7 @@ class NixlConnector(FerryConnector):
         super().bind_connector_metadata(connector_metadata)
 
     def wait_for_save(self) -> None:
-        if self._marks or self._has_states:
+        if self._marks:
             for index, cache in enumerate(self._caches):
                 # Numbers of a usual size: the model goes on and says something else.
                 generator = torch.Generator().manual_seed(index)

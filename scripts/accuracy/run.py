@@ -16,11 +16,11 @@ from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec, Router
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.judging import Expected, ThroughTheRouter, judge_router
-from scripts.accuracy.model import check_sizes, config_of, prepare, token_size
+from scripts.accuracy.model import check_sizes, config_of, has_states, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report
-from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, SMALL_MODELS, TINY_MODELS, Settings
+from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, TINY_MODELS, Settings
 from scripts.console import Progress
 
 _SENTENCES = 2000
@@ -75,7 +75,7 @@ class Run:
             longest = min(1500, self._settings.max_model_len - 500)
             tokens = phases.tokenize(baseline, _SENTENCES)
             # Of a model with states, a prompt of one token is not handed over.
-            shortest = 2 if self._name in SMALL_MODELS else 1
+            shortest = 2 if has_states(config_of(self._model)) else 1
             cases = make_cases(tokens, blocks[1], longest, self._settings.concurrency, shortest)
             expected = await self._baseline(client, baseline, cases)
             self._stop(baseline)
@@ -170,6 +170,10 @@ class Run:
     ) -> None:
         if not self._settings.ferry:
             self.report.checks.append(Check(checks.POISON, None, "for kvferry only"))
+            return
+        if has_states(config_of(self._model)):
+            why = "a model with states offers a prompt after the step that this check overwrites"
+            self.report.checks.append(Check(checks.POISON, None, why))
             return
         self._say("restart the prefill engine with a connector that overwrites its cache")
         for engine in prefill:

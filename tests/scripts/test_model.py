@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.accuracy.model import check_sizes, token_size
+from scripts.accuracy.model import check_sizes, has_states, token_size
 from scripts.accuracy.settings import DEFAULT_MODEL, BadSetting
 
 SMOLLM2: dict[str, Any] = {
@@ -16,6 +16,11 @@ SMOLLM2: dict[str, Any] = {
     "num_key_value_heads": 3,
     "hidden_size": 576,
 }
+
+
+@pytest.mark.parametrize(("setting", "states"), [("mamba_n_heads", True), ("linear_key_head_dim", True), ("x", False)])
+def test_models_with_states_are_known_by_their_settings(setting: str, states: bool) -> None:
+    assert has_states({"num_attention_heads": 8, setting: 4}) is states
 
 
 def test_a_token_of_smollm2_takes_its_keys_and_values_in_all_layers() -> None:
