@@ -14,6 +14,9 @@ from scripts.accuracy.scores import Score
 LOGPROB_TOLERANCE = 1e-3
 SCORE_TOLERANCE = 0.03
 ROUNDING_TOLERANCE = 0.1
+STATES_TOLERANCE = 0.4
+"""Of models with states, whose decoder takes the last token of a prompt as a step, where one engine takes it as part of
+a chunk: 0.22 was seen of a gated delta net in bfloat16 on a CPU. A wrong state changes nearly all answers."""
 BYTES = "bytes moved"
 POISON = "poisoned cache changes the tokens"
 

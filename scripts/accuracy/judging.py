@@ -57,16 +57,17 @@ def judge_router(
     settings: Settings,
     formula: Formula | None,
     blocks: tuple[int, int],
+    tolerance: float = 0.0,
 ) -> tuple[list[Check], dict[str, str]]:
     """The checks, and the figures that are shown and not judged.
 
     Args:
         blocks: tokens in a block of the prefill engines and of the decode engines.
+        tolerance: see `judge_tokens`.
     """
     asked = [*cases.sequence, *cases.crowd]
     every = [*asked, *cases.aborted]
     compared = checks.compare(every, expected.of(every), [*found.answers, *found.again])
-    tolerance = checks.ROUNDING_TOLERANCE if settings.unequal else 0.0
     judged = [
         *checks.judge_tokens(compared, expected.itself, tolerance),
         _judge_aborts(expected, found, cases),

@@ -93,7 +93,11 @@ class Run:
             warm = await decoders.scrape()
             found = await self._through_the_router(client, router.base_url, decoders, cases)
             formula = self._formula(blocks, phases.anything_staged(decode))
-            judged, self.report.figures = judge_router(expected, found, cases, self._settings, formula, blocks)
+            tolerance = checks.ROUNDING_TOLERANCE if self._settings.unequal else 0.0
+            tolerance = checks.STATES_TOLERANCE if has_states(config_of(self._model)) else tolerance
+            judged, self.report.figures = judge_router(
+                expected, found, cases, self._settings, formula, blocks, tolerance
+            )
             self.report.checks += judged
             score, itself = await self._arithmetic(client, router.base_url, "router"), expected.arithmetic_itself
             random_weights = self._name in RANDOM_MODELS
