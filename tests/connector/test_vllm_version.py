@@ -70,5 +70,5 @@ def test_what_allows_another_version_allows_only_that_one(allowed: str, monkeypa
 
 def test_package_doctor_and_start_agree() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["vllm"] == [f"vllm{SUPPORTED}"]
+    assert project["optional-dependencies"]["vllm"] == ["kvferry[worker]", f"vllm{SUPPORTED}"]
     assert VLLM == SUPPORTED

@@ -167,7 +167,7 @@ def test_a_part_is_judged_by_what_it_left(
 
 
 @pytest.mark.parametrize(("status", "found"), [(None, "deadline; last line: x"), (1, "exit status 1 without a result")])
-@pytest.mark.parametrize("by", {case[0] for case in CASES}, ids=lambda by: by.__name__)
+@pytest.mark.parametrize("by", dict.fromkeys(case[0] for case in CASES), ids=lambda by: by.__name__)
 def test_a_part_that_left_nothing_has_failed(by: Judge, status: int | None, found: str, tmp_path: Path) -> None:
     given = judge(by, tmp_path, "cuda", status, "x")
     assert (given.mark, found in given.found) == (Mark.FAILED, True)

@@ -16,6 +16,11 @@ COPIED = ("pyproject.toml", "scripts/test.sh", "scripts/find_python.sh", "tests/
 CHECKS = ("ruff", "mypy", "lint-imports")
 
 PASSES = "def test_fine(): pass\n"
+VARIES = """
+import os, pytest
+@pytest.mark.parametrize("pid", [os.getpid()])
+def test_pid(pid): pass
+"""
 FAILS = "def test_broken(): assert False\n"
 FAILS_AT_FIRST = """
 import pathlib
@@ -108,9 +113,10 @@ def test_a_check_that_fails_fails_the_run(tmp_path: Path) -> None:
     [
         ({f"test_odd{number}": FAILS_AT_FIRST for number in range(4)}, "tests/test_odd3.py::test_unsteady"),
         ({"test_broken": IS_NOT_COLLECTED}, "tests/test_broken.py"),
+        ({"test_varies": VARIES}, "gw"),
         ({"test_hangs": HANGS_WITH_THE_LOCK}, "tests/test_hangs.py::test_hangs"),
     ],
-    ids=["more than three", "a module that is not collected", "a hang"],
+    ids=["more than three", "a module that is not collected", "workers that collect other tests", "a hang"],
 )
 def test_there_is_no_second_run_where_it_would_hide_something(more: dict[str, str], named: str, tmp_path: Path) -> None:
     tree = Tree(tmp_path, {"test_good": PASSES, **more})
@@ -118,5 +124,5 @@ def test_there_is_no_second_run_where_it_would_hide_something(more: dict[str, st
     script.write_text(re.sub(r"(?<=faulthandler_timeout=)600\b", "5", script.read_text()))
     status, summary = tree.run()
     assert status == 1
-    assert f"FAILED {named}" in summary
+    assert any(line.startswith(f"FAILED {named}") for line in summary)
     assert not any(line.startswith("UNSTEADY") for line in summary)
