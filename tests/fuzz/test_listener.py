@@ -6,13 +6,15 @@ import contextlib
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kvferry.protocol.asks import Ask, Question, Unask
 from kvferry.protocol.handshake import (
     MAX_RENEWALS,
     MAX_REQUEST_BYTES,
@@ -22,6 +24,7 @@ from kvferry.protocol.handshake import (
     Renew,
     encode,
 )
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
@@ -33,6 +36,7 @@ from tests.waiting import wait_until
 
 _COUNTED = ("bad_frames", "handshakes_served", "dropped_messages")
 _PART_BYTES = 200 << 10
+QUESTION = Question(number=1, key="cmpl-1", num_tokens=5, digest="0" * 32)
 
 
 def resident_bytes() -> int:
@@ -61,11 +65,23 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
 
         monkeypatch.setattr(listener.inbox, "put", keep)
 
+        def kept_by(take: Callable[..., Any]) -> Callable[..., Any]:
+            def keep(*arguments: Any) -> Any:
+                answers = take(*arguments)
+                kept.append(arguments)
+                return answers
+
+            return keep
+
+        for name in ("ask", "unask"):
+            monkeypatch.setattr(AskedPrompts, name, kept_by(getattr(AskedPrompts, name)))
+
         def counted() -> int:
             return sum(counters.total(name) for name in _COUNTED) + len(kept)
 
         @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.lists(MESSAGE, min_size=1, max_size=5))
+        @example([[b"", encode(Ask(asker="c", questions=(QUESTION,)))], [b"", encode(Unask(asker="c", numbers=(1,)))]])
         def fuzz(messages: list[list[bytes]]) -> None:
             before = counted()
             for frames in messages:

@@ -35,10 +35,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(demo: tuple[str, Path]) -> None:
     said, folder = demo
     asked = said.partition(f"--request {SLOW}")[2]
-    (line,) = [line for line in asked.splitlines() if "→" in line]
-    assert SLOW in line.partition(" ")[0]
-    found = re.search(r"prefill-0 → decode-0 .* router ([\d.]+) s ", line)
-    assert found is not None, line
+    row = asked.partition("the slowest handovers:")[2].rpartition("─")[2].split("\n\n")[0]
+    assert {f"{name}-0" for name in ("prefill", "decode")} < set(row.split()), row
+    assert SLOW in row.split()[0]
+    assert "router" in row.split(), "the longest phase"
+    found = re.search(r"^router +1 +([\d.]+) s ", asked, re.MULTILINE)
+    assert found is not None, asked
     assert float(found[1]) >= SLOW_S
     pages = [(folder / "out" / name).read_text() for name in ("waterfall.html", "waterfall.svg", "trace.json")]
     assert all(SLOW in page for page in pages)
