@@ -68,7 +68,7 @@ def _considered(mla: bool, cache: Any) -> list[str]:
 
 
 def row_of(case: Case, folder: Path) -> dict[str, Any]:
-    """What was found for a case: the kinds and dtypes of its tensors, or who stopped the engine and why."""
+    """The findings for a case: the kinds and dtypes of its tensors, or who stopped the engine and why."""
     model = folder / case.model
     if not model.exists():
         _write_config(case.model, model)

@@ -75,7 +75,7 @@ class Planned:
 
 
 def plan(parts: Sequence[Part], gpus: Sequence[Gpu], *, quick: bool, only: Sequence[str] = ()) -> list[Planned]:
-    """What runs where. `only`: beginnings of the names of the parts that are wanted; none: all."""
+    """The parts with their GPUs. `only`: beginnings of the names of the parts that are wanted; none: all."""
     planned = []
     for part in parts:
         if only and not part.name.startswith(tuple(only)):

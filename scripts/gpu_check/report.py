@@ -1,4 +1,4 @@
-"""What the GPU check shows: a table at the end, and a report as JSON and as Markdown."""
+"""The GPU check's results: a table at the end, and a report as JSON and as Markdown."""
 
 from __future__ import annotations
 

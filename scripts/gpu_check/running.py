@@ -27,7 +27,7 @@ _SUBREAPER = 36
 
 @dataclass(slots=True)
 class MemorySeen:
-    """Memory that is in use, whoever has it: before a part, the most while it ran, and after it."""
+    """Memory that all processes use: before a part, the most while it ran, and after it."""
 
     before: Mapping[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def _results(path: Path) -> Any:
 
 
 def environment_of(planned: Planned, device: str, folder: Path) -> dict[str, str]:
-    """What a part's environment has beside this process's."""
+    """The variables that a part has in addition to this process's."""
     added = {"PART": str(folder), "KVFERRY_BENCH_RESULTS": str(folder)}
     if device == "cuda":
         added |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}

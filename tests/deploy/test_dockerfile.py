@@ -46,7 +46,7 @@ def test_versions_are_those_of_the_supported_range_and_of_the_locks() -> None:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the wheel stage makes; without the isolation of its `pip wheel`, which would need a package registry."""
+    """The wheel of its stage, without the isolation of `pip wheel`, which would need a package registry."""
     folder = tmp_path_factory.mktemp("image")
     source = copied(STAGE["wheel"], folder / "src")
     assert STAGE["wheel"].all("RUN")[0].endswith("--wheel-dir /wheels .")

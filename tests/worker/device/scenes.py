@@ -173,26 +173,24 @@ def word(producer: Engine, offer: Offer) -> SlotState:
     return next(state for state in SlotState if producer.word(offer) == slot_word(epoch, state))
 
 
-def ready_after_the_model(stage: Stage) -> None:
-    """READY is written when the model's stream has passed the step that completes the prompt."""
+def _ready_after(stage: Stage, *, model: bool) -> None:
     producer, consumer = stage.serve()
-    with stage.held(stage.here, model=True) as not_yet:
+    with stage.held(stage.here, model=model) as not_yet:
         offer = producer.prefill(tokens=10, seed=3)
         load = consumer.load(offer.params)
         not_yet(lambda: word(producer, offer) is SlotState.READY)
     assert stage.rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=3)
+
+
+def ready_after_the_model(stage: Stage) -> None:
+    """READY is written when the model's stream has passed the step that completes the prompt."""
+    _ready_after(stage, model=True)
 
 
 def ready_after_the_copy(stage: Stage) -> None:
     """With a copy in host memory, READY is written when that is complete."""
-    producer, consumer = stage.serve()
-    with stage.held(stage.here, model=False) as not_yet:
-        offer = producer.prefill(tokens=10, seed=3)
-        load = consumer.load(offer.params)
-        not_yet(lambda: word(producer, offer) is SlotState.READY)
-    assert stage.rig.until_over(consumer, load) is None
-    consumer.check_bytes(load, seed=3)
+    _ready_after(stage, model=False)
 
 
 def progress_after_the_model(stage: Stage) -> None:
