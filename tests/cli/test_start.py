@@ -1,8 +1,10 @@
-"""Start of the command: its name, no import of torch, and a quiet end when its reader closes the pipe."""
+"""Start and end of the command: no import of torch, and no traceback where its output or its user leaves."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,18 +60,41 @@ def test_help_names_every_option_of_the_documentation() -> None:
             assert f"`{option}" in page, option
 
 
-def test_a_closed_pipe_ends_it_quietly() -> None:
-    """More output than a pipe holds, to a reader that reads ten bytes."""
-    large = "layers=64,heads=8,dim=128,tp=8,layout=NHD"
-    command = [sys.executable, "-m", "kvferry", "plan", large, f"{large},pp=8", "--json"]
-    assert len(run(*command[3:]).out) > 1 << 16
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as planning:
-        assert planning.stdout is not None
-        assert planning.stderr is not None
-        planning.stdout.read(10)
-        planning.stdout.close()
-        assert planning.stderr.read() == b""
-    assert planning.returncode == 0
+@pytest.mark.parametrize(
+    ("shell", "code", "err"),
+    [
+        ("{plan} --json | head -c 10", 0, ""),
+        ("{plan} | true", 0, ""),
+        ("{plan} > /dev/full", 2, "kvferry plan: the system refused: [Errno 28] No space left on device\n"),
+        ("{plan} --json > /dev/full", 2, "kvferry plan: the system refused: [Errno 28] No space left on device\n"),
+        ("{plan} >&-", 0, ""),
+        ("{kvferry} plan - layers=4,heads=8,dim=128 <&-", 2, "kvferry plan: PRODUCER: description JSON: "),
+        ("COLUMNS=² {plan} > /dev/null", 0, ""),
+        ("{kvferry} trace nowhere 2>&-", 2, ""),
+    ],
+)
+def test_an_output_that_is_closed_or_full_ends_it_without_a_traceback(shell: str, code: int, err: str) -> None:
+    """With more output than a pipe holds."""
+    kvferry, large = f"{sys.executable} -m kvferry", "layers=64,heads=8,dim=128,tp=8,layout=NHD"
+    command = shell.format(kvferry=kvferry, plan=f"{kvferry} plan {large} {large},pp=8")
+    ran = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stderr.count("\n")) == (code, min(1, len(err)))
+    assert ran.stderr.startswith(err)
+
+
+def test_ctrl_c_ends_it_at_once_and_without_a_traceback() -> None:
+    """While it asks a listener that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "kvferry", "describe", address, "--timeout", "60"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as asking:
+            connection, _ = server.accept()
+            with connection:
+                asking.send_signal(signal.SIGINT)
+                assert asking.communicate(timeout=30) == (b"", None)
+    assert asking.returncode == 130
 
 
 def test_a_pipe_gets_80_columns() -> None:

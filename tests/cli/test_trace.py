@@ -85,6 +85,17 @@ def test_the_tables_fit_80_columns_and_ids_stay_whole(example: Path) -> None:
     assert len(re.findall(r"^cmpl-7c1e-10\d\d-0-[0-9a-f]{8} ", out, re.MULTILINE)) == 20
 
 
+def test_with_names_as_long_as_the_routers_and_vllms_no_column_disappears(tmp_path: Path) -> None:
+    simulation, ends = (
+        Simulation(),
+        ("a735d857-d2af-4617-9d15-41517f886b45", "4e9a2461-b3f4-4eea-bc38-90ee73fc14d4_dp1"),
+    )
+    producer, consumer = (simulation.engine(name) for name in ends)
+    simulation.handover(producer, consumer, request=f"cmpl-{'f44cb7e2' * 4}-0-a5dcd2ec")
+    out = run("trace", str(simulation.write(tmp_path)), columns=40).out
+    assert {"a735d857", "4e9a2461", "engines", "tokens", "handover", "longest", "result"} <= {*out.split()}
+
+
 def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Path) -> None:
     ran = run("trace", str(example), "--request", "7c1e-1012", "--json")
     (one,) = json.loads(ran.out)["slowest"]
@@ -216,6 +227,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: 
         (["{empty}"], "files *.jsonl with traces"),
         (["{example}", "--request", "unheard of"], "--request is 'unheard of'"),
         (["{example}", "--slowest", "0"], "--slowest is '0'"),
+        (["{example}", "-o", ""], "-o is ''; expected a file .html, .svg, .json, or a folder"),
         (["{example}", "-o", "x.pdf"], "-o is 'x.pdf'; expected a file .html, .svg, .json, or a folder"),
         (["{example}", "-o", "{empty}/x.PNG"], "x.PNG'; expected a file .html, .svg, .json, or a folder"),
         (["{example}", "-o", "/proc/version/out"], "-o is "),

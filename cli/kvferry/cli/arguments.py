@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from kvferry.protocol.errors import InputError, KvferryError
 
 
-def read_address(text: str, default_port: int = 0) -> tuple[str, int]:
+def read_address(name: str, text: str, default_port: int = 0) -> tuple[str, int]:
     """Host and port of `host:port` or `[host]:port`; the port may be left out if there is a default.
 
     Raises `InvalidArgument`.
@@ -25,7 +25,7 @@ def read_address(text: str, default_port: int = 0) -> tuple[str, int]:
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%a-z]+)\]|([^\s:/\[\]]+))(?::([0-9]{1,5}))?", text)
     port = int(found[3] or default_port) if found else 0
     if not found or not 1 <= port <= 65535:
-        raise InvalidArgument("HOST:PORT", text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535")
+        raise InvalidArgument(name, text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535")
     return found[1] or found[2], port
 
 

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from kvferry.protocol.geometry import Range
 
 
 WIDTH = 80
 """If the output is no terminal, and there is no variable COLUMNS."""
+_COLUMN = 10
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -36,22 +37,31 @@ def terminal(*, errors: bool = False) -> Console:
 
     wide = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if wide else WIDTH
-    return Console(width=width, stderr=errors, highlight=False)
+    return Console(width=width, height=24, stderr=errors, highlight=False)  # without both rich reads COLUMNS itself
+
+
+def _print(content: RenderableType, least: int = 0) -> None:
+    """Print at least that wide, without blanks at the ends of lines. Raises `BrokenPipeError`; rich itself exits."""
+    console = terminal()
+    console.width = max(console.width, least)
+    with console.capture() as captured:
+        console.print(content)
+    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
     """Print one `safe` line, wrapped between words; the lines after the first begin with `hang` spaces."""
     from rich.text import Text
 
-    console = terminal()
-    wrapper = textwrap.TextWrapper(console.width, subsequent_indent=" " * hang, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(terminal().width, subsequent_indent=" " * hang, break_on_hyphens=False)
     wrapper.break_long_words = False  # paths can be copied
-    for line in wrapper.wrap(safe(content)) or [""]:
-        console.print(Text(line, style=style), soft_wrap=True)
+    lines = wrapper.wrap(safe(content))
+    _print(Text("\n".join(lines), style), max(map(len, lines), default=0))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None) -> None:
-    """Print `safe` cells as a table.
+    """Print `safe` cells as a table. The first column is as wide as its cells, and each other one has `_COLUMN` letters
+    on average, as far as `WIDTH` goes, also on a terminal that is narrower.
 
     Args:
         columns: their names; `>` in front aligns to the right.
@@ -62,20 +72,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: M
     from rich.table import Table
     from rich.text import Text
 
-    styles = styles or {}
+    styles, first = styles or {}, 0
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
-        right = column.startswith(">")
-        justify: Literal["left", "right"] = "right" if right else "left"
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         table.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not table.columns)
     for row in rows:
         cells = [safe(cell) for cell in row]
         known = [next((styles[word] for word in styles if cell.startswith(word)), "") for cell in cells]
         table.add_row(*(Text(cell, style) for cell, style in zip(cells, known, strict=True)))
-    console = terminal()
-    with console.capture() as captured:
-        console.print(table)
-    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+        first = max(first, *map(len, cells[:1]))
+    _print(table, min(WIDTH, first + _COLUMN * (len(columns) - 1)))
 
 
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")

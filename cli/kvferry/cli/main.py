@@ -2,8 +2,8 @@
 
 Exit codes: 0 when the pair works, the engine answered or nothing is broken; 1 when the pair is refused, no engine
 answers, the doctor found something broken or the benchmark a wrong byte; 2 when the input is invalid, or the benchmark
-could not be made. A refused pair and the doctor's findings are printed on standard output, every other error in one
-line on standard error.
+could not be made; 130 after Ctrl-C. A refused pair and the doctor's findings are printed on standard output, every
+other error in one line on standard error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from kvferry.cli.formatting import safe
 from kvferry.protocol.errors import InputError, KvferryError
 from kvferry.version import __version__
 
@@ -20,10 +22,30 @@ _ANY_HOST = "0.0.0.0"  # noqa: S104 - `bench --listen` is for other machines, an
 GOOD = 0
 NO_ANSWER = 1
 BAD = 2
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Without abbreviations of options, and with errors of one line."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD, f"{safe(f'{self.prog}: {message}')}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed before the start
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -31,20 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _run(options)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except KvferryError as wrong:
         print(f"kvferry {options.command}: {wrong}", file=sys.stderr)
         return NO_ANSWER if options.command == "describe" and not isinstance(wrong, InputError) else BAD
-    except BrokenPipeError:  # the reader of our output has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return GOOD
+    except OSError as refused:  # of standard output; other files have errors of their own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python has yet to write there
+        if isinstance(refused, BrokenPipeError):
+            return GOOD
+        print(f"kvferry {options.command}: the system refused: {refused}", file=sys.stderr)
+        return BAD
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvferry",
-        description="Plans, checks, measures and traces transfers of KV caches between engines.",
-        allow_abbrev=False,
+    parser = _Parser(
+        prog="kvferry", description="Plans, checks, measures and traces transfers of KV caches between engines."
     )
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}", help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -56,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan = commands.add_parser(
         "plan",
         help="how one engine would read another's cache",
@@ -64,7 +89,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "./config.json,tp=4, or a folder or a model of the local hub cache in its place. tp=2 alone has the model of "
         "the other side. It can also be a short form (layers=32,heads=8,dim=128,tp=4), or an engine's description JSON "
         "(a file, - for standard input). Exit code 1: the pair is refused.",
-        allow_abbrev=False,
     )
     plan.add_argument("producer", metavar="PRODUCER", help="the engine that prefills")
     plan.add_argument("consumer", metavar="CONSUMER", help="the engine that decodes")
@@ -78,26 +102,24 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--out", metavar="FILE", help="where --copies goes (default: standard output, and no table)")
 
 
-def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_describe(commands: argparse._SubParsersAction[_Parser]) -> None:
     describe = commands.add_parser(
         "describe",
         help="ask a running engine for its description",
         description="Ask the engine whose side channel is at HOST:PORT for its description.",
-        allow_abbrev=False,
     )
     describe.add_argument("address", metavar="HOST:PORT", help="the producer's side channel, [host]:port for IPv6")
     describe.add_argument("--json", action="store_true", help="print the description JSON that `kvferry plan` reads")
     describe.add_argument("--timeout", metavar="S", default="5", help="seconds to wait (default: %(default)s)")
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="what is wrong with this machine",
         description="Checks versions, devices, UCX settings, limits, ports and the secret of this machine, and makes a "
         "loopback transfer. Run it as an engine is run: same user, container and environment. "
         "Exit code 1: something is broken.",
-        allow_abbrev=False,
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.add_argument(
@@ -111,14 +133,13 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     bench = commands.add_parser(
         "bench",
         help="what the fabric between two machines does",
         description="Reads memory of known content from one machine to another over NIXL, compares every byte and "
         "times the reads, before an engine is started. Run --listen on one machine and --connect on the other, as "
         "engines are run: same user, container and environment. Exit code 1: a byte was wrong.",
-        allow_abbrev=False,
     )
     bench.add_argument(
         "--listen",
@@ -135,12 +156,11 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument("--json", action="store_true", help="print what was measured as JSON")
 
 
-def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
     trace = commands.add_parser(
         "trace",
         help="where the time of handovers went",
         description="Merges what engines with `trace_dir` recorded to one timeline per handover, the slowest first.",
-        allow_abbrev=False,
     )
     trace.add_argument("dirs", metavar="DIR", nargs="+", help="folders, searched to the bottom, or files *.jsonl")
     trace.add_argument("-o", dest="out", metavar="OUT", help="a folder to make, or one file: .html, .svg or .json")

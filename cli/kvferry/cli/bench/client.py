@@ -51,7 +51,7 @@ class Session:
             with SideChannelClient(self._secrets) as client:
                 return decode_reply(client.exchange(self._host, self._port, encode_frame(request), timeout_s))
         except (HandshakeFailed, InvalidMessage) as failed:
-            raise ReadsFailed(f"{failed}; does `kvferry bench --listen` run there?") from None
+            raise ReadsFailed(f"{failed}; run `kvferry bench --listen` there first") from None
 
     def join(self, agent_metadata: bytes) -> Offer:
         """Join, with retries while the listener starts."""

@@ -25,7 +25,6 @@ SCHEMA = 1
 _COLUMNS = ("memory", ">size", ">descriptors", ">reads", ">GB/s", ">p50 µs", ">p99 µs", "bytes")
 _KINDS = {"DRAM": "host", "VRAM": "GPU"}
 PORT = 5700
-_INTERRUPTED = 130
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -44,7 +43,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _listen(options: argparse.Namespace, task: Task) -> int:
-    host, port = read_address(options.listen, PORT)
+    host, port = read_address("--listen", options.listen, PORT)
     listener = BenchListener(
         host, port, task, secrets_from_environment(), report=lambda line: print(line, file=sys.stderr, flush=True)
     )
@@ -59,12 +58,10 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
 
 
 def _connect(options: argparse.Namespace, task: Task) -> int:
-    host, port = read_address(options.connect, PORT)
+    host, port = read_address("--connect", options.connect, PORT)
     session = Session(host, port, task.timeout_s, secrets_from_environment())
     try:
         outcome = run_client(session, task, _show)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     finally:
         _clear_line()
     if options.json:

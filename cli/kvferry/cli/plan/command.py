@@ -32,9 +32,9 @@ POOL_BYTES_VRAM, POOL_BYTES_DRAM = 256 << 20, 64 << 20
 
 def run_plan(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code. Raises `InputError`."""
-    if options.out and not options.copies:
+    if options.out is not None and options.copies is None:
         raise InvalidArgument("--out", options.out, "--copies with it")
-    if options.copies and options.json and not options.out:
+    if options.copies is not None and options.json and options.out is None:
         raise InvalidArgument("--copies", options.copies, "--out FILE with it, since --json prints as well")
     tokens = None if options.tokens is None else whole_option("--tokens", options.tokens, 1, MAX_TOKENS)
     link_gb_s = number_option("--link", options.link, 0.001, 1e6)
@@ -52,23 +52,23 @@ def run_plan(options: argparse.Namespace) -> int:
             print_refusal(refusal)
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
-    if options.svg:
+    if options.svg is not None:
         write_file("--svg", options.svg, [draw(summary)])
-    if options.copies:
+    if options.copies is not None:
         text = read_file(InvalidRequest, "file", options.copies, MAX_REQUEST_BYTES)
         request = read_request(text, consumer, producer)
         lines = copy_lines(plans, consumer, producer, request)
-        if options.out:
+        if options.out is not None:
             write_file("--out", options.out, lines)
         else:
             sys.stdout.writelines(lines)
     if options.json:
         _print_json(summary)
-    elif not options.copies or options.out:
+    elif options.copies is None or options.out is not None:
         print_sides((("producer", summary.producer, there.form), ("consumer", summary.consumer, here.form)))
         print_plan(summary)
     # What goes to standard output for another program stays alone there.
-    to = sys.stderr if options.json or (options.copies and not options.out) else sys.stdout
+    to = sys.stderr if options.json or (options.copies is not None and options.out is None) else sys.stdout
     for what, path in (("picture", options.svg), ("copies", options.out)):
         if path:
             print(f"\n{what}: {safe(path)}", file=to)

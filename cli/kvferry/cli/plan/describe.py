@@ -27,7 +27,7 @@ _SIGNATURE_S = 0.5
 
 def run_describe(options: argparse.Namespace) -> int:
     """Run the command; gives the exit code. Raises `KvferryError`."""
-    host, port = read_address(options.address)
+    host, port = read_address("HOST:PORT", options.address)
     engine = fetch(host, port, number_option("--timeout", options.timeout, 0.1, 600), secrets_from_environment())
     engine_json = engine_json_of(engine)
     if options.json:

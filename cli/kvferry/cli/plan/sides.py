@@ -12,6 +12,7 @@ A model's name is looked up in the local hub cache. Nothing is downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -32,7 +33,10 @@ from kvferry.protocol.handshake import EngineDescription, ModelFacts
 
 STDIN = "-"
 CONFIG = "config.json"
-_ACCEPTED = "a description JSON, - for standard input, a model's config.json or folder, a model in the local hub cache"
+_ACCEPTED = (
+    "layers=…,heads=…,dim=…, a description JSON, - for standard input, a model's config.json or folder, "
+    "or a model in the local hub cache"
+)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _COMMIT = re.compile(rb"[0-9a-f]{40}")
 
@@ -130,17 +134,14 @@ def _file_of(role: str, model: str) -> Path:
         return Path(model, CONFIG)
     if os.path.exists(model):
         return Path(model)
-    hub = _hub_cache()
-    if not _NAME.fullmatch(model) or ".." in model:
-        raise InvalidArgument(role, model, f"{_ACCEPTED}, or layers=…,heads=…,dim=…")
+    hub, commit = _hub_cache(), b""
     folder = hub / f"models--{model.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / "main").read_bytes()[:80].strip()
-    except OSError:
-        commit = b""
+    if _NAME.fullmatch(model) and ".." not in model:
+        with contextlib.suppress(OSError):
+            commit = (folder / "refs" / "main").read_bytes()[:80].strip()
     path = folder / "snapshots" / commit.decode(errors="replace") / CONFIG
     if not _COMMIT.fullmatch(commit) or not path.is_file():
-        raise InvalidArgument(role, model, f"{_ACCEPTED}, or layers=…,heads=…,dim=…; nothing is downloaded to {hub}")
+        raise InvalidArgument(role, model, f"{_ACCEPTED} ({hub}); there is none, and nothing is downloaded")
     return path
 
 

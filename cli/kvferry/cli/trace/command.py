@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
 def _check_suffix(out: str) -> None:
     """Refuse `-o x.pdf`, before anything is read: a folder of that name is not what was meant."""
     suffix, is_folder = Path(out).suffix.lower(), out.endswith("/") or Path(out).is_dir()
-    if not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) and suffix not in SUFFIXES:
+    if not out or (not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) and suffix not in SUFFIXES):
         raise InvalidArgument("-o", out, f"a file {', '.join(SUFFIXES)}, or a folder (with / at its end)")
 
 

@@ -15,6 +15,7 @@ from kvferry.trace.timeline import Chunk, Span, Timeline
 
 SCHEMA = 1
 _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+)$")
+_UUID = re.compile(r"([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MOST_NOTES = 8
 
 
@@ -106,8 +107,9 @@ def name_of(one: Timeline, longest: int = 34) -> str:
 
 
 def format_engines(one: Timeline) -> str:
-    """`prefill-0 → decode-1`, with `?` for an engine that was not recorded."""
-    return f"{short_id(one.handover.producer or '?', 20)} → {short_id(one.handover.consumer or '?', 20)}"
+    """`prefill-0 → decode-1`, a UUID by its first part, and `?` for an engine that was not recorded."""
+    named = (_UUID.sub(r"\1", engine or "?") for engine in (one.handover.producer, one.handover.consumer))
+    return " → ".join(short_id(engine, 20) for engine in named)
 
 
 def ticks(longest_ns: float, about: int) -> list[int]:
