@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from kvferry.protocol.ids import SlotState, slot_word
 from kvferry.protocol.ids import epoch_from_text as epoch_of
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.relayout import triton_relayout
 from tests.fakes.cuda import FakeCuda, Phase, Rule
-from tests.fakes.cuda_memory import kernels, watched
+from tests.fakes.cuda_memory import kernels, launch_relayout, watched
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
@@ -276,6 +278,21 @@ def blocks_after_the_relayout(stage: Stage) -> None:
         not_yet(lambda: consumer.seen.is_over(load.request_id))
         consumer.set_timeouts(load_s=0.0)
         assert stage.rig.until_over(consumer, load) is FailureReason.DEADLINE
+        assert load.request_id in consumer.seen.alive
+    stage.rig.step_until(lambda: load.request_id not in consumer.seen.alive, "its blocks are safe")
+
+
+def blocks_after_a_launch_that_raised(stage: Stage) -> None:
+    """A load whose launch raised keeps its blocks too: what was launched before the error may still write them."""
+    producer, consumer = stage.serve()
+
+    def launch_and_raise(**what: Any) -> None:
+        launch_relayout(**what)
+        raise RuntimeError("of the test")
+
+    with stage.held(stage.there, model=False), patch.object(triton_relayout, "launch_relayout", launch_and_raise):
+        load = consumer.load(producer.prefill(tokens=10, seed=3).params)
+        assert stage.rig.until_over(consumer, load) is FailureReason.TRANSFER
         assert load.request_id in consumer.seen.alive
     stage.rig.step_until(lambda: load.request_id not in consumer.seen.alive, "its blocks are safe")
 

@@ -63,6 +63,12 @@ def test_blocks_of_a_failed_load_are_named_until_the_relayouts_stream_has_passed
 
 
 @pytest.mark.parametrize("setup", ["direct", "staged"])
+def test_blocks_are_named_until_then_also_where_the_launch_has_raised(setup: str) -> None:
+    with Stage(setup) as stage:
+        scenes.blocks_after_a_launch_that_raised(stage)
+
+
+@pytest.mark.parametrize("setup", ["direct", "staged"])
 @pytest.mark.parametrize("scene", [scenes.streamed_reads_after_the_model, scenes.streamed_report_after_the_relayout])
 def test_so_it_is_with_prompts_that_are_read_while_they_are_computed(
     setup: str, scene: Callable[[Stage], None]

@@ -183,7 +183,11 @@ class StagedReads:
             flight.reads.finished(done)
             self.changes += 1
         if flight.transfer is None and flight.mark is None and flight.table is not None:
-            flight.mark = self._staging.relayout.try_start(flight.table)
+            try:
+                flight.mark = self._staging.relayout.try_start(flight.table)
+            except Exception:
+                flight.mark = self._staging.relayout.mark()  # what was launched before the error still writes
+                raise
 
     def _finish(self, flights: list[_Flight]) -> None:
         now_s = time.monotonic() if flights else 0.0
