@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.ids import EMPTY
-from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.orders import FailureReason, LeaseEnd, StepOrders, encode_head, encode_orders
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.peers.first_contact import PlanCache
 from tests.harness.engine import Engine
@@ -68,6 +68,29 @@ def test_a_fabric_without_notifications_stops_neither_the_ends_of_leases_nor_loa
     assert one.word(held) == EMPTY
     one.fabric.faults.clear()
     rig.transfer(one, other)
+
+
+def test_loads_are_carried_out_although_the_leases_of_their_step_cannot_be(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    params = producer.prefill(tokens=10).params
+    assert consumer.loads.offer("decode", params, 10, 0.0) is None
+    blocks = consumer._take_blocks(10)
+    consumer.loads.allocated("decode", consumer.loads.matched_tokens("decode", 0), (blocks,))
+    end = LeaseEnd(request_id="held", slot=0, epoch=params.kvferry.lease_epoch)
+    orders = StepOrders(boot=consumer.boot, loads=consumer.loads.take_orders(), ends=(end,))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("unheard of")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(consumer.worker._thread._table, "end", broken)
+        consumer.worker.carry_out(encode_head(orders), encode_orders(orders))
+        rig.step_until(lambda: "decode" in consumer.seen.loaded, "the load is good")
+    consumer.loads.finished("decode")
+    recovers(rig, producer, consumer)
 
 
 def test_leases_become_ready_although_the_peer_registry_is_broken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from typing import ParamSpec
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.load_bell import BellRope
-from kvferry.protocol.orders import FailureReason, LeaseHold, LeaseProgress, OrdersHead, decode_orders
+from kvferry.protocol.orders import FailureReason, LeaseHold, LeaseProgress, OrdersHead, StepOrders, decode_orders
 from kvferry.worker.device import Device, DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
@@ -223,6 +223,14 @@ class TransferThread:
         except InvalidMessage:
             self._lose(head)
             return
+        self._survive(self._change_leases, orders, mark)
+        for order in orders.loads:
+            self.runner.add(order, mark, arrived_s, head.boot)
+        for prewarm in orders.prewarms:
+            add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
+            add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)
+
+    def _change_leases(self, orders: StepOrders, mark: DeviceMark) -> None:
         if orders.ends:
             self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
         sent = [self._table.end(end) for end in orders.ends]
@@ -233,11 +241,6 @@ class TransferThread:
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
             results.failed.update(dict.fromkeys(orders.fails, FailureReason.PREFILL))
-        for order in orders.loads:
-            self.runner.add(order, mark, arrived_s, head.boot)
-        for prewarm in orders.prewarms:
-            add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
-            add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)
 
     def _complete(self, mark: DeviceMark) -> None:
         ending, self._ending = self._ending, []
