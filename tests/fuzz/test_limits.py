@@ -212,6 +212,18 @@ def test_the_rows_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         plan_transfer(ours, 0, theirs)
 
 
+def test_the_descriptors_of_a_plan_are_bounded() -> None:
+    """A producer that claims a huge cache in short runs: of tables with 2**31 descriptors it would take thousands."""
+    ours = engine(tensor(heads=Range(0, 512), head_stride=32, block_stride=1 << 20), engine_id="C")
+    each = [
+        tensor(heads=Range(0, 512), blocks=blocks, head_stride=8, tile_stride=4096, block_stride=1 << 20)
+        for blocks in ((1 << 38) // 2048, (1 << 38) // 2048 + 1)
+    ]
+    plan_transfer(ours, 0, engine(each[0]))
+    with pytest.raises(PlanRefused, match=f"{(1 << 38) + 2048} descriptors"):
+        plan_transfer(ours, 0, engine(each[1]))
+
+
 def test_thousands_of_workers_whose_heads_all_overlap_differently_are_refused_in_some_seconds() -> None:
     ours = engine(tensor(heads=Range(0, 10_000), block_stride=1 << 20), engine_id="C")
     each = [

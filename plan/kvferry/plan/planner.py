@@ -32,6 +32,8 @@ _SAME_TENSOR = {
 _MAX_TENSOR_REASONS = 8
 MAX_ROWS = 1 << 22
 """Most rows of descriptors of one plan: 160 MiB a side."""
+MAX_TOTAL_DESCRIPTORS = 1 << 38
+"""Most descriptors of one plan, in tables of up to 2**31: a cache of 16 TiB in runs of 64 bytes."""
 
 
 def plan_transfer(
@@ -76,7 +78,7 @@ def _plan(
     here = consumer.workers[worker]
     local = {tensor.name: tensor for tensor in here.tensors}
     routes: list[Route] = []
-    maps, rows = TokenMaps(consumer), 0
+    maps, sizes = TokenMaps(consumer), (0, 0)
     for index, wanted in assignment.sources[worker].items():
         there = producer.workers[index]
         remote = {tensor.name: tensor for tensor in there.tensors}
@@ -85,7 +87,7 @@ def _plan(
             ours, theirs = local[name], remote[name]
             parts += parts_of(ours, theirs, heads, maps.of(ours, theirs))
         bundles = bundle(parts)
-        rows = _check_rows(rows, bundles)
+        sizes = _check_sizes(*sizes, bundles)
         slices, staged = place(parts, bundles, costs)
         routes.append(Route(index, there.place, slices, bundles, staged, assignment.expected(index)))
     routes += [
@@ -95,23 +97,24 @@ def _plan(
     return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
 
 
-def _check_rows(before: int, bundles: Sequence[Bundle]) -> int:
-    """Refuse plans whose rows, one for every run and position, would take too much memory.
+def _check_sizes(rows: int, descriptors: int, bundles: Sequence[Bundle]) -> tuple[int, int]:
+    """Refuse plans whose rows, one for every run and position, or whose tables would take too much memory.
 
     Returns:
-        The number of rows of these bundles plus `before`.
+        The numbers of rows and of descriptors, those of these bundles added.
 
     Raises:
         PlanRefused: there are too many.
     """
-    rows = before + sum(
-        one.unit_runs * max(one.tokens.positions(side) for side in (one.tokens.local, one.tokens.remote))
-        for one in bundles
-    )
-    if rows > MAX_ROWS:
-        change = "use block sizes and cache layouts that share longer runs"
-        raise PlanRefused([Reason("descriptors", f"{rows} rows", f"at most {MAX_ROWS}", change)])
-    return rows
+    for one in bundles:
+        sides = (one.tokens.local, one.tokens.remote)
+        rows += one.unit_runs * max(map(one.tokens.positions, sides))
+        descriptors += one.unit_runs * max(one.tokens.positions(side) * side.blocks for side in sides)
+    change = "use block sizes and cache layouts that share longer runs"
+    for what, found, most in (("rows", rows, MAX_ROWS), ("descriptors", descriptors, MAX_TOTAL_DESCRIPTORS)):
+        if found > most:
+            raise PlanRefused([Reason("descriptors", f"{found} {what}", f"at most {most}", change)])
+    return rows, descriptors
 
 
 def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
