@@ -189,6 +189,20 @@ def test_a_start_that_cannot_pin_all_of_its_memory_unpins_the_rest(
     assert not cuda.registered
 
 
+@pytest.mark.parametrize("which", ["buffer", "host_buffer"])
+def test_a_start_whose_kernels_cannot_be_made_unpins_all(
+    cuda: FakeCuda, rig: Rig, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(f"kvferry.worker.staging.{which}.relayout_for", fail)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        rig.engine("P", device=cuda.device, settings=PINNED)
+    assert "cudaHostRegister" in cuda.names()
+    assert not cuda.registered
+
+
 def test_a_load_is_zeroed_by_one_launch_on_a_stream_of_its_own_that_was_used_at_registration(
     cuda: FakeCuda, rig: Rig
 ) -> None:

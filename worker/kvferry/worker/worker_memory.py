@@ -59,8 +59,9 @@ class WorkerMemory:
         staging = _staging(caches, settings)
         try:
             mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
-        except InvalidConfig:
-            _unpin(staging)
+        except BaseException:
+            if staging is not None:
+                staging.unpin()
             raise
         rows = Rows(settings.row_blocks)
         table = LeaseTable(settings.lease_slots, mirror, rows)
@@ -97,12 +98,8 @@ class WorkerMemory:
         """Undo the pinning, once nothing reads or writes the memory any more. Idempotent."""
         for memory in self.mirror.memory if self.mirror is not None else ():
             memory.unpin()
-        _unpin(self.staging)
-
-
-def _unpin(staging: Staging | None) -> None:
-    if staging is not None and staging.memory is not None:
-        staging.memory.unpin()
+        if self.staging is not None:
+            self.staging.unpin()
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:

@@ -29,9 +29,6 @@ class Staging:
         capacity: bytes of the buffer.
         on_host: the buffer is host memory, wherever the caches are, for fabrics that do not reach the device.
 
-    Attributes:
-        memory: of a buffer in host memory, to be unpinned at the end.
-
     Raises:
         PoolTooSmall: the capacity is not enough for a wave.
         InvalidConfig: there is too little host memory.
@@ -40,10 +37,19 @@ class Staging:
     def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
         self.pool = StagingPool(capacity)
         device = HOST if on_host else caches.device
-        self.memory = HostMemory(capacity, caches.device) if on_host else None
-        self._buffer = self.memory.tensor if self.memory else device.empty(capacity)
+        self._memory = HostMemory(capacity, caches.device) if on_host else None
+        self._buffer = self._memory.tensor if self._memory else device.empty(capacity)
         self._where = KvCaches((self._buffer,), (), device)
-        self.relayout = relayout_for([self._buffer], caches.storages, caches.device)
+        try:
+            self.relayout = relayout_for([self._buffer], caches.storages, caches.device)
+        except BaseException:
+            self.unpin()
+            raise
+
+    def unpin(self) -> None:
+        """Undo the pinning of a buffer in host memory, once nothing uses it any more. Idempotent."""
+        if self._memory is not None:
+            self._memory.unpin()
 
     @property
     def longest_run(self) -> int:

@@ -54,12 +54,12 @@ class HostMirror:
                     memory.append(HostMemory(whole.nbytes(), caches.device))
                     undo.callback(memory[-1].unpin)
                     moved[whole.data_ptr()] = (whole.nbytes(), memory[-1].tensor.data_ptr() - whole.data_ptr())
+            self.memory = tuple(memory)
+            storages = [one.tensor for one in memory]
+            self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
+            self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), HOST)
+            self._relayout = relayout_for(caches.storages, storages, caches.device)
             undo.pop_all()
-        self.memory = tuple(memory)
-        storages = [one.tensor for one in memory]
-        self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
-        self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), HOST)
-        self._relayout = relayout_for(caches.storages, storages, caches.device)
         kinds: dict[tuple[Shape, _Kernel], int] = {}
         rows = [
             (tensor.base, copy.base, kinds.setdefault((_shape(tensor), _Kernel.of(tensor)), len(kinds)), 0)
