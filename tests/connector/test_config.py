@@ -206,3 +206,11 @@ def test_producers_to_prewarm_are_for_consumers_and_must_be_allowed() -> None:
             check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16"]}), role)
     with pytest.raises(InvalidConfig, match=r"prewarm_peers .* kv_producer"):
         check_role(read_config(named), "kv_producer")
+
+
+@pytest.mark.parametrize("key", [option.name for option in dataclasses.fields(FerryConfig)])
+def test_a_number_of_thousands_of_digits_is_refused_by_name(key: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        read_config({key: 10**5000})
+    assert refused.value.field == key
+    assert len(str(refused.value)) < 1000

@@ -110,7 +110,7 @@ def pool_size(key: str, value: Any) -> int:
 
 def yes_or_no(key: str, value: Any) -> bool:
     """True or false, or 0 or 1; may be quoted, in upper or lower case."""
-    choice = _CHOICES.get(str(value).lower()) if isinstance(value, (int, str)) else None
+    choice = _CHOICES.get(str(value).lower()) if isinstance(value, str) or value in (0, 1) else None
     if choice is None:
         raise InvalidConfig(key, value, "a choice: true or false")
     return choice

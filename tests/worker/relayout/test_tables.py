@@ -215,6 +215,12 @@ def test_a_piece_of_too_many_chunks_is_refused() -> None:
         compile_table(table, 64)
 
 
+def test_a_run_that_reaches_further_than_a_lane_can_count_is_refused() -> None:
+    DevicePieces.of(WaveTable.of([Shape(axes=(), run=2**32)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]).pieces)
+    with pytest.raises(InvalidTable, match=f"{2**32 + 16} bytes"):
+        DevicePieces.of(WaveTable.of([Shape(axes=(), run=2**32 + 16)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]).pieces)
+
+
 def test_units_of_a_shape_that_no_piece_has_lead_nowhere() -> None:
     memory = torch.zeros(32, dtype=torch.uint8)
     at = np.array([[memory.data_ptr()] * 2 + [0, 0]], dtype=np.int64)

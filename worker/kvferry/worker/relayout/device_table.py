@@ -79,7 +79,11 @@ class DevicePieces:
 
     @classmethod
     def of(cls, pieces: Pieces) -> DevicePieces:
-        """Compile pieces: the access width of each, and the rows of its shape."""
+        """Compile pieces: the access width of each, and the rows of its shape.
+
+        Raises:
+            InvalidTable: a run is too long.
+        """
         halves = [_halves(shape) for shape in pieces.shapes]
         steps = [_steps(far) for _, far in halves]
         of_piece = pieces.rows[:, SHAPE].tolist()
@@ -231,6 +235,8 @@ def _halves(shape: Shape) -> tuple[Shape, tuple[Axis, ...]]:
         number = reaches.index(max(reaches))
         far += (shape.axes[number],)
         shape = replace(shape, axes=shape.axes[:number] + shape.axes[number + 1 :])
+    if max(shape.extents) > MAX_UNIT_BYTES:
+        raise InvalidTable(f"a run has {max(shape.extents)} bytes; expected at most {MAX_UNIT_BYTES}")
     return shape, far
 
 
