@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
-from scripts import protocol_reference
+from scripts import markdown, protocol_reference
 from tests.trace.example import STREAMED, write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -54,13 +54,13 @@ def options() -> str:
     """The configuration keys with their defaults and meanings, from the class that reads them."""
     from kvferry.connector.config import FerryConfig
 
-    rows = ["| key | default | meaning | |", "| --- | --- | --- | --- |"]
+    rows = []
     for option in fields(FerryConfig):
         default = list(option.default) if isinstance(option.default, tuple) else option.default
         shown = "none" if default is None else f"`{default}`".replace("'", '"')
         whose = "as in NixlConnector" if option.metadata["peer"] else ""
-        rows.append(f"| `{option.name}` | {shown} | {option.metadata['doc']} | {whose} |")
-    return "\n".join(rows)
+        rows.append((f"`{option.name}`", shown, option.metadata["doc"], whose))
+    return markdown.table("key | default | meaning |", rows)
 
 
 def ignored() -> str:
@@ -83,20 +83,17 @@ def metrics(page: str) -> str:
         found.append((f"{counter.exported}_total{label}", "counter", f"{counter.doc}{values}"))
     found += [(gauge.exported, "gauge", gauge.doc) for gauge in GAUGES.values()]
     found += [(histogram.exported, "histogram", histogram.doc) for histogram in HISTOGRAMS.values()]
-    rows = ["| metric | kind | meaning | do |", "| --- | --- | --- | --- |"]
-    rows += [f"| `vllm:{name}` | {kind} | {doc} | {advice.get(f'`vllm:{name}`', '')} |" for name, kind, doc in found]
-    return "\n".join(rows)
+    rows = [(f"`vllm:{name}`", kind, doc, advice.get(f"`vllm:{name}`", "")) for name, kind, doc in found]
+    return markdown.table("metric | kind | meaning | do", rows)
 
 
 def short_form_keys() -> str:
     """The keys of a short form."""
     from kvferry.cli.plan.short_form import KEYS, defaults
 
-    rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, key in KEYS.items():
-        default = f"`{defaults()[name]}`" if name in defaults() else ""
-        rows.append(f"| `{name}` | {key.form} | {default} | {key.meaning} |")
-    return "\n".join(rows)
+    shown = {name: f"`{default}`" for name, default in defaults().items()}
+    rows = [(f"`{name}`", key.form, shown.get(name, ""), key.meaning) for name, key in KEYS.items()]
+    return markdown.table("key | value | default | meaning", rows)
 
 
 def pairs(rows: str) -> str:

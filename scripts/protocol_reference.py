@@ -11,6 +11,7 @@ import msgspec
 from msgspec import inspect as types
 
 from kvferry.protocol import asks, description_json, geometry, handshake, ids, notifications, params
+from scripts import markdown
 
 Message = type[msgspec.Struct]
 PARTS: dict[str, tuple[Message, ...]] = {
@@ -61,27 +62,25 @@ _NAMED = ((ids.Text, "name"), (ids.Hex128, "32 hex digits"), (ids.Hex256, "64 he
 
 def reference() -> dict[str, str]:
     """The generated parts of the page by name."""
-    rows = ["| of | version | at most |", "| --- | --- | --- |"]
-    for what, (version, most) in _LIMITS.items():
-        rows.append(f"| {what} | {version} | {f'{most:,} bytes' if most else ''} |")
-    return {"versions": "\n".join(rows), **{name: _table(messages) for name, messages in PARTS.items()}}
+    rows = [(what, version, f"{most:,} bytes" if most else "") for what, (version, most) in _LIMITS.items()]
+    versions = markdown.table("of | version | at most", rows)
+    return {"versions": versions, **{name: _table(messages) for name, messages in PARTS.items()}}
 
 
 def _table(messages: tuple[Message, ...]) -> str:
     """Each message's name and purpose as a row, and its fields below it."""
-    rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+    rows: list[tuple[str, ...]] = []
     for message in messages:
         kind = types.type_info(message)
         assert isinstance(kind, types.StructType)
         before, _, after = inspect.cleandoc(message.__doc__ or "").partition("Attributes:\n")
         tag = f"`{kind.tag}`" if kind.tag else ""
         listed = " A list in this order, not a map." if kind.array_like else ""
-        rows.append(f"| **{message.__name__}** | {tag} | | {' '.join(before.split())}{listed} |")
-        rows += _fields(kind, after)
-    return "\n".join(rows)
+        rows += [(f"**{message.__name__}**", tag, "", f"{' '.join(before.split())}{listed}"), *_fields(kind, after)]
+    return markdown.table("field | type | default | meaning", rows)
 
 
-def _fields(kind: types.StructType, attributes: str) -> list[str]:
+def _fields(kind: types.StructType, attributes: str) -> list[tuple[str, ...]]:
     """One row a field, or one for neighbours that are alike but for the name, or for all of one type and default."""
     names_and_meanings = _ATTRIBUTE.split(attributes)[1:]
     meanings = {
@@ -89,16 +88,16 @@ def _fields(kind: types.StructType, attributes: str) -> list[str]:
         for names, meaning in zip(names_and_meanings[::2], names_and_meanings[1::2], strict=True)
         for name in names.split(", ")
     }
-    kinds = {f"{_shown(field.type)} | {_default(field)}" for field in kind.fields}
+    kinds = {(_shown(field.type), _default(field)) for field in kind.fields}
     if len(kinds) == 1:
         names = ", ".join(f"`{field.encode_name}`" for field in kind.fields)
-        return [f"| {names} | {kinds.pop()} | {'; '.join(meanings[field.name] for field in kind.fields)} |"]
+        return [(names, *kinds.pop(), "; ".join(meanings[field.name] for field in kind.fields))]
     rows = [
-        (f"`{field.encode_name}`", f"{_shown(field.type)} | {_default(field)} | {meanings.get(field.name, '')}")
+        (f"`{field.encode_name}`", _shown(field.type), _default(field), meanings.get(field.name, ""))
         for field in kind.fields
     ]
-    alike = itertools.groupby(rows, lambda row: row[1])
-    return [f"| {', '.join(name for name, _ in same)} | {rest} |" for rest, same in alike]
+    alike = itertools.groupby(rows, lambda row: row[1:])
+    return [(", ".join(name for name, *_ in same), *rest) for rest, same in alike]
 
 
 def _default(field: types.Field) -> str:

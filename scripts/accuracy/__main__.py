@@ -52,8 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(settings: Settings) -> int:
     import asyncio
 
-    from rich.console import Console
-
     from scripts.accuracy.model import ConversionFailed
     from scripts.accuracy.processes import ServerFailed
     from scripts.accuracy.report import save, show, verdict
@@ -61,7 +59,6 @@ def _run(settings: Settings) -> int:
 
     raise_when_stopped()
     progress = Progress()
-    console = Console(width=None if sys.stdout.isatty() else 80)
     log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
     reports = []
     print(f"logs: {shown(log_dir)}", flush=True)
@@ -74,7 +71,7 @@ def _run(settings: Settings) -> int:
             print(f"\n{error}\nFAILED; logs: {shown(log_dir)}", file=sys.stderr)
             return 3
         save(reports, log_dir / "report.json")
-        show(reports[-1], console)
+        show(reports[-1])
     status = verdict(reports)
     for report in reports:
         for skipped in report.skipped:

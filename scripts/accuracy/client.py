@@ -24,6 +24,9 @@ ASK_FOR_PREFILL = {
     "remote_port": None,
 }
 
+_ID_PREFIX = "token_id:"
+"""Of a token that is asked for as an id."""
+
 
 class NoAnswer(Exception):
     """A request was not answered in time, or its connection broke: a server hangs or has died."""
@@ -35,6 +38,7 @@ class Answer:
 
     Attributes:
         tokens: ids of the generated tokens; logprobs: theirs.
+        likeliest: at each place the likeliest tokens' log-probabilities, by id; empty where none were asked for.
         prompt_tokens: as the server counted them.
         first_token_s: from the request to the first token; only for streams.
         gaps_s: between one piece of a stream and the next, without the first piece's wait.
@@ -45,6 +49,7 @@ class Answer:
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    likeliest: tuple[Mapping[int, float], ...] = ()
     text: str = ""
     prompt_tokens: int = 0
     first_token_s: float | None = None
@@ -54,8 +59,13 @@ class Answer:
     answer_id: str = ""
 
 
-def body_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
-    """The request's JSON: greedy, whole length, with token ids and log-probabilities."""
+def body_of(case: Case, model: str, likeliest: int = 0, **more: Any) -> dict[str, Any]:
+    """The request's JSON: greedy, whole length, with token ids and log-probabilities.
+
+    Args:
+        likeliest: how many tokens' log-probabilities are asked for at each place, beside the generated one's.
+        more: further fields.
+    """
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": case.max_tokens,
@@ -64,14 +74,16 @@ def body_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
         "stream": case.stream,
         "return_token_ids": True,
     }
+    if likeliest:
+        body["return_tokens_as_token_ids"] = True
     if case.stream:
         body["stream_options"] = {"include_usage": True}
     if case.chat:
         body["messages"] = [{"role": role, "content": content} for role, content in case.messages]
-        body |= {"logprobs": True, "top_logprobs": 0}
+        body |= {"logprobs": True, "top_logprobs": likeliest}
     else:
         body["prompt"] = list(case.prompt) if isinstance(case.prompt, tuple) else case.prompt
-        body["logprobs"] = 0
+        body["logprobs"] = likeliest
     return body | more
 
 
@@ -85,7 +97,7 @@ class Client:
 
     Args:
         transport: tests give one.
-        always: fields that all requests have, before those of their own.
+        always: arguments of `body_of` for all requests, before those of their own.
     """
 
     def __init__(
@@ -167,7 +179,7 @@ class Client:
         return came
 
     async def _stream(self, url: str, body: Mapping[str, Any]) -> Answer:
-        found: list[tuple[list[int], list[float], str]] = []
+        pieces: list[Answer] = []
         came_s: list[float] = []
         prompt_tokens, answer_id = 0, ""
         started_s = time.monotonic()
@@ -180,14 +192,15 @@ class Client:
                     return Answer(error=json.dumps(event["error"])[:500])
                 answer_id = event.get("id", answer_id)
                 for choice in event.get("choices", ()):
-                    found.append(_choice(choice))
-                    if found[-1][0]:
+                    pieces.append(_choice(choice))
+                    if pieces[-1].tokens:
                         came_s.append(time.monotonic())
                 prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
         return Answer(
-            tokens=tuple(token for tokens, _, _ in found for token in tokens),
-            logprobs=tuple(logprob for _, logprobs, _ in found for logprob in logprobs),
-            text="".join(text for _, _, text in found),
+            tokens=tuple(token for piece in pieces for token in piece.tokens),
+            logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+            likeliest=tuple(place for piece in pieces for place in piece.likeliest),
+            text="".join(piece.text for piece in pieces),
             prompt_tokens=prompt_tokens,
             first_token_s=came_s[0] - started_s if came_s else None,
             gaps_s=tuple(later - earlier for earlier, later in pairwise(came_s)),
@@ -209,22 +222,30 @@ def _whole(reply: httpx.Response) -> Answer:
     if reply.status_code != 200:
         return Answer(error=f"HTTP {reply.status_code}: {reply.text[:500]}")
     answer = reply.json()
-    ids, probs, text = _choice(answer["choices"][0])
-    return Answer(
-        tokens=tuple(ids),
-        logprobs=tuple(probs),
-        text=text,
-        prompt_tokens=answer["usage"]["prompt_tokens"],
-        params=answer.get("kv_transfer_params"),
-    )
+    params = answer.get("kv_transfer_params")
+    return replace(_choice(answer["choices"][0]), prompt_tokens=answer["usage"]["prompt_tokens"], params=params)
 
 
-def _choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], str]:
-    """Token ids, log-probabilities and text of a choice, whole or a piece, of a completion or a chat."""
+def _choice(choice: Mapping[str, Any]) -> Answer:
+    """A choice, whole or a piece, of a completion or a chat."""
     found = choice.get("logprobs") or {}
     if "content" in found:
-        probs = [entry["logprob"] for entry in found["content"] or ()]
+        entries = found["content"] or ()
+        probs = [entry["logprob"] for entry in entries]
+        places = [
+            {other["token"]: other["logprob"] for other in (entry, *entry["top_logprobs"])}
+            for entry in entries
+            if entry.get("top_logprobs")
+        ]
     else:
         probs = [value for value in found.get("token_logprobs") or () if value is not None]
+        places = [place for place in found.get("top_logprobs") or () if place]
     message = choice.get("message") or choice.get("delta") or {}
-    return list(choice.get("token_ids") or ()), probs, choice.get("text") or message.get("content") or ""
+    return Answer(
+        tokens=tuple(choice.get("token_ids") or ()),
+        logprobs=tuple(probs),
+        likeliest=tuple(
+            {int(name.removeprefix(_ID_PREFIX)): logprob for name, logprob in place.items()} for place in places
+        ),
+        text=choice.get("text") or message.get("content") or "",
+    )

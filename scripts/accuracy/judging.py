@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scripts.accuracy import checks
-from scripts.accuracy.checks import Check, Comparison, Formula, Seen
+from scripts.accuracy.checks import Check, Formula, Seen
 from scripts.accuracy.client import Answer
-from scripts.accuracy.prompts import Case, CaseSet
-from scripts.accuracy.scores import Score
+from scripts.accuracy.metrics import Scrape
+from scripts.accuracy.prompts import CaseSet
 from scripts.accuracy.settings import Settings
 
-
-@dataclass(slots=True)
-class Expected:
-    """The single engine's answers.
-
-    Attributes:
-        itself: one at a time against many at once; None where answers must be equal.
-        arithmetic: its score; arithmetic_itself: its score when asked again, None where answers must be equal.
-    """
-
-    answers: dict[str, Answer] = field(default_factory=dict)
-    itself: Comparison | None = None
-    arithmetic: Score = field(default_factory=lambda: Score((), ()))
-    arithmetic_itself: Score | None = None
-
-    def of(self, cases: Sequence[Case]) -> list[Answer]:
-        """Its answers to these cases."""
-        return [self.answers[case.name] for case in cases]
+Expected = Mapping[str, Answer]
+"""The single engine's answers, by the case's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +23,7 @@ class ThroughTheRouter:
     Attributes:
         answers: to the cases of the sequence and to those of the crowd.
         again: answers to prompts whose first stream was closed after `came` tokens.
+        left: the decoders' counters of these streams: the lease of one may have ended before its load began.
         seen: by the decoders' counters, by the case's name; of the crowd together.
         computed: requests and prompt tokens that the decoders computed.
     """
@@ -46,6 +31,7 @@ class ThroughTheRouter:
     answers: Sequence[Answer]
     again: Sequence[Answer]
     came: Sequence[int]
+    left: Scrape
     seen: Mapping[str, Seen]
     computed: tuple[int, int]
 
@@ -57,20 +43,18 @@ def judge_router(
     settings: Settings,
     formula: Formula | None,
     blocks: tuple[int, int],
-    tolerance: float = 0.0,
 ) -> tuple[list[Check], dict[str, str]]:
     """The checks, and the figures that are shown and not judged.
 
     Args:
         blocks: tokens in a block of the prefill engines and of the decode engines.
-        tolerance: see `judge_tokens`.
     """
     asked = [*cases.sequence, *cases.crowd]
     every = [*asked, *cases.aborted]
-    compared = checks.compare(every, expected.of(every), [*found.answers, *found.again])
+    compared = checks.compare(every, expected, [*found.answers, *found.again])
     judged = [
-        *checks.judge_tokens(compared, expected.itself, tolerance),
-        _judge_aborts(expected, found, cases),
+        *checks.judge_tokens(compared, settings.dtype),
+        _judge_aborts(expected, found, cases, settings.dtype),
         checks.judge_bytes(found.seen, formula, settings.ferry),
     ]
     if settings.decode_instances == settings.decode_dp == 1 and formula is not None:
@@ -85,13 +69,8 @@ def judge_router(
     }
 
 
-def _judge_aborts(expected: Expected, found: ThroughTheRouter, cases: CaseSet) -> Check:
+def _judge_aborts(expected: Expected, found: ThroughTheRouter, cases: CaseSet, dtype: str) -> Check:
     """The same prompts are answered rightly after streams that were closed half way."""
-    detail = f"{len(found.came)} streams closed after {', '.join(map(str, found.came))} tokens, then asked again: "
-    if expected.itself is None:
-        differences = checks.compare(cases.aborted, expected.of(cases.aborted), found.again).differences
-        right, detail = not differences, f"{detail}{len(differences)} differ"
-    else:
-        failed = sum(bool(answer.error) for answer in found.again)
-        right, detail = not failed, f"{detail}{failed} failed"
-    return Check("right after aborts", right, detail)
+    compared = checks.compare(cases.aborted, expected, found.again)
+    closed = f"{len(found.came)} streams closed after {', '.join(map(str, found.came))} tokens, then asked again"
+    return Check("right after aborts", compared.agrees(dtype), f"{closed}: {len(compared.differences)} differ")

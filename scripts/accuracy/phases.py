@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import httpx
 
-from scripts.accuracy import scores
 from scripts.accuracy.checks import Seen
 from scripts.accuracy.client import Answer, Client
 from scripts.accuracy.engines import Engine
@@ -17,6 +16,7 @@ from scripts.accuracy.metrics import IterationLog, Scrape, together
 from scripts.accuracy.prompts import Case, CaseSet, running_text
 
 _SETTLE_S = 10.0
+_UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 T = TypeVar("T")
 
 
@@ -42,6 +42,10 @@ class Decoders:
     async def scrape(self) -> Scrape:
         """Counters now."""
         return together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in self._engines)))
+
+    async def idle(self) -> Scrape:
+        """Counters once no request runs or waits."""
+        return await _until(self.scrape, lambda now: not sum(map(now.total, _UNFINISHED)))
 
     async def counted(self, name: str, asking: Awaitable[list[Answer]]) -> list[Answer]:
         """Ask, and note what the counters say of it. They know of an answer a moment after it has come."""
@@ -93,25 +97,14 @@ async def warm_up(client: Client, urls: Sequence[str], cases: CaseSet) -> None:
     await asyncio.gather(*(client.ask(url, cases.warm[index % 2]) for index, url in enumerate(urls)))
 
 
-async def leave_and_return(client: Client, url: str, cases: Sequence[Case]) -> tuple[list[Answer], list[int]]:
-    """Break off every stream at another point, all at once, then ask the same again, whole.
-
-    Returns:
-        The answers, and how many tokens each stream had brought.
-    """
+async def leave_early(client: Client, url: str, cases: Sequence[Case]) -> list[int]:
+    """Break off every stream at another point, all at once. Returns how many tokens each had brought."""
     points = [(3, 60.0), (None, 0.05), (1, 60.0), (None, 0.6)]
     chosen = [points[index % len(points)] for index in range(len(cases))]
     leaving = (
         client.leave_early(url, case, tokens, within_s) for case, (tokens, within_s) in zip(cases, chosen, strict=True)
     )
-    came = await asyncio.gather(*leaving)
-    return [await client.ask(url, case) for case in cases], list(came)
-
-
-async def ask_arithmetic(client: Client, url: str, at_once: int) -> scores.Score:
-    """All arithmetic questions, so many at once, scored."""
-    asked = scores.questions()
-    return scores.score(asked, await client.ask_all(url, scores.cases(asked), at_once))
+    return list(await asyncio.gather(*leaving))
 
 
 async def leases_over(engines: Sequence[Engine], timeout_s: float) -> tuple[int, Mapping[str, float]]:

@@ -6,15 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TextIO
 
 from scripts.accuracy.checks import Check
+from scripts.console import show_results
 
-_MARKS = {True: "[green]ok[/]", False: "[bold red]FAILED[/]", None: "[bold yellow]NOT RUN[/]"}
+_RESULTS = {True: "ok", False: "FAILED", None: "NOT RUN"}
 
 
 @dataclass(slots=True)
@@ -36,18 +33,10 @@ class Report:
         return any(check.passed for check in self.checks) and all(check.passed is not False for check in self.checks)
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the table, for terminals of 80 columns as well."""
-    table = Table(title=escape(report.title), title_justify="left", box=box.HORIZONTALS, padding=0, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    for check in report.checks:
-        table.add_row(escape(check.name), _MARKS[check.passed], escape(check.detail))
-    table.add_section()
-    for name, value in report.figures.items():
-        table.add_row(escape(name), "", escape(value))
-    console.print(table)
+def show(report: Report, file: TextIO | None = None) -> None:
+    """Print the table."""
+    rows = [(check.name, _RESULTS[check.passed], check.detail) for check in report.checks]
+    show_results(report.title, rows, report.figures, file)
 
 
 def save(reports: Sequence[Report], path: Path) -> None:

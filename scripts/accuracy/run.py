@@ -12,13 +12,13 @@ import httpx
 
 from scripts.accuracy import checks, phases, scores
 from scripts.accuracy.checks import Check, Formula
-from scripts.accuracy.client import Answer, Client, NoAnswer
+from scripts.accuracy.client import Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec, Router
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.judging import Expected, ThroughTheRouter, judge_router
 from scripts.accuracy.model import check_sizes, config_of, has_states, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
-from scripts.accuracy.prompts import Case, CaseSet, make_cases
+from scripts.accuracy.prompts import CaseSet, make_cases
 from scripts.accuracy.report import Report
 from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, TINY_MODELS, Settings
 from scripts.console import Progress
@@ -39,6 +39,8 @@ class Run:
         self._stack = stack
         self._say = Progress().say
         self._servers: list[Server] = []
+        self._questions = scores.questions()
+        self._sums = scores.cases(self._questions)
         self._model = prepare(name, settings.cache_dir, self._say)
         sizes = {"PREFILLER_TP_SIZE": settings.prefill_tp, "DECODER_TP_SIZE": settings.decode_tp}
         check_sizes(name, config_of(self._model), sizes)
@@ -70,7 +72,8 @@ class Run:
         prefill = [self._start(spec) for spec in self._fleet.prefill]
         self._await([baseline, *prefill])
         timeout_s = self._settings.request_timeout_s
-        async with Client(self._fleet.baseline.served_name, timeout_s) as client:
+        always = {"likeliest": checks.LIKELIEST}
+        async with Client(self._fleet.baseline.served_name, timeout_s, always=always) as client:
             blocks = _block_of(prefill[0]), _block_of(baseline)
             longest = min(1500, self._settings.max_model_len - 500)
             tokens = phases.tokenize(baseline, _SENTENCES)
@@ -93,18 +96,10 @@ class Run:
             warm = await decoders.scrape()
             found = await self._through_the_router(client, router.base_url, decoders, cases)
             formula = self._formula(blocks, phases.anything_staged(decode))
-            tolerance = checks.ROUNDING_TOLERANCE if self._settings.unequal else 0.0
-            tolerance = checks.STATES_TOLERANCE if has_states(config_of(self._model)) else tolerance
-            judged, self.report.figures = judge_router(
-                expected, found, cases, self._settings, formula, blocks, tolerance
-            )
-            self.report.checks += judged
-            score, itself = await self._arithmetic(client, router.base_url, "router"), expected.arithmetic_itself
-            random_weights = self._name in RANDOM_MODELS
-            judged_score = checks.judge_arithmetic(expected.arithmetic, score, itself, random_weights=random_weights)
-            self.report.checks.append(judged_score)
+            judged, self.report.figures = judge_router(expected, found, cases, self._settings, formula, blocks)
+            self.report.checks += [*judged, await self._arithmetic(client, router.base_url, expected)]
             if self._settings.ferry:
-                counters = await decoders.scrape() - warm
+                counters = await decoders.scrape() - warm - found.left
                 self.report.checks.append(checks.judge_recomputes(counters))
                 if self._streams:
                     self.report.checks.append(checks.judge_streams(counters))
@@ -115,29 +110,28 @@ class Run:
     # Phases.
 
     async def _baseline(self, client: Client, engine: Engine, cases: CaseSet) -> Expected:
-        url, compared = engine.base_url, cases.compared
+        url = engine.base_url
         await phases.warm_up(client, [url], cases)
-        self._say(f"single engine, {len(compared)} prompts one by one")
-        answers = await client.ask_all(url, compared, 1)
-        expected = Expected({case.name: answer for case, answer in zip(compared, answers, strict=True)})
-        failed = [f"{name}: {answer.error}" for name, answer in expected.answers.items() if answer.error]
+        self._say(f"single engine, {len(cases.compared)} prompts one by one, {len(self._sums)} questions")
+        asked = [*cases.compared, *self._sums]
+        answers = await client.ask_all(url, cases.compared, 1)
+        answers += await client.ask_all(url, self._sums, self._settings.concurrency)
+        expected = {case.name: answer for case, answer in zip(asked, answers, strict=True)}
+        failed = [f"{name}: {answer.error}" for name, answer in expected.items() if answer.error]
         if failed:
             raise engine.failure(f"could not answer {len(failed)} prompts itself ({failed[0]})")
-        expected.arithmetic = await self._arithmetic(client, url, engine.name)
-        if not self._settings.exact:
-            self._say(f"single engine, {self._settings.concurrency} at once, against itself")
-            expected.itself = await self._against_itself(client, url, compared, answers)
-            expected.arithmetic_itself = await self._arithmetic(client, url, f"{engine.name}, again")
         return expected
 
-    async def _against_itself(
-        self, client: Client, url: str, compared: Sequence[Case], answers: Sequence[Answer]
-    ) -> checks.Comparison:
-        """Twice, in both orders: which prompts meet in a batch decides which of them round otherwise."""
-        at_once = self._settings.concurrency
-        there = await client.ask_all(url, compared, at_once)
-        back = (await client.ask_all(url, compared[::-1], at_once))[::-1]
-        return checks.ever_different([checks.compare(compared, answers, again) for again in (there, back)])
+    async def _arithmetic(self, client: Client, url: str, expected: Expected) -> Check:
+        self._say(f"arithmetic through the router, {len(self._sums)} questions")
+        answers = await client.ask_all(url, self._sums, self._settings.concurrency)
+        right = (
+            scores.right(self._questions, [expected[case.name] for case in self._sums]),
+            scores.right(self._questions, answers),
+        )
+        compared = checks.compare(self._sums, expected, answers)
+        random_weights = self._name in RANDOM_MODELS
+        return checks.judge_arithmetic(compared, right, self._settings.dtype, random_weights=random_weights)
 
     async def _through_the_router(
         self, client: Client, url: str, decoders: phases.Decoders, cases: CaseSet
@@ -151,9 +145,12 @@ class Run:
         answers += await decoders.counted("all at once", client.ask_all(url, cases.crowd, at_once))
         computed = await decoders.computed(len(answers))
         self._say("through the router, clients that leave half way")
-        again, came = await phases.leave_and_return(client, url, cases.aborted)
+        before = await decoders.scrape()
+        came = await phases.leave_early(client, url, cases.aborted)
+        left = await decoders.idle() - before
+        again = await client.ask_all(url, cases.aborted, 1)
         self._check_alive()
-        return ThroughTheRouter(answers, again, came, decoders.seen, computed)
+        return ThroughTheRouter(answers, again, came, left, decoders.seen, computed)
 
     async def _in_turn(
         self, client: Client, prefill: Engine, decode: Engine, cases: CaseSet, expected: Expected
@@ -165,9 +162,9 @@ class Run:
         salted = client.hand_over_all(prefill.base_url, decode.base_url, cases.poisoned, cache_salt="legs in turn")
         answers = await decoders.counted("in turn", salted)
         self._check_alive()
-        compared = checks.compare(cases.poisoned, expected.of(cases.poisoned), answers)
+        compared = checks.compare(cases.poisoned, expected, answers)
         moved = decoders.seen["in turn"].nixl_bytes
-        self.report.checks.append(checks.judge_in_turn(compared, moved, exact=self._settings.exact))
+        self.report.checks.append(checks.judge_in_turn(compared, moved, self._settings.dtype))
 
     async def _poisoned(
         self, client: Client, prefill: Sequence[Engine], decode: Engine, cases: CaseSet, expected: Expected
@@ -190,7 +187,7 @@ class Run:
         answers = await decoders.counted("poisoned", asking)
         self._check_alive()
         moved = decoders.seen["poisoned"].nixl_bytes
-        self.report.checks.append(checks.judge_poison(expected.of(cases.poisoned), answers, moved))
+        self.report.checks.append(checks.judge_poison(cases.poisoned, expected, answers, moved, self._settings.dtype))
 
     def _formula(self, blocks: tuple[int, int], staged: bool) -> Formula | None:
         """For the bytes that move; none where the cache has another dtype than the model.
@@ -203,10 +200,6 @@ class Run:
         if not size or any(argument.startswith("--kv-cache-dtype") for argument in self._settings.extra_args):
             return None
         return Formula(math.gcd(*blocks), *size, staged)
-
-    async def _arithmetic(self, client: Client, url: str, name: str) -> scores.Score:
-        self._say(f"arithmetic, {scores.QUESTIONS} questions, {name}")
-        return await phases.ask_arithmetic(client, url, self._settings.concurrency)
 
     # Servers.
 

@@ -61,34 +61,6 @@ def final_number(text: str) -> int | None:
     return int(found[1].replace(",", "")) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """One server's answers to the questions.
-
-    Attributes:
-        numbers: of each answer.
-        wanted: the right ones.
-        errors: of requests that failed, which gave no number.
-    """
-
-    numbers: tuple[int | None, ...]
-    wanted: tuple[int, ...]
-    errors: tuple[str, ...] = ()
-
-    @property
-    def right(self) -> int:
-        """Right answers."""
-        return sum(number == wanted for number, wanted in zip(self.numbers, self.wanted, strict=True))
-
-    def changed(self, other: Score) -> int:
-        """Questions to which the two gave another number, right or wrong."""
-        return sum(ours != theirs for ours, theirs in zip(self.numbers, other.numbers, strict=True))
-
-
-def score(asked: Sequence[Question], answers: Sequence[Answer]) -> Score:
-    """Score one server's answers."""
-    return Score(
-        numbers=tuple(final_number(answer.text) for answer in answers),
-        wanted=tuple(question.result for question in asked),
-        errors=tuple(answer.error for answer in answers if answer.error),
-    )
+def right(asked: Sequence[Question], answers: Sequence[Answer]) -> int:
+    """How many answers are right."""
+    return sum(final_number(answer.text) == one.result for one, answer in zip(asked, answers, strict=True))

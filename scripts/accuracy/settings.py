@@ -227,17 +227,6 @@ class Settings:
         return self.decode_size * self.decode_pp
 
     @property
-    def exact(self) -> bool:
-        """Whether tokens must be equal: float32 is reproducible whatever runs beside it, bfloat16 is not."""
-        return self.dtype == "float32"
-
-    @property
-    def unequal(self) -> bool:
-        """Whether prefill engines compute a prompt in another order than the single engine, and round otherwise."""
-        prefill = self.prefill_tp, self.prefill_pp, self.prefill_block_size, self.prefill_layout
-        return prefill != (self.decode_tp, self.decode_pp, self.decode_block_size, self.decode_layout)
-
-    @property
     def ferry(self) -> bool:
         """Whether kvferry is tried, not vLLM's own connector."""
         return self.connector_module != STOCK

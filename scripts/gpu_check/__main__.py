@@ -1,20 +1,28 @@
-"""The GPU check's command line. Heavy imports come after the options are known to be good."""
+"""The GPU check's command line and report. Heavy imports come after the options are known to be good."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from scripts import markdown
 from scripts.accuracy.devices import count_gpus
-from scripts.accuracy.settings import VARIABLES, BadSetting
-from scripts.console import STOPPED, Progress, raise_when_stopped, shown
-from scripts.gpu_check.machine import Gpu, find_gpus
+from scripts.accuracy.settings import ROOT, VARIABLES, BadSetting
+from scripts.console import STOPPED, Progress, raise_when_stopped, show_results, shown
+from scripts.gpu_check.gpus import Gpu, find_gpus
 from scripts.gpu_check.parts import Planned, parts_for, plan
+
+if TYPE_CHECKING:
+    from scripts.gpu_check.running import Done
 
 _ABOUT = """\
 Runs everything that a node with GPUs can show of kvferry (docs/gpu-check.md), and writes report.json and report.md.
@@ -22,6 +30,7 @@ KVFERRY_DEVICE=cpu puts the CPU in the GPUs' place; CUDA_VISIBLE_DEVICES and LOG
 Exit status: 0 all is well, 1 something is wrong, 2 an option is wrong, 130 stopped.
 """
 _SAID_S = 30.0
+_SCHEMA = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,63 +60,106 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only {' '.join(chosen.only)}: there are {'; '.join(part.name for part in parts)}")
     if chosen.list:
         for one in planned:
-            print(f"{one.part.name:<42} {one.skipped or one.part.shows}")
+            print(f"{one.part.name:<28} {one.skipped or one.part.command}")
         return 0
     if chosen.check:
         print(device)
         return 0
-    return _run(planned, gpus, device, log_dir, quick=chosen.quick)
+    folder = log_dir / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
+    return _run(planned, gpus, device, folder, quick=chosen.quick)
 
 
-def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, log_dir: Path, *, quick: bool) -> int:
-    from rich.console import Console
-    from rich.markup import escape
-
-    from scripts.gpu_check.judging import Mark, Verdict
-    from scripts.gpu_check.report import markdown, report_of, show, verdict
+def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, folder: Path, *, quick: bool) -> int:
     from scripts.gpu_check.running import Done, adopt_orphans, run_part
 
     raise_when_stopped()
     adopt_orphans()
-    progress, console = Progress(), Console(width=None if sys.stdout.isatty() else 150)
-    folder = log_dir / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
+    progress = Progress()
     done: list[Done] = []
     stopped = False
     for number, one in enumerate(planned, 1):
+        name = one.part.name
         if one.skipped or stopped:
-            done.append(Done(one, Verdict(Mark.SKIPPED, one.skipped or "stopped before it")))
+            done.append(Done(name, "skipped", one.skipped or "stopped before it"))
             continue
-        name = f"{number}/{len(planned)} {one.part.name}"
-        progress.say(name)
+        progress.say(f"{number}/{len(planned)} {name}")
         said_s = 0.0
 
         def on_progress(elapsed_s: float, last_line: str, name: str = name) -> None:
             nonlocal said_s
-            line = f"{name}, for {elapsed_s:.0f} s: {last_line[:90]}"
-            status.update(escape(line))  # shown on a terminal only
-            if not console.is_terminal and elapsed_s - said_s >= _SAID_S:
+            if elapsed_s - said_s >= _SAID_S:
                 said_s = elapsed_s
-                progress.say(f"  {line}")
+                progress.say(f"  {name}, for {elapsed_s:.0f} s: {last_line[:90]}")
 
         try:
-            with console.status(escape(name)) as status:
-                done.append(run_part(one, device, folder / f"{number:02}", on_progress))
+            done.append(run_part(one, device, folder / f"{number:02}", on_progress))
         except KeyboardInterrupt:
             stopped = True
-            done.append(Done(one, Verdict(Mark.SKIPPED, "stopped while it ran")))
+            done.append(Done(name, "skipped", "stopped while it ran"))
             continue
-        progress.say(f"  {done[-1].verdict.mark.value}: {done[-1].verdict.found}")
+        progress.say(f"  {done[-1].mark}: {done[-1].found}")
     report = report_of(done, gpus, device, quick=quick)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    (folder / "report.md").write_text(markdown(report))
-    show(report, console)
+    (folder / "report.md").write_text(markdown_of(report))
+    show_results("GPU check", [(part["name"], part["mark"], part["found"]) for part in report["parts"]])
     word = "passed" if report["passed"] else "FAILED"
     print(f"{word} in {progress.elapsed_s:.0f} s; the report to attach to an issue: {shown(folder)}/report.md, .json")
     if stopped:
         print(STOPPED, file=sys.stderr)
         return 130
-    return verdict(done)
+    return 0 if report["passed"] else 1
+
+
+def report_of(done: Sequence[Done], gpus: Sequence[Gpu], device: str, *, quick: bool) -> dict[str, Any]:
+    """The whole report as plain values, without the names of this host and of its users' folders.
+
+    It is passed when a part was run and none failed.
+    """
+    from bench.provenance import checkout, circumstances
+
+    marks = {one.mark for one in done}
+    report = {
+        "kvferry_gpu_check": _SCHEMA,
+        "passed": bool(marks - {"skipped"}) and "FAILED" not in marks,
+        "device": device,
+        "quick": quick,
+        **circumstances(str(checkout())),
+        "gpus": {gpu.name: gpu.about for gpu in gpus},
+        "parts": [asdict(one) for one in done],
+    }
+    text = json.dumps(report, ensure_ascii=False)
+    for path, instead in ((ROOT, "."), (Path.home(), "~")):
+        text = text.replace(str(path), instead) if len(path.parts) > 1 else text
+    begin = r"(?:\b|(?<=\\[nrt]))"  # within JSON a line before it ends in a letter
+    anonymous: dict[str, Any] = json.loads(re.sub(rf"{begin}{re.escape(socket.gethostname())}\b", "HOST", text))
+    return anonymous
+
+
+def markdown_of(report: dict[str, Any]) -> str:
+    """The table for an issue, with the machine before it, and after it the commands, and the logs of what failed."""
+    machine = report["machine"]
+    rows = [
+        (part["name"], part["mark"], part["found"], "; ".join(part["memory"]), f"{part['seconds']:.0f}")
+        for part in report["parts"]
+    ]
+    lines = [
+        f"# GPU check of kvferry: {'passed' if report['passed'] else 'FAILED'}{', quick form' * report['quick']}",
+        "",
+        f"{report['date']}, commit {report['commit']}",
+        "",
+        f"- {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}",
+        *(f"- {name}: {about}" for name, about in report["gpus"].items() if report["device"] == "cuda"),
+        f"- {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
+        "",
+        markdown.table("part | result | found | MiB in use before, most, after | s", rows),
+    ]
+    for part in report["parts"]:
+        if part["mark"] != "skipped":
+            lines += ["", f"{part['name']}: `{part['command']}`"]
+        if part["mark"] == "FAILED":
+            lines += ["", "```text", part["log"].replace("```", "'''"), "```"]
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

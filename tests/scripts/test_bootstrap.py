@@ -89,7 +89,7 @@ def test_development_adds_its_tools_to_what_the_accuracy_test_has_installed(
 
 
 def test_the_accuracy_test_leaves_the_tools_out_and_their_lock_has_them() -> None:
-    assert '-m scripts.bootstrap "$device"\n' in (ROOT / "scripts" / "run_accuracy_test.sh").read_text()
+    assert 'scripts.accuracy "" "$@"\n' in (ROOT / "scripts" / "run_accuracy_test.sh").read_text()
     pinned = {line.split("==")[0] for line in (bootstrap.REQUIREMENTS / "dev.lock").read_text().splitlines()}
     assert {"pytest", "ruff", "mypy", "import-linter", "mkdocs-material"} <= pinned
 

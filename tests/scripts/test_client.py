@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import httpx
@@ -34,6 +35,21 @@ def with_client(reply: Callable[[httpx.Request], httpx.Response], use: Callable[
 
 def ask(case: Case, reply: httpx.Response) -> Answer:
     return with_client(lambda request: reply, lambda client: client.ask(URL, case))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_likeliest_tokens_at_each_place(stream: bool) -> None:
+    likeliest = ({4: -0.5, 6: -1.0}, {5: -0.25, 4: -2.0})
+    entries = [[{"token": f"token_id:{token}", "logprob": p} for token, p in place.items()] for place in likeliest]
+    content = [{**entry[0], "top_logprobs": entry} for entry in entries]
+    chat = {"logprobs": {"content": content}}
+    plain = {
+        "logprobs": {"top_logprobs": [{f"token_id:{token}": p for token, p in place.items()} for place in likeliest]}
+    }
+    for case, choice in ((CHAT, chat), (PLAIN, plain)):
+        whole = {"choices": [choice], "usage": {"prompt_tokens": 1}}
+        reply = streamed(whole) if stream else httpx.Response(200, json=whole)
+        assert ask(replace(case, stream=stream), reply).likeliest == likeliest
 
 
 def test_a_chat() -> None:

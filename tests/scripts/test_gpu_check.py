@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -14,13 +15,11 @@ import pytest
 
 from scripts.accuracy import devices
 from scripts.accuracy.settings import ROOT, read_settings
-from scripts.gpu_check import judging, machine
-from scripts.gpu_check.__main__ import main
-from scripts.gpu_check.judging import Judge, Mark, Verdict, judge
-from scripts.gpu_check.machine import Gpu, Memory, find_gpus, look_at_memory
-from scripts.gpu_check.parts import Part, Planned, parts_for, plan
-from scripts.gpu_check.report import markdown, report_of, verdict
-from scripts.gpu_check.running import Done, MemorySeen, environment_of
+from scripts.gpu_check import gpus as gpus_module
+from scripts.gpu_check.__main__ import main, markdown_of, report_of
+from scripts.gpu_check.gpus import Gpu, MemorySeen, find_gpus
+from scripts.gpu_check.parts import Planned, parts_for, plan
+from scripts.gpu_check.running import Done, environment_of, judge
 
 SMI = {
     "gpu": ["index", "name", "memory.total", "memory.free", "driver_version", "compute_cap", "uuid", "memory.used"],
@@ -30,7 +29,7 @@ SMI = {
 
 
 def gpus(*free_gib: float) -> list[Gpu]:
-    return [Gpu(str(index), "H100", 80.0, free) for index, free in enumerate(free_gib)]
+    return [Gpu(str(index), "H100", free) for index, free in enumerate(free_gib)]
 
 
 def planned_on(*free_gib: float, quick: bool = False) -> dict[str, Planned]:
@@ -55,24 +54,24 @@ def test_workers_take_the_gpus_that_have_room_and_share_them_where_there_are_too
     assert small["handover"].skipped == "needs a GPU with 48 GiB free; of 1 found, 0 have that"
 
 
-def test_the_quick_form_and_the_cpu_say_what_they_leave_out() -> None:
+def test_the_quick_form_says_what_it_leaves_out_and_parts_are_chosen_by_how_they_begin() -> None:
     quick = planned_on(79, 79, quick=True)
     assert [name for name, one in quick.items() if not one.skipped][-2:] == ["accuracy: one GPU", "accuracy: equal"]
     assert quick["beside NixlConnector"].skipped == "not in the quick form"
-    on_cpu = plan(parts_for("cpu", quick=False), find_gpus("cpu", {}), quick=False)
-    needs = [one.skipped for one in on_cpu if "→" in one.part.name and "NHD" in one.part.name]
-    assert needs == ["needs a GPU: vLLM's CPU attention has one layout"] * 2
     wanted = plan(parts_for("cuda", quick=False), gpus(79), quick=False, only=["relayout", "reads"])
     assert [one.part.name for one in wanted] == ["relayout: bytes", "relayout: bandwidth", "reads"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_accuracy_test_knows_the_variables_of_every_part(device: str) -> None:
-    for part in parts_for(device, quick=False, models=["some/model"]):
-        if part.judge is judging.accuracy and not part.missing:
-            settings = read_settings(part.environment, gpus=part.workers)
-            needed = settings.prefill_workers + settings.decode_workers
-            assert (settings.device, needed) == (device, part.workers), part.name
+    runs = [
+        part for part in parts_for(device, quick=False, models=["some/model"]) if "scripts.accuracy" in part.command
+    ]
+    assert len(runs) == (12 if device == "cuda" else 10)
+    for part in runs:
+        given = [word.split("=", 1) for word in shlex.split(part.command) if re.match("[A-Z_]+=", word)]
+        settings = read_settings({**dict(given), "KVFERRY_DEVICE": device}, gpus=part.workers)
+        assert settings.prefill_workers + settings.decode_workers == part.workers, part.name
 
 
 def test_two_engines_may_share_a_gpu_that_is_named_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,95 +104,77 @@ def answer_as_nvidia_smi(command: list[str], **_: Any) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(command, 0, text)
 
 
-def test_nvidia_smi_says_which_gpus_there_are_and_which_process_is_on_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.subprocess, "run", answer_as_nvidia_smi)  # type: ignore[attr-defined]
-    assert [(gpu.name, round(gpu.free_gib), gpu.capability) for gpu in find_gpus("cuda", {})] == [
-        ("0", 79, "9.0"),
-        ("1", 20, "9.0"),
+def test_nvidia_smi_says_which_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus_module.subprocess, "run", answer_as_nvidia_smi)  # type: ignore[attr-defined]
+    assert [(gpu.name, gpu.about, round(gpu.free_gib)) for gpu in find_gpus("cuda", {})] == [
+        ("0", "H100, 81559 MiB, 9.0, driver 570.1", 79),
+        ("1", "H100, 81559 MiB, 9.0, driver 570.1", 20),
     ]
     assert [gpu.name for gpu in find_gpus("cuda", {"CUDA_VISIBLE_DEVICES": "1"})] == ["1"]
     assert [gpu.name for gpu in find_gpus("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-a"})] == ["0"]
-    assert look_at_memory("cuda") == Memory({"0": 4, "1": 0}, {7: ("0", "1")})
 
 
-TARGET = {"name": "share", "measured": 0.8, "kind": "at least", "limit": 0.9, "unit": "", "met": False}
-RESULT = {
-    "notes": [],
-    "targets": [TARGET],
-    "tables": [{"columns": ["setup", "a", "b", "c"], "rows": [["equal", 1, 2, 3]]}],
-}
-READS = {"right": True, "transports": "cuda_ipc(cuda)", "reads": [{"gb_s": 150.0}, {"gb_s": 2.0}]}
-FINDING = {"check": "ports", "mark": "ok", "found": "free", "do": ""}
-CHECK = {"name": "same tokens", "passed": True, "detail": "0 of 63 differ"}
-ROW = {"backend": "FLASH_ATTN", "cache": "auto", "kinds": ["k", "v"], "found": "k, v", "stopped_by": ""}
-WHOLE, STOPPED = {**ROW, "kinds": ["kv"]}, {**ROW, "kinds": [], "stopped_by": "kvferry", "found": "KeyError"}
-CASES: list[tuple[Judge, str, Any, Mark, str]] = [
-    (judging.doctor, "doctor.json", {"findings": [FINDING]}, Mark.OK, "1 ok"),
-    (judging.doctor, "doctor.json", {"findings": [{**FINDING, "mark": "broken"}]}, Mark.FAILED, "ports: free"),
-    (judging.tests, "tests.xml", '<a><testcase name="x"/></a>', Mark.OK, "1 passed"),
-    (judging.tests, "tests.xml", '<a><testcase name="x"><skipped/></testcase></a>', Mark.FAILED, "0 passed"),
-    (judging.tests, "tests.xml", '<a><testcase/><testcase name="x"><error/></testcase></a>', Mark.FAILED, "; x"),
-    (judging.benchmark, "quick/relayout.json", RESULT, Mark.LOOK, "0 of 1 targets are met; share 0.8"),
-    (judging.benchmark, "r.json", {**RESULT, "targets": []}, Mark.OK, "equal: a 1; b 2; c 3"),
-    (judging.benchmark, "r.json", {**RESULT, "notes": ["kvferry, 8 at once: 1 of 16 failed: x"]}, Mark.FAILED, "1 of"),
-    (judging.benchmark, "r.json", {**RESULT, "notes": ["the peer ended early: x"]}, Mark.LOOK, "ended early"),
-    (judging.reads, "reads.json", READS, Mark.OK, "150 GB/s at most, over cuda_ipc"),
-    (judging.reads, "reads.json", {**READS, "transports": "tcp"}, Mark.LOOK, "not over cuda_ipc"),
-    (judging.reads, "reads.json", {**READS, "right": False}, Mark.FAILED, "wrong bytes"),
-    (judging.accuracy, "1/report.json", [{"passed": True, "checks": [CHECK]}], Mark.OK, "1 checks; 0 of 63"),
-    (
-        judging.accuracy,
-        "1/report.json",
-        [{"passed": False, "checks": [CHECK, {**CHECK, "name": "bytes", "passed": False}]}],
-        Mark.FAILED,
-        "bytes: 0 of 63",
-    ),
-    (judging.backends, "backends.json", [ROW, {**STOPPED, "stopped_by": "vLLM"}], Mark.OK, "1 not started by vLLM"),
-    (judging.backends, "backends.json", [ROW, WHOLE], Mark.LOOK, "FLASH_ATTN auto"),
-    (judging.backends, "backends.json", [ROW, STOPPED], Mark.FAILED, "KeyError"),
-    (judging.backends, "backends.json", [], Mark.FAILED, "0 recognised"),
-]
+def test_the_memory_of_each_gpu_before_most_and_after_and_who_is_on_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus_module.subprocess, "run", answer_as_nvidia_smi)  # type: ignore[attr-defined]
+    memory = MemorySeen()
+    for used in ("4", "900", "5"):
+        monkeypatch.setitem(SMI, "0", [*SMI["0"][:-1], used])
+        memory.look("cuda")
+    assert memory.lines() == ["0: 4 900 5", "1: 0 0 0", "process 7 on GPUs 0, 1"]
 
 
-@pytest.mark.parametrize(("by", "name", "left", "mark", "found"), CASES)
-def test_a_part_is_judged_by_what_it_left(
-    by: Judge, name: str, left: Any, mark: Mark, found: str, tmp_path: Path
+IPC, TCP = "listener a, over rma(cuda_ipc/cuda tcp/lo)", "listener a, over rma(tcp/lo)"
+BROKEN = "- {}, 8 at once: 1 of 16 failed: HTTP 500"
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "log", "mark", "found"),
+    [
+        ("doctor", 0, "ok  ports  free\n\n20 ok\n", "ok", "20 ok"),
+        ("doctor", 1, "broken  ports\n\n20 ok, 1 broken\n", "FAILED", "exit status 1: 20 ok, 1 broken"),
+        ("doctor", None, "begun\n", "FAILED", "did not end by its deadline; last line: begun"),
+        ("relayout: bytes", 0, "..s\n2 passed, 1 skipped in 0.12s\n", "ok", "2 passed, 1 skipped in 0.12s"),
+        ("relayout: bytes", 0, "sss\n3 skipped in 0.12s\n", "FAILED", "3 skipped in 0.12s"),
+        ("relayout: bandwidth", 0, "share  0.95  met\nwritten to r.json", "ok", "written to r.json"),
+        ("relayout: bandwidth", 0, "share  0.8  MISSED  \nwritten to r.json", "look", "share 0.8 MISSED"),
+        ("reads", 0, f"{IPC}\nevery byte is right", "ok", "every byte is right"),
+        ("reads", 0, f"{TCP}\nevery byte is right", "look", TCP),
+        ("reads", 1, f"{IPC}\n3 of 9 bytes are WRONG", "FAILED", "exit status 1: 3 of 9 bytes are WRONG"),
+        ("cache probe", 0, "X auto moved whole: kv: bf16\n1 moved whole", "look", "X auto moved whole: kv: bf16"),
+        ("cache probe", 0, "X auto recognised: k, v\n1 recognised", "ok", "1 recognised"),
+        ("beside NixlConnector", 0, f"{BROKEN.format('kvferry')}\nwritten", "FAILED", BROKEN.format("kvferry")),
+        ("beside NixlConnector", 0, "- the peer ended early: x\nwritten", "look", "- the peer ended early: x"),
+    ],
+)
+def test_a_part_is_judged_by_its_exit_status_and_its_log(
+    name: str, status: int | None, log: str, mark: str, found: str
 ) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(left if isinstance(left, str) else json.dumps(left))
-    given = judge(by, tmp_path, "cuda", 0, "last")
-    assert (given.mark, found in given.found) == (mark, True), given
-    assert judge(by, tmp_path, "cuda", 3, "last").mark is Mark.FAILED
+    assert judge(planned_on(79, 79)[name].part, status, log) == (mark, found)
 
 
-@pytest.mark.parametrize(("status", "found"), [(None, "deadline; last line: x"), (1, "exit status 1 without a result")])
-@pytest.mark.parametrize("by", dict.fromkeys(case[0] for case in CASES), ids=lambda by: by.__name__)
-def test_a_part_that_left_nothing_has_failed(by: Judge, status: int | None, found: str, tmp_path: Path) -> None:
-    given = judge(by, tmp_path, "cuda", status, "x")
-    assert (given.mark, found in given.found) == (Mark.FAILED, True)
+def done(mark: str, found: str = "", log: str = "") -> Done:
+    memory = ["0: 4 900 4", "process 7 on GPUs 0, 1"]
+    return Done(f"a {mark} part", mark, found, 3.0, ("0",), "cat $PART", memory, {"r.json": {"a": 1}}, log)
 
 
-def done(mark: Mark, found: str = "", results: Mapping[str, Any] = {}, log: str = "") -> Done:
-    part = Part(name=f"a {mark.value} part", shows="", command="cat $PART", judge=judging.doctor)
-    memory = MemorySeen({"0": 4}, {"0": 900}, {"0": 4}, {7: ("0", "1")})
-    return Done(Planned(part, ("0",)), Verdict(mark, found), 3.0, memory, results, log)
-
-
-def test_only_a_part_that_failed_makes_the_exit_status_1_and_nothing_run_is_no_success() -> None:
-    assert verdict([done(Mark.OK), done(Mark.LOOK), done(Mark.SKIPPED)]) == 0
-    assert verdict([done(Mark.OK), done(Mark.FAILED)]) == verdict([done(Mark.SKIPPED)]) == verdict([]) == 1
+@pytest.mark.parametrize(
+    ("marks", "passed"),
+    [(["ok", "look", "skipped"], True), (["ok", "FAILED"], False), (["skipped"], False), ([], False)],
+)
+def test_only_a_part_that_failed_fails_the_check_and_nothing_run_is_no_success(marks: list[str], passed: bool) -> None:
+    assert report_of([done(mark) for mark in marks], [], "cuda", quick=False)["passed"] is passed
 
 
 def test_the_report_has_all_that_was_found_and_no_names_of_the_machine() -> None:
     log = f"{ROOT}/worker/x.py on\n{socket.gethostname()}\n{Path.home()}/.cache"
-    every = [done(Mark.OK, "a|b", {"r.json": RESULT}), done(Mark.FAILED, "wrong", log=log), done(Mark.SKIPPED, "needs")]
+    every = [done("ok", "a|b"), done("FAILED", "wrong", log), done("skipped", "needs")]
     report = report_of(every, gpus(79), "cuda", quick=True)
-    assert (report["passed"], [one["mark"] for one in report["parts"]]) == (False, ["ok", "FAILED", "skipped"])
-    assert report["parts"][0]["results"] == {"r.json": RESULT}
-    text = markdown(report)
+    assert [one["mark"] for one in report["parts"]] == ["ok", "FAILED", "skipped"]
+    assert report["parts"][0]["results"] == {"r.json": {"a": 1}}
+    text = markdown_of(report)
     assert text.startswith("# GPU check of kvferry: FAILED, quick form\n")
-    assert "| a ok part | ok | a∣b | 0: 4 900 4; process 7 on GPUs 0, 1 | 3 |" in text
-    assert "\n- 0: H100, 80 GiB" in text
+    assert "| a ok part | ok | a\\|b | 0: 4 900 4; process 7 on GPUs 0, 1 | 3 |" in text
+    assert "\n- 0: H100" in text
     assert "\n./worker/x.py on\nHOST\n~/.cache\n" in text
     for name in (str(ROOT), socket.gethostname(), str(Path.home()) + "/"):
         assert name not in text + json.dumps(report)
@@ -204,7 +185,7 @@ def test_the_report_has_all_that_was_found_and_no_names_of_the_machine() -> None
     [
         (["--check"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu\n"),
         (["--check"], {"GPUS": "1"}, 0, "cuda\n"),
-        (["--list", "--only", "accuracy: HND"], {"KVFERRY_DEVICE": "cpu"}, 0, "one layout\n"),
+        (["--list", "--quick", "--only", "accuracy: MLA"], {"KVFERRY_DEVICE": "cpu"}, 0, "not in the quick form\n"),
         (["--list"], {"KVFERRY_DEVICE": "auto"}, 2, "no GPU was found by nvidia-smi"),
         (["--only", "nothing"], {"KVFERRY_DEVICE": "cpu"}, 2, "there are doctor; relayout: bytes"),
         ([], {"KVFERRY_DEVICE": "tpu"}, 2, "KVFERRY_DEVICE='tpu'"),

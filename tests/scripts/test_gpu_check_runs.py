@@ -19,21 +19,19 @@ from scripts.accuracy.settings import ROOT
 from tests.waiting import wait_until
 
 CHECK = """
-import os, sys
-from pathlib import Path
-from scripts.gpu_check import __main__ as check, judging
+import sys
+from scripts.gpu_check import __main__ as check
 from scripts.gpu_check.parts import Part
-
-def left(folder, device):
-    return judging.Verdict(judging.Mark.OK, (folder / "left").read_text())
 
 # A process in a session of its own, as an engine is, which does not listen to SIGTERM.
 hang = "echo begun; trap '' TERM; setsid sleep 600 & echo $! >$PART/pid; trap - TERM; wait"
 check.parts_for = lambda device, **_: [
-    Part(name="hangs", shows="", command=hang, judge=left, minutes=float(sys.argv[1]) / 60),
-    Part(name="fails", shows="", command="echo what went wrong; exit 7", judge=left),
-    Part(name="good", shows="", command="echo -n found > $PART/left", judge=left),
-    Part(name="large", shows="", command="exit 9", judge=left, gpus=9),
+    Part("hangs", hang, minutes=float(sys.argv[1]) / 60),
+    Part("fails", "echo what went wrong; exit 7"),
+    Part("good", "echo '{\\"a\\": 1}' >$PART/a.json; echo found"),
+    Part("slow", "echo 'share  0.8  MISSED'; echo written", look="^.*MISSED$"),
+    Part("wrong", "echo 'kvferry ended early'; echo written", fails="^kvferry.*"),
+    Part("large", "exit 9", gpus=9),
 ]
 sys.exit(check.main([]))
 """
@@ -76,14 +74,18 @@ def test_a_part_that_hangs_is_ended_with_its_processes_and_the_others_run(tmp_pa
         said, _ = running.communicate(timeout=120)
     assert running.returncode == 1, said
     assert not psutil.pid_exists(pid)
-    found = {one["name"]: (one["mark"], one["found"]) for one in report_in(tmp_path)["parts"]}
+    parts = {one["name"]: one for one in report_in(tmp_path)["parts"]}
+    assert parts["good"]["results"] == {"a.json": {"a": 1}}
+    found = {name: (one["mark"], one["found"]) for name, one in parts.items()}
     assert found == {
         "hangs": ("FAILED", "did not end by its deadline; last line: begun"),
-        "fails": ("FAILED", "exit status 7 without a result; last line: what went wrong"),
+        "fails": ("FAILED", "exit status 7: what went wrong"),
         "good": ("ok", "found"),
+        "slow": ("look", "share 0.8 MISSED"),
+        "wrong": ("FAILED", "kvferry ended early"),
         "large": ("skipped", "needs 9 GPUs with 2 GiB free; of 4 found, 4 have that"),
     }
-    assert all(word in said for word in ("1/4 hangs", "FAILED in", "needs 9 GPUs", "report.md"))
+    assert all(word in said for word in ("1/6 hangs", "FAILED in", "needs 9 GPUs", "report.md"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -104,5 +106,5 @@ def test_the_cheap_parts_run_on_the_cpu_in_the_gpus_place(tmp_path: Path) -> Non
     report = report_in(tmp_path)
     marks = {one["name"]: one["mark"] for one in report["parts"]}
     assert (running.returncode, marks) == (0, dict.fromkeys(["doctor", "CUDA's rules", "reads"], "ok")), said
-    assert report["parts"][2]["results"]["reads.json"]["right"]
+    assert "every byte of" in report["parts"][2]["found"]
     assert not list((ROOT / "bench" / "results" / "quick").glob("reads*"))

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-
-import httpx
 import pytest
 
-from scripts.accuracy import checks, phases, scores
-from scripts.accuracy.client import Answer, Client
-from scripts.accuracy.scores import Question, Score
+from scripts.accuracy import checks, scores
+from scripts.accuracy.client import Answer
+from scripts.accuracy.prompts import Case
+from scripts.accuracy.scores import Question
 
 SEVEN, FIFTY = Question("What is 3 + 4?", "3 + 4 = 7", 7), Question("What is 20 + 30?", "20 + 30 = 50", 50)
-
-
-def scored(*texts: str) -> Score:
-    return scores.score([SEVEN, FIFTY], [Answer(text=text) for text in texts])
-
-
-RIGHT, HALF, NONE = scored("#### 7", "#### 50"), scored("#### 7", "#### 51"), scored("#### 8", "#### 51")
 
 
 def test_the_same_seed_gives_the_same_questions_and_no_question_is_an_example() -> None:
@@ -53,60 +43,29 @@ def test_the_final_number_is_taken_by_strict_match(text: str, number: int | None
     assert scores.final_number(text) == number
 
 
-def test_a_server_that_adds_one_digit_numbers_only_is_right_in_half_of_the_questions() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked = json.loads(request.content)["prompt"].rsplit("What is ", 1)[1].split("?")[0]
-        first, second = map(int, asked.split(" + "))
-        text = f" {asked}\n#### {first + second if first < 10 else 0}\n\nQuestion: What is 1 + 1?\nAnswer: #### 2"
-        choice = {"text": text, "token_ids": [1], "logprobs": {"token_logprobs": [-0.1]}}
-        return httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 9}})
-
-    async def ask() -> Score:
-        async with Client("m", 5, transport=httpx.MockTransport(answer)) as client:
-            return await phases.ask_arithmetic(client, "http://d", 8)
-
-    score = asyncio.run(ask())
-    assert (score.right, score.errors) == (16, ())
+SUMS = [Case("seven", "3 + 4", max_tokens=1), Case("fifty", "20 + 30", max_tokens=1)]
 
 
-OTHER_QUESTIONS, OTHER_WRONG = scored("#### 9", "#### 50"), scored("#### 7", "#### 52")
+def answers(*texts: str) -> list[Answer]:
+    """Of one token each, the number."""
+    return [Answer((int(text.split()[-1]),), (-0.1,), text=text) for text in texts]
 
 
 @pytest.mark.parametrize(
     ("one_engine", "router", "random_weights", "passed"),
     [
-        (HALF, HALF, False, True),
-        (HALF, RIGHT, False, False),
-        (RIGHT, HALF, False, False),
-        (HALF, OTHER_QUESTIONS, False, False),
-        (HALF, OTHER_WRONG, False, False),
-        (HALF, scored("#### 7", "it is 51"), False, False),
-        (NONE, NONE, False, False),
-        (NONE, NONE, True, True),
-        (NONE, scored("#### 9", "#### 51"), True, False),
+        (("#### 7", "it is 51"), ("#### 7", "it is 51"), False, True),
+        (("#### 7", "it is 51"), ("#### 7", "#### 50"), False, False),
+        (("#### 8", "it is 51"), ("#### 8", "it is 51"), False, False),
+        (("#### 8", "it is 51"), ("#### 8", "it is 51"), True, True),
+        (("#### 8", "it is 51"), ("#### 9", "it is 51"), True, False),
     ],
-    ids=["equal", "higher", "lower", "others", "wrong", "no mark", "zero", "random weights", "random, differs"],
+    ids=["equal", "one answer differs", "a score of zero", "random weights", "random weights, one differs"],
 )
-def test_where_answers_must_be_equal_another_answer_or_a_score_of_zero_fails(
-    one_engine: Score, router: Score, random_weights: bool, passed: bool
+def test_another_answer_or_a_score_of_zero_fails(
+    one_engine: tuple[str, str], router: tuple[str, str], random_weights: bool, passed: bool
 ) -> None:
-    assert checks.judge_arithmetic(one_engine, router, None, random_weights=random_weights).passed is passed
-
-
-def test_a_failed_request_fails_the_check_and_its_error_is_shown() -> None:
-    broken = scores.score([SEVEN, FIFTY], [Answer(text="#### 7"), Answer(error="HTTP 500: gone")])
-    for itself in (None, HALF):
-        check = checks.judge_arithmetic(HALF, broken, itself)
-        assert check.passed is False
-        assert "HTTP 500: gone" in check.detail
-
-
-@pytest.mark.parametrize(
-    ("router", "itself", "passed"), [(20, 20, 1), (19, 20, 1), (18, 20, 0), (17, 17, 1), (16, 17, 0), (0, 0, 0)]
-)
-def test_without_exactness_the_score_may_differ_by_as_many_answers_as_one_engine_changes_itself(
-    router: int, itself: int, passed: int
-) -> None:
-    """One question of 32, as 0.03 would allow, where the engine answers itself alike."""
-    one, ours, again = (Score((1,) * right + (0,) * (32 - right), (1,) * 32) for right in (20, router, itself))
-    assert checks.judge_arithmetic(one, ours, again).passed is bool(passed)
+    expected, found = (answers(*texts) for texts in (one_engine, router))
+    compared = checks.compare(SUMS, {"seven": expected[0], "fifty": expected[1]}, found)
+    right = scores.right([SEVEN, FIFTY], expected), scores.right([SEVEN, FIFTY], found)
+    assert checks.judge_arithmetic(compared, right, "float32", random_weights=random_weights).passed is passed

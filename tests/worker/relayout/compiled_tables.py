@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvferry.worker.relayout.kernel import TILE, WARPS, tile_of
+from scripts import markdown
 from tests.worker.relayout.bandwidth_model import GPUS, Gpu, Program, predict
 from tests.worker.relayout.machine_code import MachineCode, compile_kernel
 
@@ -30,10 +31,7 @@ def program(gpu: Gpu, *, converts: bool, tile: int = TILE, warps: int = WARPS) -
 
 def resources() -> str:
     """The two variants that a worker's warm-up compiles."""
-    rows = [
-        "| variant | architecture | registers | spilled, B | instructions | on the path | loads | stores |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows: list[tuple[object, ...]] = []
     for converts in (False, True):
         for gpu in GPUS:
             code, path = compiled(gpu, converts=converts)
@@ -43,46 +41,36 @@ def resources() -> str:
                 )
                 for kind in ("LDG", "STG")
             )
-            rows.append(
-                f"| {'converts' if converts else 'copies'} | sm_{gpu.architecture} | {code.registers} "
-                f"| {code.stack_bytes + code.local_bytes} | {len(code.opcodes)} "
-                f"| {path.total()} | {loads} | {stores} |"
-            )
-    return "\n".join(rows)
+            variant, spilled = "converts" if converts else "copies", code.stack_bytes + code.local_bytes
+            sizes = code.registers, spilled, len(code.opcodes), path.total()
+            rows.append((variant, f"sm_{gpu.architecture}", *sizes, loads, stores))
+    head = "variant | architecture | registers | spilled, B | instructions | on the path | loads | stores"
+    return markdown.table(head, rows)
 
 
 def predictions() -> str:
     """The model for the chosen tile and warps, for others, and for a conversion."""
-    rows = [
-        "| variant | chunks, warps of a program | GPU | programs on a multiprocessor | predicted bandwidth, GB/s "
-        "| of the copy's | limited by |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows: list[tuple[object, ...]] = []
     kinds = [(False, TILE, WARPS), *((False, *size) for size in OTHER_SIZES), (True, TILE, WARPS)]
     for converts, tile, warps in kinds:
         for gpu in GPUS:
             found = program(gpu, converts=converts, tile=tile, warps=warps)
             predicted = predict(gpu, found)
-            rows.append(
-                f"| {'bfloat16 → float8' if converts else 'copies'} | {tile_of(tile, converts)}, {warps} | {gpu.name} "
-                f"| {found.resident} | {predicted.share * gpu.copy_gb_s:.0f} | {predicted.share:.0%}"
-                f"{f' ({predicted.reach:.1f}×)' if predicted.reach > 1 else ''} | {predicted.limit} |"
-            )
-    return "\n".join(rows)
+            variant, size = "bfloat16 → float8" if converts else "copies", f"{tile_of(tile, converts)}, {warps}"
+            share = f"{predicted.share:.0%}{f' ({predicted.reach:.1f}×)' if predicted.reach > 1 else ''}"
+            bandwidth = f"{predicted.share * gpu.copy_gb_s:.0f}"
+            rows.append((variant, size, gpu.name, found.resident, bandwidth, share, predicted.limit))
+    head = "variant | chunks, warps of a program | GPU | programs on a multiprocessor | predicted bandwidth, GB/s"
+    return markdown.table(f"{head} | of the copy's | limited by", rows)
 
 
 def gpus() -> str:
     """The model's constants."""
     rows = [
-        "| GPU | multiprocessors | GHz | copy, GB/s | table load, ns | memory load, ns |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    rows += [
-        f"| {gpu.name} | {gpu.multiprocessors} | {gpu.ghz} | {gpu.copy_gb_s:.0f} | {gpu.table_ns:.0f} "
-        f"| {gpu.memory_ns:.0f} |"
+        (gpu.name, gpu.multiprocessors, gpu.ghz, *map(round, (gpu.copy_gb_s, gpu.table_ns, gpu.memory_ns)))
         for gpu in GPUS
     ]
-    return "\n".join(rows)
+    return markdown.table("GPU | multiprocessors | GHz | copy, GB/s | table load, ns | memory load, ns", rows)
 
 
 def _bits(opcode: str) -> int:
