@@ -47,7 +47,7 @@ class ModelLease:
 
     @property
     def word(self) -> int:
-        if self.over or self.broken:
+        if self.over:
             return EMPTY
         return slot_word(self.epoch, SlotState.READY if self.ready else SlotState.COMPUTING)
 
@@ -96,6 +96,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
         former = self.current(free[draw % len(free)])
         if former is not None:
             former.over = True
+        for lease in self.leases:
+            lease.broken &= lease.slot != free[draw % len(free)]
         number = len(self.leases)
         lease = ModelLease(free[draw % len(free)], Epoch(1 + number * 977 % 2**59), f"request-{number}")
         self.leases.append(lease)
@@ -108,7 +110,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
         said = self.table.hold(LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text), lease.mark)
         lease.held = True
         if lease.over:
-            assert said is None, "a lease that had ended was held"
+            assert said == lease.request_id, "it waits for nothing"
+            self.reported.append(said)
             return
         assert (said is not None) == lease.complete, "an early done must be remembered"
         lease.over = lease.complete
@@ -141,8 +144,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
         lease = self.pick(draw, [x for x in self.leases if not x.held])
         counts = tuple(min(n, most - has) for n, most, has in zip(more, ROW_BLOCKS, lease.blocks, strict=True))
         order = self.progress_of(lease, lease.blocks, counts)
-        assert self.table.publish(order) == (not lease.over and not lease.broken)
-        if lease.over or lease.broken:
+        assert self.table.publish(order) == (not lease.over)
+        if lease.over:
             return
         self.ending.append(order)
         lease.row = order.row
@@ -167,8 +170,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
                 return
             order = structs.replace(order, row=(lease.row + 1) % STREAM_ROWS)
         assert not self.table.publish(order)
-        if not lease.over and not lease.broken:
-            lease.broken, lease.tokens, lease.steps = True, 0, []
+        if not lease.over:
+            lease.broken = lease.over = True
+            lease.steps = []
             self.ending = [order for order in self.ending if order.epoch != lease.text]
 
     @rule()
@@ -193,15 +197,19 @@ class LeaseTableHistory(RuleBasedStateMachine):
                 tokens, _ = other.steps.pop(0)
                 other.tokens = tokens
 
-    @precondition(lambda self: any(not x.held and not x.over for x in self.leases))
+    def preemptible(self) -> list[ModelLease]:
+        """Those that are computed; an order for one may have been lost."""
+        return [x for x in self.leases if not x.held and (not x.over or (x.broken and self.current(x.slot) is None))]
+
+    @precondition(lambda self: bool(self.preemptible()))
     @rule(draw=leases_of)
     def go_on_under_another_epoch(self, draw: int) -> None:
         """The request was preempted; the order that names the row first may not have been carried out."""
-        former = self.pick(draw, [x for x in self.leases if not x.held and not x.over])
+        former = self.pick(draw, self.preemptible())
         number = len(self.leases)
         former.row = self.progress_of(former, (), ()).row
         lease = ModelLease(former.slot, Epoch(1 + number * 977 % 2**59), f"request-{number}", former)
-        former.over = True
+        former.over, former.broken = True, False
         self.leases.append(lease)
         origin = epoch_to_text(lease.origin)
         self.table.open(LeaseOpen(slot=lease.slot, epoch=lease.text, row=lease.row, origin=origin))
@@ -241,7 +249,7 @@ class LeaseTableHistory(RuleBasedStateMachine):
         with pytest.raises(KeyError):
             self.table.done(Done(slot=slot, epoch=text, consumer=CONSUMERS[0], worker=0, expected=1))
         assert self.table.end(LeaseEnd(request_id="forged", slot=slot, epoch=text)) is None
-        assert self.table.hold(LeaseHold(request_id="forged", slot=slot, epoch=text), FakeMark(over=True)) is None
+        assert self.table.hold(LeaseHold(request_id="forged", slot=slot, epoch=text), FakeMark(over=True)) == "forged"
         self.table.advance()
 
     @invariant()

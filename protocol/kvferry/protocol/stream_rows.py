@@ -52,10 +52,6 @@ class StreamRows(msgspec.Struct, frozen=True, kw_only=True):
         """Pages of one row."""
         return -(-sum(self.blocks) // PAGE_IDS)
 
-    def first_id(self, group: int) -> int:
-        """Where in a row the ids of a cache group begin."""
-        return sum(self.blocks[:group])
-
 
 def header_word(epoch: Epoch) -> int:
     """A word of a row's header."""

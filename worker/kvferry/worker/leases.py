@@ -113,15 +113,14 @@ class LeaseTable:
         """Errors, if any: every lease that can be read has its word, every other word is empty, only leases with a
         request are held, and every row is a lease's."""
         with self._lock:
-            readable = {slot: lease for slot, lease in self._leases.items() if not lease.stream.is_broken}
             wrong = [
                 f"the word of slot {slot} is {int(self.words[slot]):#x} under epoch {lease.epoch:#x}"
-                for slot, lease in readable.items()
+                for slot, lease in self._leases.items()
                 if int(self.words[slot]) not in (slot_word(lease.epoch, state) for state in _LIVE)
             ]
             words = int(np.count_nonzero(self.words))
-            if words != len(readable):
-                wrong.append(f"{words} words are not empty, and there are {len(readable)} leases")
+            if words != len(self._leases):
+                wrong.append(f"{words} words are not empty, and there are {len(self._leases)} leases")
             named = {slot for slot, lease in self._leases.items() if lease.request_id is not None}
             if named != self._held:
                 wrong.append(f"slots {sorted(self._held ^ named)} are held by no request, or the other way round")
@@ -145,21 +144,18 @@ class LeaseTable:
         """Write the blocks that a step computes of a prompt into the lease's row.
 
         Returns:
-            Whether to `complete` the order when the step ends: not if its lease is over, nor if it does not fit the
-            row, an internal error after which consumers cannot read the lease.
+            Whether to `complete` the order when the step ends: not if its lease is over. An order that does not fit
+            the row, an internal error, ends it.
         """
         with self._lock:
             lease = self._find(order.slot, order.epoch)
-            if lease is None or lease.stream.is_broken:
+            if lease is None:
                 return False
             try:
                 self._rows.extend(lease.stream, order, lease.epoch)
             except LocalProtocolError:
                 internal_errors.log(f"the lease of slot {order.slot} cannot be read any more")
-                lease.stream.is_broken = True
-                lease.stream.steps.clear()
-                self.words[order.slot] = self.progress[order.slot] = EMPTY
-                self._pending.pop(order.slot, None)
+                self._clear(order.slot)
                 return False
             return True
 
@@ -170,13 +166,13 @@ class LeaseTable:
             mark: reached when everything that may write the blocks has finished; None until `complete`.
 
         Returns:
-            The request, if all workers had reported already: its lease is over.
+            The request, if its lease is over: all workers had reported already, or an order for it did not fit.
         """
         waves = self._mirror.waves(order.blocks) if self._mirror is not None else deque()
         with self._lock:
             lease = self._find(order.slot, order.epoch)
             if lease is None:
-                return None
+                return order.request_id
             lease.request_id, lease.mark, lease.waves = order.request_id, mark, waves
             self._held.add(order.slot)
             if mark is not None:
@@ -220,7 +216,7 @@ class LeaseTable:
                 self.progress[slot] = progress_word(lease.epoch, tokens)
             if is_reached and mirror is None:
                 lease.mark = None
-                self.words[slot] = EMPTY if lease.stream.is_broken else slot_word(lease.epoch, SlotState.READY)
+                self.words[slot] = slot_word(lease.epoch, SlotState.READY)
             del self._pending[slot]
             if lease.mark is not None or lease.stream.steps:
                 self._pending[slot] = lease  # before a copy, which may raise; at the end: others come first next time

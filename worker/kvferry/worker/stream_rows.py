@@ -32,14 +32,12 @@ class Stream:
         ids: per cache group the number of ids in the row.
         steps: the steps that have not ended, oldest first: the leading tokens that are complete then, and the step's
             mark.
-        is_broken: an order did not fit: the lease can be read no more.
     """
 
     origin: Epoch
     row: int | None = None
     ids: tuple[int, ...] = ()
     steps: deque[tuple[int, DeviceMark]] = field(default_factory=deque)
-    is_broken: bool = False
 
     def take_tokens(self) -> int:
         """The tokens that are complete since the last call; 0 if no step has ended."""
