@@ -94,8 +94,10 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
             if number == script.asked < last and prefill.params is None:
                 prefill.offer()
             prefill.compute(parts[number], producer.take(count))
-            if prefill.is_complete:
+            if prefill.is_held:
                 producer.leased[prefill.request_id] = prefill.blocks
+            elif prefill.is_complete:  # its consumer has released it
+                producer.give_back(prefill.blocks)
             number += 1
         for _ in range(1 + choice // 5 % 3):
             yield
@@ -103,10 +105,8 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
             yield  # it stands still
     if producer.is_dead:
         return
-    if number == aborted_at:
-        prefill.abort()
-    else:
-        prefill.end()
+    end = prefill.abort if number == aborted_at else prefill.end
+    end()
 
 
 def _beside(making: Wait, loading: Life) -> Life:

@@ -16,7 +16,7 @@ from tests.harness.core.scheduler import Engine, tokens
 
 LEASE_S = 60.0
 HEARTBEAT_S = LEASE_S / 6
-ENDED = (LeaseState.COMPLETE, LeaseState.HELD, LeaseState.ENDING)
+ENDED = (LeaseState.HELD, LeaseState.ENDING)
 REMOTE_DECODE = {"do_remote_decode": True}
 PROMPT_TOKENS = 64
 """Four blocks."""

@@ -112,11 +112,13 @@ def test_an_abort_ends_the_lease_and_frees_the_row(make: Any) -> None:
     assert ask(producer, "p").progress is Progress.OVER
 
 
-def test_a_consumer_that_leaves_while_the_prompt_is_computed_ends_the_lease_when_it_is_complete(make: Any) -> None:
+def test_a_consumer_that_leaves_while_the_prompt_is_computed_ends_the_lease(make: Any) -> None:
     producer = asked_for(make)
     producer.step()
     lease = lease_of(producer)
     assert producer.engine.connector.scheduler_side.leases.release(lease.origin)
+    assert producer.step().ended == {"p"}
+    assert free_rows(producer) == 64
     assert producer.answer("p").params is None
     producer.until(lambda: is_over(producer))
     assert producer.engine.counted("leases_released", "release") == 1

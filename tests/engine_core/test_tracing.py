@@ -17,9 +17,11 @@ from kvferry.trace.events import (
     ChunkSpan,
     DecodeArrived,
     LeaseName,
+    LeaseOver,
     LoadEnded,
     LoadOrdered,
     LoadReported,
+    ParamsGiven,
     Part,
     PrefillStep,
     ProcessStarted,
@@ -225,6 +227,26 @@ def test_the_steps_of_a_prompt_that_is_read_meanwhile_are_recorded_under_its_fir
     assert producer.engine.counted("stream_restarts") == 1, "the answer's params name another epoch"
     assert steps[-1].tokens == len(streamed.PROMPT)
     assert [given.at_ns, over.at_ns] == sorted([given.at_ns, over.at_ns])
+
+
+def test_a_prompt_that_was_read_before_its_request_ended_has_one_lease_in_all_events(
+    make: Any, folder: Path, extra: dict[str, Any]
+) -> None:
+    """Also when it was computed twice: its params have the epoch that is READY, traces the lease's first one."""
+    producer = streamed.asked_for(make, extra=extra, overlap=True)
+    producer.step()
+    streamed.preempt(producer, "p")
+    lease = streamed.lease_of(producer)
+    while not lease.keeps_blocks:
+        producer.step()
+    streamed.preempt(producer, "p")
+    producer.engine.connector.scheduler_side.leases.acknowledge(0, ["p"])
+    params = producer.answer("p").params
+    assert params is not None
+    assert params["kvferry"]["lease_epoch"] != lease.origin.epoch
+    producer.close()
+    events = [event for event in events_of(folder, producer) if isinstance(event, (ParamsGiven, LeaseOver))]
+    assert [event.lease.epoch for event in events] == [lease.origin.epoch] * 2
 
 
 def test_a_load_that_follows_a_prefill_says_what_it_read_when() -> None:

@@ -55,6 +55,11 @@ class Prefill:
         """Whether a step has computed its last part, or the next one does."""
         return self.done == self.tokens
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it is complete, and the lease keeps its blocks, or has kept them."""
+        return self._lease.keeps_blocks
+
     def offer(self) -> None:
         """A consumer has asked for it: its blocks are listed from the next part on, those before included.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -13,6 +14,8 @@ from unittest import mock
 import pytest
 import zmq
 
+from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Ask, Question, decode_answers
+from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import (
     EngineDescription,
@@ -23,6 +26,7 @@ from kvferry.protocol.handshake import (
     Renew,
     encode,
 )
+from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
 from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
@@ -83,6 +87,39 @@ def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Co
         assert counters.total("releases_unknown") == 1
     finally:
         listener.close()
+
+
+def test_tickets_that_do_not_fit_into_one_frame_come_in_several(counters: Counters) -> None:
+    """As the prompts of many requests with one long prefix. Its peer closes a connection that brings a longer one."""
+    asked, port, prompt = AskedPrompts(), free_port(), Prompt(tokens=[1, 2, 3])
+    params = {"remote_block_ids": [[1 << 30] * (MAX_ANSWERS_BYTES // 20)]}
+    questions = tuple(Question(number=n, key=str(n), num_tokens=3, digest=digest_chain(prompt)[-1]) for n in range(6))
+    for question in questions:
+        asked.arrived(question.key, question.key, prompt, 3)
+        asked.ticket(question.key, params)
+    listener = SideChannelListener(HOST, port, counters, asked=asked)
+    with contextlib.closing(listener), client(port) as sock:
+        sock.send_multipart([b"", encode(Ask(asker="d", questions=questions))])
+        found: list[int] = []
+        while len(found) < len(questions):
+            found += [answer.number for answer in decode_answers(sock.recv_multipart()[1]).answers]
+        assert found == list(range(6))
+
+
+def test_more_changes_than_fit_into_one_message_come_in_several(counters: Counters) -> None:
+    asked, port, count = AskedPrompts(), free_port(), MAX_QUESTIONS + 10
+    questions = [Question(number=n, key=str(n), num_tokens=3, digest="0" * 32) for n in range(count)]
+    with contextlib.closing(SideChannelListener(HOST, port, counters, asked=asked)), client(port) as sock:
+        for part in (questions[:MAX_QUESTIONS], questions[MAX_QUESTIONS:]):
+            sock.send_multipart([b"", encode(Ask(asker="d", questions=tuple(part)))])
+            decode_answers(sock.recv_multipart()[1])
+        wake, asked.wake = asked.wake, lambda: None
+        for question in questions:
+            asked.arrived(question.key, question.key, Prompt(tokens=[1, 2, 3]), 3)
+        wake()
+        found: set[int] = set()
+        while len(found) < count:
+            found |= {answer.number for answer in decode_answers(sock.recv_multipart()[1]).answers}
 
 
 def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(

@@ -36,7 +36,6 @@ class Modelled:
     phase: str = "computing"
     opens: list[int] = field(default_factory=list)
     announced: bool = False
-    doomed: bool = False
     deadline_s: float = 0.0
     slot: int = -1
 
@@ -54,11 +53,14 @@ class ProducerHistories(RuleBasedStateMachine):
         self.held: dict[str, LeaseName] = {}
         self.reported: list[str] = []
         self.model: dict[str, Modelled] = {}
+        self.must_hold: set[str] = set()
         self.must_end: set[int] = set()
         self.must_open: set[int] = set()
         self.now_s = 1000.0
+        self.ledger.take_orders(self.now_s)  # the clock begins
         self.clock_s = 0.0
         self.reports: dict[str, int] = {}
+        self.unfinished = dict.fromkeys(LeaseUse, 0)  # released while their requests ran
 
     def draw_epoch(self) -> Epoch:
         self.epochs += 1
@@ -106,7 +108,7 @@ class ProducerHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data(), use=st.sampled_from(LeaseUse))
     def intend_again(self, data: st.DataObject, use: LeaseUse) -> None:
-        assert not self.ledger.intend(self.some(data, "intended", "computing", "complete", "held", "ending"), use)
+        assert not self.ledger.intend(self.some(data, "intended", "computing", "held", "ending"), use)
 
     @precondition(lambda self: self.has("computing"))
     @rule(data=st.data())
@@ -121,7 +123,8 @@ class ProducerHistories(RuleBasedStateMachine):
         assert held is not None
         lease = self.model[request_id]
         assert int(held.name.epoch, 16) == lease.epoch
-        lease.phase, lease.slot = "complete", held.slot
+        lease.phase, lease.slot, lease.deadline_s = "held", held.slot, self.clock_s + FIRST_S[lease.use]
+        self.must_hold.add(request_id)
 
     @precondition(lambda self: self.has("intended", "computing"))
     @rule(data=st.data())
@@ -136,24 +139,21 @@ class ProducerHistories(RuleBasedStateMachine):
             self.must_end.add(lease.epoch)
             self.must_open.update(lease.opens)
 
-    @precondition(lambda self: self.has("complete", "held"))
+    @precondition(lambda self: self.has("held"))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        request_id = self.some(data, "complete", "held")
-        lease = self.model[request_id]
-        assert self.ledger.release(self.name_of(request_id)) == (not lease.doomed)
-        self.doom(lease)
+        request_id = self.some(data, "held")
+        assert self.ledger.release(self.name_of(request_id))
+        self.end(self.model[request_id])
 
-    def doom(self, lease: Modelled) -> None:
-        lease.doomed = True
-        if lease.phase == "held":
-            lease.phase = "ending"
-            self.must_end.add(lease.epoch)
+    def end(self, lease: Modelled) -> None:
+        lease.phase = "ending"
+        self.must_end.add(lease.epoch)
 
-    @precondition(lambda self: self.has("complete", "held"))
+    @precondition(lambda self: self.has("held"))
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
-        request_id = self.some(data, "complete", "held")
+        request_id = self.some(data, "held")
         assert self.ledger.renew(self.name_of(request_id))
         lease = self.model[request_id]
         lease.deadline_s = max(lease.deadline_s, self.clock_s + LEASE_S)
@@ -176,10 +176,10 @@ class ProducerHistories(RuleBasedStateMachine):
 
     @rule()
     def release_all(self) -> None:
-        doomed = [lease for lease in self.model.values() if lease.phase in ("complete", "held") and not lease.doomed]
-        assert self.ledger.release_all("reset") == len(doomed)
-        for lease in doomed:
-            self.doom(lease)
+        held = [lease for lease in self.model.values() if lease.phase == "held"]
+        assert self.ledger.release_all("reset") == len(held)
+        for lease in held:
+            self.end(lease)
 
     # Sums of these are exact in binary, so the model and the ledger agree to the last bit.
     @rule(passed_s=st.sampled_from([0.0, 0.25, 1023 / 1024, 1.0, 5.0, 1000.0]))
@@ -188,7 +188,7 @@ class ProducerHistories(RuleBasedStateMachine):
         self.clock_s += min(passed_s, HEARTBEAT_S)
         for lease in self.model.values():
             if lease.phase == "held" and self.clock_s >= lease.deadline_s:
-                self.doom(lease)
+                self.end(lease)
         orders = self.ledger.take_orders(self.now_s)
         live = list(self.model.items())
         assert {int(end.epoch, 16) for end in orders.ends} == self.must_end
@@ -197,30 +197,26 @@ class ProducerHistories(RuleBasedStateMachine):
         expected = self.must_open.union(*(lease.opens for _, lease in live))
         assert {int(opened.epoch, 16) for opened in orders.opens} == expected
         assert len(orders.opens) == len(expected)
-        finished = {name for name, lease in live if lease.phase == "complete"}
-        assert {hold.request_id for hold in orders.holds} == finished
+        assert {hold.request_id for hold in orders.holds} == self.must_hold
         slots = {int(opened.epoch, 16): opened.slot for opened in orders.opens}
-        self.must_end, self.must_open = set(), set()
+        self.must_hold, self.must_end, self.must_open = set(), set(), set()
         for _, lease in live:
             lease.announced, lease.opens = True, []
             lease.slot = slots.get(lease.epoch, lease.slot)
-            if lease.phase == "complete":
-                lease.phase, lease.deadline_s = "held", self.clock_s + FIRST_S[lease.use]
-                if lease.doomed:
-                    self.doom(lease)
         self.carry_out(orders)
         self.words_are_those_of_the_model()
 
     def carry_out(self, orders: LeaseOrders) -> None:
         """As a worker, in the order that `kvferry.protocol.orders` prescribes."""
-        for end in orders.ends:
-            self.report_once(self.table.end(end))
+        ending = {end.slot for end in orders.ends}
         for opened in orders.opens:
-            assert self.table.words[opened.slot] == EMPTY, "a slot was reused without being cleared"
+            assert self.table.words[opened.slot] == EMPTY or opened.slot in ending, "a slot was reused without an end"
             self.table.open(opened)
         for hold in orders.holds:
             self.held[hold.request_id] = LeaseName(slot=hold.slot, epoch=hold.epoch)
             self.report_once(self.table.hold(hold, FakeMark(over=True)))
+        for end in orders.ends:
+            self.report_once(self.table.end(end))
         self.table.advance()
         assert self.table.errors() == []
 
@@ -239,8 +235,7 @@ class ProducerHistories(RuleBasedStateMachine):
         expected = [EMPTY] * SLOTS
         states = {"computing": SlotState.COMPUTING, "held": SlotState.READY}
         for name, lease in self.model.items():
-            doomed_now = lease.phase == "ending" and lease.epoch in self.must_end
-            state = SlotState.READY if doomed_now else states.get(lease.phase)
+            state = states.get(lease.phase)
             if state is not None and name not in self.reported:
                 expected[lease.slot] = slot_word(Epoch(lease.epoch), state)
         assert self.table.words.tolist() == expected
@@ -290,7 +285,8 @@ class ProducerHistories(RuleBasedStateMachine):
             ended = sum(self.counters.total(f"{use.value}_released", how) for how in ways)
             abandoned = self.counters.total(f"{use.value}_released", "abandoned")
             assert self.counters.total(f"{use.value}_opened") == ended + abandoned
-            assert self.counters.total(f"{use.value}_offered") == (ended if use is LeaseUse.TURN else 0)
+            offered = ended - self.unfinished[use] if use is LeaseUse.TURN else 0
+            assert self.counters.total(f"{use.value}_offered") == offered
 
 
 ProducerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)

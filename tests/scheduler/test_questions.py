@@ -175,3 +175,21 @@ def test_questions_and_prompts_are_bounded_and_forgotten(monkeypatch: pytest.Mon
     asked.arrived("last", "x", PROMPTS[0], 5)
     assert (len(asked._by_request), len(asked._subscriptions)) == (1, 0)
     assert (set(asked._by_key), asked._subscribed) == ({"x"}, {})
+
+
+def test_a_question_keeps_its_prompt_when_an_equal_one_of_the_same_id_arrives() -> None:
+    """Otherwise it would claim both, and who asks for the second one would compute it."""
+    asked = AskedPrompts()
+
+    def answer(number: int) -> tuple[Progress, dict[str, str]]:
+        (found,) = asked.ask(b"peer", Ask(asker="d", questions=(question(number),))).answers
+        return found.progress, found.params
+
+    asked.arrived("p1", "x", PROMPTS[0], 5)
+    assert answer(1)[0] is Progress.QUEUED
+    asked.arrived("p2", "x", PROMPTS[0], 5)
+    asked.changes()
+    assert answer(2)[0] is Progress.QUEUED
+    for name in ("p1", "p2"):
+        asked.ticket(name, {"name": name})
+    assert [answer(1), answer(2)] == [(Progress.TICKET, {"name": "p1"}), (Progress.TICKET, {"name": "p2"})]

@@ -65,7 +65,7 @@ class StreamHistories(ProducerHistories):
         name = self.some(data, "computing")
         if name in self.blocks:
             return
-        used = len(self.streamed("computing", "complete", "held", "ending"))
+        used = len(self.streamed("computing", "held", "ending"))
         stream = self.ledger.streams.begin(self.lease(name))
         assert (stream is not None) == (used < ROWS)
         if stream is not None:
@@ -102,18 +102,22 @@ class StreamHistories(ProducerHistories):
             model.opens.append(model.epoch)
         assert int(lease.name.epoch, 16) == model.epoch
 
-    @precondition(lambda self: self.streamed("computing", "complete", "held"))
+    @precondition(lambda self: self.streamed("computing", "held"))
     @rule(data=st.data())
     def released_by_the_name_in_the_ticket(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.streamed("computing", "complete", "held")))
+        name = data.draw(st.sampled_from(self.streamed("computing", "held")))
         model = self.model[name]
-        assert self.ledger.release(self.ticket(name)) == (not model.doomed)
-        self.doom(model)
+        assert self.ledger.release(self.ticket(name))
+        if model.phase == "held":
+            self.end(model)
+        else:
+            self.unfinished[model.use] += 1
+            self.forget(self.model.pop(name))
 
-    @precondition(lambda self: self.streamed("complete", "held"))
+    @precondition(lambda self: self.streamed("held"))
     @rule(data=st.data())
     def renewed_by_the_name_in_the_ticket(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.streamed("complete", "held")))
+        name = data.draw(st.sampled_from(self.streamed("held")))
         assert self.ledger.renew(self.ticket(name))
         model = self.model[name]
         model.deadline_s = max(model.deadline_s, self.clock_s + self.ledger.lease_s)
@@ -140,16 +144,16 @@ class StreamHistories(ProducerHistories):
                 assert self.table.words[opened.slot] == EMPTY or opened.slot in ended
                 self.clear(opened.slot)
             self.table.open(opened)
-        for end in orders.ends:
-            if self.epoch_of(end.slot) == end.epoch:
-                self.clear(end.slot)
-            self.report_once(self.table.end(end))
         for hold in orders.holds:
             assert hold.epoch not in self.dead, "an epoch whose blocks were given away is held"
             self.held[hold.request_id] = LeaseName(slot=hold.slot, epoch=hold.epoch)
             self.report_once(self.table.hold(hold, FakeMark(over=True)))
         for order in orders.progress:
             self.publish(order)
+        for end in orders.ends:
+            if self.epoch_of(end.slot) == end.epoch:
+                self.clear(end.slot)
+            self.report_once(self.table.end(end))
         self.table.advance()
         assert self.table.errors() == []
 
@@ -158,8 +162,9 @@ class StreamHistories(ProducerHistories):
 
     def clear(self, slot: int) -> None:
         self.progress.pop(slot, None)
-        if slot in self.row_of:
-            self.rows[self.row_of.pop(slot)] = Row()
+        row = self.row_of.pop(slot, None)
+        if row is not None and row not in self.row_of.values():
+            self.rows[row] = Row()
 
     def publish(self, order: LeaseProgress) -> None:
         if self.epoch_of(order.slot) != order.epoch:
@@ -195,7 +200,7 @@ class StreamHistories(ProducerHistories):
 
     @invariant()
     def every_row_has_one_lease(self) -> None:
-        used = len(self.streamed("computing", "complete", "held", "ending"))
+        used = len(self.streamed("computing", "held", "ending"))
         assert len(self.ledger.streams._free) == ROWS - used
 
     def teardown(self) -> None:

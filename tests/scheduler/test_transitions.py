@@ -49,9 +49,6 @@ def producer_in(state: LeaseState) -> ProducerLedger:
         return ledger
     lease = ledger.finish(REQUEST)
     assert lease is not None
-    if state is LeaseState.COMPLETE:
-        return ledger
-    ledger.take_orders(0.0)
     if state is LeaseState.ENDING:
         assert ledger.release(lease.name)
     assert ledger.state(REQUEST) is state

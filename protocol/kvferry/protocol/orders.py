@@ -130,16 +130,17 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
         holds: of requests whose blocks were written in earlier steps.
         progress: of prompts that this step computes a part of, the last part of completions included.
         completions: of requests whose prompt this step completes: their blocks are written when it has ended.
+        ends: of leases that are over, also of some that this step holds.
         fails: requests to be reported as failed loads without a read: their prefill has failed.
     """
 
     version: Literal[1] = ORDERS_VERSION
     boot: Hex128
-    ends: tuple[LeaseEnd, ...] = ()
     opens: tuple[LeaseOpen, ...] = ()
     holds: tuple[LeaseHold, ...] = ()
     progress: tuple[LeaseProgress, ...] = ()
     completions: tuple[LeaseHold, ...] = ()
+    ends: tuple[LeaseEnd, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     fails: tuple[str, ...] = ()
     prewarms: tuple[Prewarm, ...] = ()

@@ -92,11 +92,11 @@ def next_orders(
     due = leases.take_orders(now_s, may_expire=may_expire)
     return StepOrders(
         boot=boot,
-        ends=tuple(due.ends),
         opens=tuple(due.opens),
         holds=tuple(due.holds),
         progress=tuple(due.progress),
         completions=tuple(due.completions),
+        ends=tuple(due.ends),
         loads=loads.take_orders(),
         fails=fails,
         prewarms=loads.prewarms.take(),

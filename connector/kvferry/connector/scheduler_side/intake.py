@@ -130,15 +130,21 @@ class RequestIntake:
     def _accept_prefill(self, request: Request) -> None:
         prompt = prompt_of(request, request.num_prompt_tokens, self._local.media_scope)
         num_tokens = request.num_prompt_tokens
-        if not self._local.is_producer:
+        is_producer = self._local.is_producer
+        can_share = is_producer and not request.resumable and has_tokens(request)
+        can_share = can_share and leave_out(request, self._local.left_out)
+        is_leased = can_share and self._intend(request, LeaseUse.PROMPT)
+        if prompt is not None:
+            key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
+            self._asked.arrived(request.request_id, key, prompt, num_tokens)
+            if not is_leased:
+                self._asked.over(request.request_id, "no_lease")  # who asks need not wait for it
+        if not is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
-        elif request.resumable or not has_tokens(request) or not leave_out(request, self._local.left_out):
+        elif not can_share:
             self._counters.add("prefills_kept")
             logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
         else:
-            if self._intend(request, LeaseUse.PROMPT) and prompt is not None:
-                key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
-                self._asked.arrived(request.request_id, key, prompt, num_tokens)
             self._tracing.prefill_arrived(request)
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
             turn = read_turn(request.kv_transfer_params or {})

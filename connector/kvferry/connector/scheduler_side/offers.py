@@ -38,6 +38,9 @@ _READ_OR_HELD = ("", "done")
 """`Lease.ended_by` of a lease that has not ended, or that a consumer has read already."""
 
 
+Offer = tuple[RemotePrefill, Lease]
+
+
 @dataclass(slots=True)
 class _Prefill:
     """A prompt for another engine that is not complete.
@@ -84,7 +87,7 @@ class Offers:
         self._counters = counters
         self._streams = streams
         self._prefilling: dict[str, _Prefill] = {}
-        self._built: dict[str, tuple[RemotePrefill, Lease]] = {}
+        self._built: dict[str, Offer] = {}
 
     def opened(self, request: Request) -> None:
         """The request is scheduled, for the first time or again, and its lease has a slot."""
@@ -112,19 +115,20 @@ class Offers:
             elif lease.state is LeaseState.COMPUTING:
                 self._advance(prefill, lease, num_tokens.get(request_id, 0), request_id in preempted)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> RemotePrefill | None:
-        """The request has ended: the params of its blocks, which are held; None if they are not."""
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Offer | None:
+        """The request has ended: the params of its blocks, which are held, and the lease; None if they are not."""
         self._prefilling.pop(request.request_id, None)
         if request.request_id in self._built:
-            params = self._complete_prompt(request)
+            offer = self._complete_prompt(request)
         else:
-            params = self._finish(request, block_ids)
-            if params is not None:
-                self._asked.ticket(request.request_id, params.to_json())
-        self._asked.over(request.request_id, "" if params is not None else "ended")
-        return params
+            offer = self._finish(request, block_ids)
+            if offer is not None:
+                self._asked.ticket(request.request_id, offer[0].to_json(), offer[1])
+        reason = "no_lease" if has_ended_well(request) else "ended"
+        self._asked.over(request.request_id, reason if offer is None else "")
+        return offer
 
-    def _finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> RemotePrefill | None:
+    def _finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Offer | None:
         lease = self._leases.running(request.request_id)
         if lease is None:
             return None
@@ -132,16 +136,16 @@ class Offers:
         params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s)
         if params is None:
             self._leases.abandon(request.request_id)
-        else:
-            self._leases.finish(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
-        return params
+            return None
+        self._leases.finish(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
+        return params, lease
 
-    def _complete_prompt(self, request: Request) -> RemotePrefill | None:
-        params, lease = self._built.pop(request.request_id)
+    def _complete_prompt(self, request: Request) -> Offer | None:
+        offer = _, lease = self._built.pop(request.request_id)
         self._leases.request_ended(lease)
         if not has_ended_well(request) and not lease.ended_by:
             self._leases.end(lease, "abandoned")
-        return params if lease.ended_by in _READ_OR_HELD else None
+        return offer if lease.ended_by in _READ_OR_HELD else None
 
     def _advance(self, prefill: _Prefill, lease: Lease, num_tokens: int, is_preempted: bool) -> None:
         """This step computes so many tokens of a prompt, or none."""
@@ -176,7 +180,7 @@ class Offers:
             self._counters.add("streams_refused", "consumer" if self._streams else "engine")
         elif (stream := self._leases.streams.begin(lease)) is not None:
             params = self.builder.build_stream(request, lease, stream.row, asked.digests, self._leases.lease_s)
-            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S))
+            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S), lease)
         prefill.is_refused = stream is None
         return stream
 
@@ -188,4 +192,4 @@ class Offers:
         if params is not None:
             self._leases.complete(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
             self._built[request.request_id] = params, lease
-            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S))
+            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S), lease)

@@ -179,13 +179,13 @@ class SchedulerSide:
         lease = self.leases.running(request.request_id)
         if lease is not None and lease.use is LeaseUse.TURN and self._idle.drain.has_begun:
             self.leases.abandon(request.request_id)
-        params = self._offers.finished(request, block_ids)
-        if params is None:
+        offer = self._offers.finished(request, block_ids)
+        if offer is None:
             return False, None
-        slot, num_tokens = params.kvferry.lease_slot, params.remote_num_tokens
-        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, slot, num_tokens)
+        params, lease = offer
+        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, params.remote_num_tokens)
         self.tracing.params_given(request.request_id, params, lease)
-        is_turn = lease is not None and lease.use is LeaseUse.TURN  # None: a consumer has read it already
+        is_turn = lease.use is LeaseUse.TURN
         return False, params.to_json(is_turn=is_turn, at_once=self.channel.announces and not is_turn)
 
     # Hooks of a step.

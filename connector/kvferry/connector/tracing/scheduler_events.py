@@ -109,11 +109,9 @@ class SchedulerTracing(Observer):
                 lease = LeaseName(boot=self._boot, epoch=part.origin)
                 self._put(PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens))
 
-    def params_given(self, request_id: str, params: RemotePrefill, lease: Lease | None) -> None:
-        """A request has ended, and its response carries params; a lease that was read already is None."""
-        epoch = params.kvferry.lease_epoch if lease is None else lease.origin.epoch
-        name = LeaseName(boot=self._boot, epoch=epoch)
-        self._record(ParamsGiven, request_id, lease=name, tokens=params.remote_num_tokens)
+    def params_given(self, request_id: str, params: RemotePrefill, lease: Lease) -> None:
+        """A request has ended, and its response carries params."""
+        self._record(ParamsGiven, request_id, lease=self._own_name(lease), tokens=params.remote_num_tokens)
 
     def lease_over(self, lease: Lease, how: str) -> None:
         self._record(LeaseOver, lease.request_id, lease=self._own_name(lease), how=how)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
-from kvferry.protocol.asks import MAX_QUESTIONS, Answer, Answers, Ask, Progress, Question, Unask
+from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
 from kvferry.protocol.digests import Prompt, digest_chain
+from kvferry.scheduler.producer.lease import Lease
 
 MAX_PROMPTS = 1 << 14
 """Most prompts remembered; the oldest is dropped first. Clients choose how many requests there are."""
@@ -34,7 +35,7 @@ class AskedPrompt:
     """One prompt.
 
     Attributes:
-        ended_s: when its request was over; None until then.
+        lease: by which it may be read, as long as that has not ended.
         claimant: whose question it answers.
         is_streamed_to: whether who has asked reads prompts while they are computed.
         digests: of the whole prompt; () until a question is compared with them.
@@ -46,8 +47,8 @@ class AskedPrompt:
     num_tokens: int
     progress: Progress = Progress.QUEUED
     params: dict[str, Any] = field(default_factory=dict)
+    lease: Lease | None = None
     reason: str = ""
-    ended_s: float | None = None
     claimant: Claimant | None = None
     is_streamed_to: bool = False
     digests: tuple[str, ...] = ()
@@ -60,6 +61,8 @@ class AskedPrompt:
         return question.digest == self.digests[-1]
 
     def answer(self, number: int) -> Answer:
+        if self.lease is not None and self.lease.ended_by:
+            return Answer(number=number, progress=Progress.OVER, reason=self.reason or "no_lease")
         return Answer(number=number, progress=self.progress, params=self.params, reason=self.reason)
 
 
@@ -91,9 +94,10 @@ class AskedPrompts:
         self._clock = clock
         self._siblings = siblings
         self._lock = threading.Lock()
-        self._by_request: OrderedDict[str, AskedPrompt] = OrderedDict()
+        self._by_request: dict[str, AskedPrompt] = {}  # the first that arrived is first
         self._by_key: dict[str, list[AskedPrompt]] = {}
-        self._subscriptions: OrderedDict[Claimant, _Subscription] = OrderedDict()
+        self._ended_s: dict[str, float] = {}  # by request, the first that was over is first
+        self._subscriptions: dict[Claimant, _Subscription] = {}  # the one repeated longest ago is first
         self._subscribed: dict[str, set[Claimant]] = {}
         self._changed: set[str] = set()
 
@@ -108,16 +112,20 @@ class AskedPrompts:
         """
         with self._lock:
             self._forget_old()
-            self._drop(self._by_request.get(request_id))
+            self._drop(request_id)
             asked = self._by_request[request_id] = AskedPrompt(request_id, key, prompt, num_tokens)
             self._by_key.setdefault(key, []).append(asked)
             while len(self._by_request) > MAX_PROMPTS:
-                self._drop(next(iter(self._by_request.values())))
+                self._drop(next(iter(self._by_request)))
             self._note(key)
 
-    def ticket(self, request_id: str, params: dict[str, Any]) -> None:
-        """The prompt may be read with these params as soon as its slot is READY."""
-        self._advance(request_id, Progress.TICKET, params=params)
+    def ticket(self, request_id: str, params: dict[str, Any], lease: Lease | None = None) -> None:
+        """The prompt may be read with these params as soon as its slot is READY, until the lease ends."""
+        with self._lock:
+            asked = self._by_request.get(request_id)
+            if asked is not None:
+                asked.progress, asked.params, asked.lease = Progress.TICKET, params, lease
+                self._note(asked.key)
 
     def waiting(self, request_id: str) -> AskedPrompt | None:
         """The prompt, if another engine has asked for it and has no answer yet. It takes no lock: at worst a question
@@ -128,7 +136,13 @@ class AskedPrompts:
 
     def over(self, request_id: str, reason: str = "") -> None:
         """The request is over. With a reason its prompt will not be read; otherwise its ticket stays valid."""
-        self._advance(request_id, Progress.OVER if reason else None, reason=reason, is_over=True)
+        with self._lock:
+            asked = self._by_request.get(request_id)
+            if asked is not None:
+                self._ended_s.setdefault(request_id, self._clock())
+                if reason:
+                    asked.progress, asked.params, asked.reason = Progress.OVER, {}, reason
+                    self._note(asked.key)
 
     # For the listener's thread.
 
@@ -141,7 +155,7 @@ class AskedPrompts:
                 claimant = (ask.asker, question.number)
                 answer = self._answer(claimant, question)
                 self._unsubscribe(claimant)
-                if answer.progress in (Progress.UNKNOWN, Progress.QUEUED, Progress.TICKET):
+                if answer.progress is not Progress.OVER:
                     self._subscribe(claimant, _Subscription(peer, question, now_s, answer.progress))
                 answers.append(answer)
         return Answers(answers=tuple(answers), siblings=self._siblings)
@@ -165,42 +179,21 @@ class AskedPrompts:
                 if answer.progress is not subscription.answered:
                     subscription.answered = answer.progress
                     found.setdefault(subscription.peer, []).append(answer)
-        return [
-            (peer, Answers(answers=tuple(answers[at : at + MAX_QUESTIONS]), siblings=self._siblings))
-            for peer, answers in found.items()
-            for at in range(0, len(answers), MAX_QUESTIONS)
-        ]
+        return [(peer, Answers(answers=tuple(answers), siblings=self._siblings)) for peer, answers in found.items()]
 
     # With the lock.
 
     def _answer(self, claimant: Claimant, question: Question) -> Answer:
-        """The newest prompt with this key that agrees and has no other claimant."""
+        """The prompt with this key that the question has claimed, or the newest one that agrees and has no claimant."""
         known = self._by_key.get(question.key, [])
-        for asked in reversed(known):
-            if asked.claimant in (None, claimant) and asked.agrees(question):
+        free = [asked for asked in reversed(known) if asked.claimant in (None, claimant)]
+        for asked in sorted(free, key=lambda asked: asked.claimant is None):
+            if asked.agrees(question):
                 asked.claimant, asked.is_streamed_to = claimant, question.streams
                 return asked.answer(question.number)
-        if all(asked.ended_s is not None for asked in known):
+        if all(asked.request_id in self._ended_s for asked in known):
             return Answer(number=question.number, progress=Progress.UNKNOWN)
         return Answer(number=question.number, progress=Progress.OVER, reason="other_prompt")
-
-    def _advance(
-        self,
-        request_id: str,
-        progress: Progress | None,
-        *,
-        params: dict[str, Any] | None = None,
-        reason: str = "",
-        is_over: bool = False,
-    ) -> None:
-        with self._lock:
-            asked = self._by_request.get(request_id)
-            if asked is None:
-                return
-            asked.ended_s = self._clock() if is_over else None
-            if progress is not None:
-                asked.progress, asked.params, asked.reason = progress, params or {}, reason
-                self._note(asked.key)
 
     def _note(self, key: str) -> None:
         if key in self._subscribed:
@@ -209,19 +202,17 @@ class AskedPrompts:
 
     def _forget_old(self) -> None:
         now_s = self._clock()
-        for asked in list(self._by_request.values()):
-            if asked.ended_s is None or now_s < asked.ended_s + KEPT_S:
-                break
-            self._drop(asked)
-        for claimant, subscription in list(self._subscriptions.items()):
-            if now_s < subscription.repeated_s + SUBSCRIPTION_S:
-                break
+        for request_id, _ in list(takewhile(lambda ended: now_s >= ended[1] + KEPT_S, self._ended_s.items())):
+            self._drop(request_id)
+        stale = takewhile(lambda x: now_s >= x[1].repeated_s + SUBSCRIPTION_S, self._subscriptions.items())
+        for claimant, _ in list(stale):
             self._unsubscribe(claimant)
 
-    def _drop(self, asked: AskedPrompt | None) -> None:
+    def _drop(self, request_id: str) -> None:
+        asked = self._by_request.pop(request_id, None)
         if asked is None:
             return
-        del self._by_request[asked.request_id]
+        self._ended_s.pop(request_id, None)
         same = self._by_key[asked.key]
         same.remove(asked)
         if not same:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.scheduler.block_references import BlockReferences
-from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 
@@ -73,7 +73,7 @@ def candidates(ledger: ProducerLedger) -> list[Candidate]:
     ranked = [
         (rank, lease)
         for lease in ledger.block_references.held.values()
-        if lease.state is LeaseState.HELD and (rank := rank_of(lease, clock_s, heartbeat_s)) is not None
+        if (rank := rank_of(lease, clock_s, heartbeat_s)) is not None
     ]
     return sorted(ranked, key=lambda candidate: candidate[0])  # stable: within a rank the longest held is first
 

@@ -1,10 +1,10 @@
 """A lease, one request's claim on a slot: its transition table, which `ledger.py` executes, its record, its orders.
 
-            open                complete              announce               sent
- INTENDED ───────→ COMPUTING ───────────→ COMPLETE ───────────→ HELD ────────────────→ (gone)
-     │ abandon         │ abandon                                 │ end (expiry, release)
-     ↓                 ↓                                         ↓          sent
-   (gone)            (gone)                                    ENDING ───────────────→ (gone)
+            open                complete         end (expiry, release)           sent
+ INTENDED ───────→ COMPUTING ───────────→ HELD ────────────────────→ ENDING ───────────→ (gone)
+     │ abandon         │ abandon            │ sent
+     ↓                 ↓                    ↓
+   (gone)            (gone)               (gone)
 
 The blocks of a request are freed when every worker has acknowledged the end of its lease.
 """
@@ -34,10 +34,9 @@ class LeaseState(TableEnum):
     """The request has arrived, and gets a slot when it is scheduled."""
     COMPUTING = "computing"
     """The request runs; the slot is COMPUTING in every worker's lease table."""
-    COMPLETE = "complete"
-    """Its blocks are complete, or will be when the next step ends, and are kept; not announced to the workers yet."""
     HELD = "held"
-    """Announced to the workers; the deadline counts once the request has ended."""
+    """Its blocks are complete, or will be when the next step ends, and are kept; the deadline counts once the request
+    has ended."""
     ENDING = "ending"
     """Reads are not allowed any more; the workers clear their slots and report."""
 
@@ -48,7 +47,6 @@ class LeaseEvent(TableEnum):
     OPEN = "open"
     COMPLETE = "complete"
     ABANDON = "abandon"
-    ANNOUNCE = "announce"
     END = "end"
     SENT = "sent"
 
@@ -56,9 +54,8 @@ class LeaseEvent(TableEnum):
 LEASE_TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.INTENDED, LeaseEvent.OPEN): LeaseState.COMPUTING,
     (LeaseState.INTENDED, LeaseEvent.ABANDON): None,
-    (LeaseState.COMPUTING, LeaseEvent.COMPLETE): LeaseState.COMPLETE,
+    (LeaseState.COMPUTING, LeaseEvent.COMPLETE): LeaseState.HELD,
     (LeaseState.COMPUTING, LeaseEvent.ABANDON): None,
-    (LeaseState.COMPLETE, LeaseEvent.ANNOUNCE): LeaseState.HELD,
     (LeaseState.HELD, LeaseEvent.END): LeaseState.ENDING,
     (LeaseState.HELD, LeaseEvent.SENT): None,
     (LeaseState.ENDING, LeaseEvent.SENT): None,
@@ -85,10 +82,10 @@ class Lease:
         name: its present name in messages and orders; without a slot while INTENDED.
         origin: its first name, which is valid as long as the lease; `name` has another epoch if its stream restarted.
         is_running: whether its request has not ended.
-        held_s: when it was held and the request had ended, on the ledger's clock; until then when it was announced.
-        deadline_s: on the same clock; meaningful while HELD, if the request has ended.
+        held_s: when it was held and the request had ended, on the ledger's clock; until then when it was held.
+        deadline_s: on the same clock; infinite until the request has ended.
         claimed_until_s: on the same clock; until then a consumer waits for it, since it has renewed the lease.
-        block_ids: the request's blocks, each once, on which the lease has a reference; () until COMPLETE.
+        block_ids: the request's blocks, each once, on which the lease has a reference; () until HELD.
         acks: workers that have acknowledged its end.
         ended_by: why the lease ends (`release`, `expired`, …), set when that is decided.
         stream: of a prompt that is read, or was, while it is computed.
@@ -101,7 +98,7 @@ class Lease:
     origin: LeaseName = _NO_SLOT
     is_running: bool = True
     held_s: float = 0.0
-    deadline_s: float = 0.0
+    deadline_s: float = math.inf
     claimed_until_s: float = 0.0
     block_ids: tuple[int, ...] = ()
     acks: set[int] = field(default_factory=set)
@@ -115,17 +112,7 @@ class Lease:
     @property
     def keeps_blocks(self) -> bool:
         """Whether the lease has references on the request's blocks."""
-        return self.state not in (LeaseState.INTENDED, LeaseState.COMPUTING)
-
-    @property
-    def is_published(self) -> bool:
-        """Whether consumers may have its name."""
-        return self.keeps_blocks or self.stream is not None
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether it is held and has not ended."""
-        return self.state is LeaseState.HELD and not self.ended_by
+        return self.state in (LeaseState.HELD, LeaseState.ENDING)
 
     def hold_order(self, blocks: Blocks) -> LeaseHold:
         """The order to the workers that its blocks are held; those that must copy them get them."""
@@ -143,19 +130,19 @@ class Lease:
 class LeaseOrders:
     """Lease orders of one step, for the workers."""
 
-    ends: list[LeaseEnd] = field(default_factory=list)
     opens: list[LeaseOpen] = field(default_factory=list)
     holds: list[LeaseHold] = field(default_factory=list)
     progress: list[LeaseProgress] = field(default_factory=list)
     completions: list[LeaseHold] = field(default_factory=list)
+    ends: list[LeaseEnd] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.ends or self.opens or self.holds or self.progress or self.completions)
+        return bool(self.opens or self.holds or self.progress or self.completions or self.ends)
 
     def take(self) -> LeaseOrders:
         """All orders; this object is empty then."""
-        taken = LeaseOrders(self.ends, self.opens, self.holds, self.progress, self.completions)
-        self.ends, self.opens, self.holds, self.progress, self.completions = [], [], [], [], []
+        taken = LeaseOrders(self.opens, self.holds, self.progress, self.completions, self.ends)
+        self.opens, self.holds, self.progress, self.completions, self.ends = [], [], [], [], []
         return taken
 
     def withdraw(self, slot: int) -> bool:
@@ -251,7 +238,7 @@ class Deadlines:
     def due(self, held: Iterable[Lease], clock_s: float) -> list[Lease]:
         """The held leases whose deadline has passed. A renewal only adds time, so none of the others is due before the
         earliest deadline that is found here."""
-        readable = [lease for lease in held if lease.is_readable]
-        earliest_s = min((x.deadline_s for x in readable if x.deadline_s > clock_s), default=math.inf)
-        self._next_due_s = max(earliest_s, clock_s + len(readable) * SCAN_S)
-        return [lease for lease in readable if lease.deadline_s <= clock_s]
+        leases = list(held)
+        earliest_s = min((x.deadline_s for x in leases if x.deadline_s > clock_s), default=math.inf)
+        self._next_due_s = max(earliest_s, clock_s + len(leases) * SCAN_S)
+        return [lease for lease in leases if lease.deadline_s <= clock_s]

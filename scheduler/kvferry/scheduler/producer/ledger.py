@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -136,7 +135,7 @@ class ProducerLedger:
         """The request has succeeded, and no step completed its blocks before: keep them, as in `complete`."""
         lease = self._keep(request_id, worker_blocks, block_ids, self._orders.holds)
         if lease is not None:
-            lease.is_running = False
+            self.request_ended(lease)
             if lease.use is LeaseUse.TURN:
                 self._counters.add("turns_offered")
         return lease
@@ -144,7 +143,7 @@ class ProducerLedger:
     def request_ended(self, lease: Lease) -> None:
         """The request of a lease whose blocks are kept has ended: its deadline begins."""
         lease.is_running = False
-        if lease.is_readable:
+        if lease.state is LeaseState.HELD:
             self._deadlines.start(lease, self.clock_s)
 
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
@@ -157,6 +156,7 @@ class ProducerLedger:
             return
         if self._orders.withdraw(lease.slot):
             self._orders.ends.append(lease.end_order())
+        lease.ended_by = how
         self._counters.add(f"{lease.use.value}_released", how)
         self.observer.lease_over(lease, how)
 
@@ -172,26 +172,26 @@ class ProducerLedger:
         return True
 
     def release(self, name: LeaseName, how: str = "release") -> bool:
-        """End a lease that will not be read any more. If its hold is not announced yet, it ends after that.
+        """End a lease that will not be read any more, also if its prompt is still computed.
 
         The epoch of a computing lease that is not streamed was never published, so its release counts as unknown.
         """
         lease = self.slots.find(name)
-        if lease is None or not lease.is_published or lease.ended_by:
+        if lease is not None and lease.state is LeaseState.HELD:
+            self.end(lease, how)
+        elif lease is not None and lease.state is LeaseState.COMPUTING and lease.stream is not None:
+            self.abandon(lease.request_id, how)
+        else:
             self._counters.add("releases_unknown")
             return False
-        self.end(lease, how)
         return True
 
     def end(self, lease: Lease, how: str) -> None:
-        """End a lease, although a consumer may still want to read it: at once if it is held, otherwise as soon as its
-        hold is announced."""
-        if lease.state is LeaseState.HELD:
-            self._advance(lease, LeaseEvent.END)
-            self._orders.ends.append(lease.end_order())
+        """End a held lease, although a consumer may still want to read it."""
+        self._advance(lease, LeaseEvent.END)
+        self._orders.ends.append(lease.end_order())
         lease.ended_by = how
-        if lease.keeps_blocks:
-            self.block_references.end(lease)
+        self.block_references.end(lease)
 
     def release_all(self, how: str) -> int:
         """End every held lease. Returns how many."""
@@ -213,30 +213,18 @@ class ProducerLedger:
         if may_expire and self._deadlines.may_be_due(clock_s):
             for lease in self._deadlines.due(self.block_references.held.values(), clock_s):
                 self.end(lease, "expired")
-        orders = self._orders.take()
-        for hold in (*orders.holds, *orders.completions):
-            lease = self._by_request[hold.request_id]
-            self._advance(lease, LeaseEvent.ANNOUNCE)
-            lease.held_s = clock_s
-            lease.deadline_s = math.inf
-            if not lease.is_running:
-                self._deadlines.start(lease, clock_s)
-            if lease.ended_by:
-                # Released before its hold was announced: the hold goes out now, its end in the next step.
-                self._advance(lease, LeaseEvent.END)
-                self._orders.ends.append(lease.end_order())
-        return orders
+        return self._orders.take()
 
     def acknowledge(self, worker: int, request_ids: Iterable[str]) -> list[str]:
         """A worker has cleared the slots of these requests. Returns those whose leases are over, because every worker
         has acknowledged them.
 
-        Ignored are unknown workers, a worker's repetitions, and requests whose leases the workers do not hold.
+        Ignored are unknown workers, a worker's repetitions, and requests whose leases are not held.
         """
         over = []
         for request_id in request_ids if worker in self._workers else ():
             lease = self._by_request.get(request_id)
-            if lease is None or lease.state not in (LeaseState.HELD, LeaseState.ENDING):
+            if lease is None or not lease.keeps_blocks:
                 continue
             lease.acks.add(worker)
             if len(lease.acks) == len(self._workers):
@@ -282,10 +270,8 @@ class ProducerLedger:
         lease = self._by_request.get(request_id)
         if lease is not None:
             self._advance(lease, LeaseEvent.COMPLETE)
-            lease.block_ids = block_ids
+            lease.held_s, lease.block_ids = self.clock_s, block_ids
             self.block_references.keep(lease)
-            if lease.ended_by:
-                self.block_references.end(lease)
             orders.append(lease.hold_order(worker_blocks))
         return lease
 

@@ -1,10 +1,10 @@
 """The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
 
 It answers `Hello` with this engine's description, questions about prompts with their progress, again whenever that
-changes, and puts renewals and releases into an inbox. It also winds the clock
-of leases, since an idle engine takes no steps. With secrets it serves only peers that have one of them. No input ends
-the thread: an invalid message is counted, answered with `Refused` where an answer is possible, and dropped. All that
-waits is bounded: leases, answers and log lines.
+changes, and puts renewals and releases into an inbox. It also winds the clock of leases, since an idle engine takes no
+steps. With secrets it serves only peers that have one of them. No input ends the thread: an invalid message is counted,
+answered with `Refused` where an answer is possible, and dropped. All that waits is bounded: leases, answers and log
+lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from kvferry.protocol.asks import Ask, Unask
+from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Answers, Ask, Unask
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -80,6 +80,7 @@ class SideChannelListener:
     ) -> None:
         self.inbox = LeaseInbox()
         self._news = os.eventfd(0, os.EFD_NONBLOCK)
+        self._is_closing = False
         self._asked = asked or AskedPrompts()
         self._asked.wake = self._wake
         self.has_askers = False
@@ -97,15 +98,12 @@ class SideChannelListener:
                 f"{host}:{port}",
                 f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
             ) from None
-        self._stop = os.eventfd(0)
-        self._socket.watch(self._stop)
         self._socket.watch(self._news)
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
             self._socket.close()
-            os.close(self._stop)
             os.close(self._news)
             raise
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
@@ -119,15 +117,16 @@ class SideChannelListener:
         """Stop the thread and free the port. Idempotent."""
         if not self._thread.is_alive():
             return
-        os.eventfd_write(self._stop, 1)
+        self._is_closing = True
+        self._wake()
         self._thread.join(_JOIN_S)
-        os.close(self._stop)
         self._news, news = -1, self._news
         os.close(news)
 
     def _serve(self) -> None:
         period_ms = math.ceil(self._clock.period_s * 1000) if self._clock is not None else None
-        while self._stop not in (ready := self._socket.poll(period_ms)):
+        while not self._is_closing:
+            ready = self._socket.poll(period_ms)
             self._wind()
             self._socket.guarded(self._tick)
             self._socket.serve(ready)
@@ -151,21 +150,30 @@ class SideChannelListener:
         if isinstance(request, Hello):
             self._socket.send(asker, self._answer_hello(request))
         elif isinstance(request, Ask):
-            self._socket.send(asker, encode(self._asked.ask(asker, request)))
+            self._send_answers(asker, self._asked.ask(asker, request))
         elif isinstance(request, Unask):
             self._asked.unask(request)
         else:
             self._keep(request)
 
     def _wake(self) -> None:
-        """Called on the engine's thread."""
+        """Called on the engine's thread: there are changes, or the thread is to end."""
         if self._news >= 0:
             os.eventfd_write(self._news, 1)
 
     def _send_changes(self) -> None:
         os.eventfd_read(self._news)
         for peer, answers in self._asked.changes():
-            self._socket.send(peer, encode(answers))
+            self._send_answers(peer, answers)
+
+    def _send_answers(self, peer: bytes, answers: Answers) -> None:
+        """Send them, in several frames where one would be too long: it would cost the peer its connection each time."""
+        frame, count = encode(answers), len(answers.answers)
+        if count == 1 or (count <= MAX_QUESTIONS and len(frame) <= MAX_ANSWERS_BYTES):
+            self._socket.send(peer, frame)
+            return
+        for part in (answers.answers[: count // 2], answers.answers[count // 2 :]):
+            self._send_answers(peer, msgspec.structs.replace(answers, answers=part))
 
     def _keep(self, message: LeaseMessage) -> None:
         known = tuple(name for name in message.leases if self._knows(message.boot, name))
