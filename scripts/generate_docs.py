@@ -92,7 +92,7 @@ def short_form_keys() -> str:
     from kvferry.cli.plan.short_form import KEYS, defaults
 
     shown = {name: f"`{default}`" for name, default in defaults().items()}
-    rows = [(f"`{name}`", key.form, shown.get(name, ""), key.meaning) for name, key in KEYS.items()]
+    rows = [(f"`{name}`", key.value.form, shown.get(name, ""), key.meaning) for name, key in KEYS.items()]
     return markdown.table("key | value | default | meaning", rows)
 
 
@@ -142,11 +142,11 @@ def _joined(model: str, more: str) -> str:
 def _answer(producer: str, consumer: str) -> str:
     """The planner's answer for two short forms."""
     from kvferry.cli.formatting import counted
-    from kvferry.cli.plan.sides import read_pair
+    from kvferry.cli.plan.sides import read_sides
     from kvferry.plan.planner import plan_engine
     from kvferry.plan.refusals import PlanRefused
 
-    there, here = read_pair(producer, consumer, bytes)
+    there, here = (side.engine for side in read_sides(producer, consumer, bytes))
     try:
         routes = [route for plan in plan_engine(here, there) for route in plan.routes]
     except PlanRefused as refused:

@@ -1,11 +1,10 @@
 """Arguments and options: their values, and errors that name the field, the value and what is accepted.
 
 InputError (`kvferry.protocol.errors`)
-├── InvalidArgument   an argument or option
-├── InvalidShortForm  an engine written as `layers=32,heads=8,…`
-├── InvalidModel      a model's config.json
-├── InvalidSide       any of these in PRODUCER or CONSUMER
-└── InvalidRequest    the file of `--copies`
+├── InvalidArgument  an argument, an option, or a key of an engine that is written as `layers=32,heads=8,…`
+├── InvalidModel     a model's config.json
+├── InvalidSide      any of these in PRODUCER or CONSUMER
+└── InvalidRequest   the file of `--copies`
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ def read_address(name: str, text: str, default_port: int = 0) -> tuple[str, int]
 
 
 class InvalidArgument(InputError):
-    """An argument or option that cannot be used."""
-
-    what = ""
-
-
-class InvalidShortForm(InputError):
-    """A short form of an engine that cannot be used."""
+    """An argument, option or key of a short form that cannot be used."""
 
     what = ""
 

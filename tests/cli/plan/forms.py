@@ -5,11 +5,19 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
+from kvferry.cli.plan.sides import read_sides
+from kvferry.protocol.handshake import EngineDescription
 
 DENSE = "layers=4,heads=4,dim=8,blocks=64"
 """A small engine; tests append further keys."""
 
 KINDS = ("heads", "heads", "mla", "cpu")
+
+
+def read_pair(producer: str, consumer: str) -> tuple[EngineDescription, EngineDescription]:
+    """Both engines."""
+    there, here = read_sides(producer, consumer, bytes)
+    return there.engine, here.engine
 
 
 @st.composite

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from kvferry.cli.arguments import InvalidRequest
 from kvferry.cli.plan.copies import copy_lines, read_request
-from kvferry.cli.plan.sides import read_pair
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import PagedTensor
-from kvferry.protocol.handshake import EngineDescription
 from tests.cli.command import refused, run
+from tests.cli.plan.forms import read_pair
 
 MODEL = "layers=2,heads=4,dim=4,blocks=8"
 REQUEST: dict[str, Any] = {"remote_block_ids": [[5, 3, 6]], "local_block_ids": [[2, 7]], "num_tokens": 40}
@@ -36,10 +35,6 @@ def lines_of(folder: Path, *pair: str, **changes: object) -> list[dict[str, Any]
     return [json.loads(line) for line in ran.out.splitlines()]
 
 
-def sides(pair: tuple[str, str]) -> tuple[EngineDescription, EngineDescription]:
-    return read_pair(*pair, lambda: b"")
-
-
 def address(one: PagedTensor, block: int, head: int, token: int) -> int:
     """The address of a global head of a token of a kernel block."""
     return one.base + block * one.block_stride + (head - one.heads.start) * one.head_stride + token * one.tile_stride
@@ -56,7 +51,7 @@ def test_all_copies_together_move_every_entry_of_every_token_to_its_place(tmp_pa
         for byte in range(line["bytes"]):
             assert line["dst"] + byte not in source_of, "written twice"
             source_of[line["dst"] + byte] = (line["producer"]["tp"], line["src"] + byte)
-    producer, consumer = sides(PAIR)
+    producer, consumer = read_pair(*PAIR)
     for local in consumer.workers[0].tensors:
         for head in range(4):
             (rank,) = [
@@ -75,7 +70,7 @@ def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
     part = lines_of(tmp_path, *PAIR, first_token=16, stop_token=32)
     assert 0 < len(part) < len(whole)
     assert {json.dumps(line) for line in part} < {json.dumps(line) for line in whole}
-    _, consumer = sides(PAIR)
+    _, consumer = read_pair(*PAIR)
     first = consumer.workers[0].tensors[0]
     block = first.base + 2 * first.block_stride
     inside = [line["dst"] - block for line in part if block <= line["dst"] < block + first.block_stride]
@@ -159,5 +154,5 @@ def test_no_request_raises_anything_but_its_own_error(text: bytes) -> None:
     assert all(json.loads(line)["bytes"] > 0 for line in lines)
 
 
-PRODUCER, CONSUMER = sides(PAIR)
+PRODUCER, CONSUMER = read_pair(*PAIR)
 PLANS = plan_engine(CONSUMER, PRODUCER)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.arguments import InvalidModel, InvalidShortForm
+from kvferry.cli.arguments import InvalidArgument, InvalidModel
 from kvferry.cli.plan.model_config import MAX_CONFIG_BYTES, read_model_config
 from kvferry.cli.plan.short_form import form_of, with_model
 from tests.cli.command import refused, run
@@ -181,7 +181,7 @@ def test_no_config_raises_any_other_error(config: dict[str, Any], changes: dict[
         form = form_of(read_model_config(json.dumps({**config, **changes}, allow_nan=False).encode(), {}))
     except ValueError:  # no JSON
         return
-    except (InvalidModel, InvalidShortForm):
+    except (InvalidModel, InvalidArgument):
         return
     assert form.layers >= 1
     assert form.mla or (form.heads and form.dim)
@@ -264,7 +264,7 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(monkey
                 continue
             try:
                 form = form_of(read_model_config(json.dumps({**plain, "dtype": "bfloat16"}).encode(), {}))
-            except (InvalidModel, InvalidShortForm):
+            except (InvalidModel, InvalidArgument):
                 continue
             shared = getattr(text, "num_kv_shared_layers", 0) or 0
             found = form.layers + shared, form.heads or wanted[1], form.dim or form.mla

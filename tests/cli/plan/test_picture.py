@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.plan.picture import RIGHT, arrange, draw
-from kvferry.cli.plan.sides import read_pair
 from kvferry.cli.plan.summary import PlanSummary, summarise
 from kvferry.plan.cost import PUBLISHED
 from kvferry.plan.planner import plan_engine
 from tests.cli.command import run
-from tests.cli.plan.forms import short_forms
+from tests.cli.plan.forms import read_pair, short_forms
 
 SVG = "{http://www.w3.org/2000/svg}"
 LARGE = "layers=8,heads=8,dim=64"
@@ -37,7 +36,7 @@ PAIRS = {
 
 
 def summary_of(producer: str, consumer: str) -> PlanSummary:
-    there, here = read_pair(producer, consumer, lambda: b"")
+    there, here = read_pair(producer, consumer)
     return summarise(here, there, plan_engine(here, there), PUBLISHED, tokens=None, link_gb_s=50.0)
 
 
@@ -70,19 +69,18 @@ def test_direct_staged_and_released_bands_differ() -> None:
 
 
 def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(summary: PlanSummary) -> None:
-    scene = arrange(summary)
-    widths = {band.width / band.num_bytes for band in scene.bands if band.width > 1.0}
+    cards, bands = arrange(summary)
+    widths = {band.width / band.num_bytes for band in bands if band.width > 1.0}
     assert max(widths, default=0) == pytest.approx(min(widths, default=0))
-    for column, end, top in ((scene.left, "producer", "left_top"), (scene.right, "consumer", "right_top")):
-        for index, card in enumerate(column):
-            own = sorted(
-                (band for band in scene.bands if getattr(band, end) == index), key=lambda band: getattr(band, top)
-            )
-            for band in own:
-                assert getattr(band, top) >= card.top - len(own)
-                assert getattr(band, top) + band.width <= card.top + card.height + len(own)
-            for above, below in itertools.pairwise(own):
-                assert getattr(below, top) >= getattr(above, top) + above.width - 1e-6
+    for card in cards:
+        ends = [(band.left_top, band) for band in bands if band.producer is card]
+        ends += [(band.right_top, band) for band in bands if band.consumer is card]
+        ends.sort(key=lambda end: end[0])
+        for top, band in ends:
+            assert top >= card.top - len(ends)
+            assert top + band.width <= card.top + card.height + len(ends)
+        for (above, band), (below, _) in itertools.pairwise(ends):
+            assert below >= above + band.width - 1e-6
 
 
 def test_names_with_markup_do_not_break_the_picture() -> None:

@@ -10,7 +10,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.plan.command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_staged_run
-from kvferry.cli.plan.sides import read_pair
 from kvferry.cli.plan.summary import PlanSummary, summarise
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
@@ -21,7 +20,7 @@ from kvferry.plan.transfer_plan import Placing
 from kvferry.plan.waves import source_table, source_units
 from kvferry.protocol.handshake import EngineDescription
 from tests.cli.command import run
-from tests.cli.plan.forms import short_forms
+from tests.cli.plan.forms import read_pair, short_forms
 
 NHD = "layers=2,heads=4,dim=16,layout=NHD"
 
@@ -30,10 +29,6 @@ def summary_of(*arguments: str) -> PlanSummary:
     ran = run("plan", *arguments, "--json")
     assert (ran.code, ran.err) == (0, "")
     return msgspec.json.decode(ran.out, type=PlanSummary)
-
-
-def sides(producer: str, consumer: str) -> tuple[EngineDescription, EngineDescription]:
-    return read_pair(producer, consumer, lambda: b"")
 
 
 def placings(summary: PlanSummary) -> set[str]:
@@ -82,7 +77,7 @@ def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
 def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> None:
     """The oracle pairs a request, expands every direct copy, and prepares every staged read."""
     layers = data.draw(st.integers(1, 4))
-    producer, consumer = sides(*pair_of_forms(data, layers))
+    producer, consumer = read_pair(*pair_of_forms(data, layers))
     costs = costs_of(consumer)
     try:
         plans = plan_engine(consumer, producer, costs)

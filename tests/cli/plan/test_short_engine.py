@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_engine import engine_of_form, heads_of_rank
 from kvferry.cli.plan.short_form import read_short_form
 from kvferry.cli.plan.short_values import LAYOUTS
@@ -168,6 +168,6 @@ TOO_LARGE = {
 
 @pytest.mark.parametrize(("text", "field"), TOO_LARGE.items(), ids=range(len(TOO_LARGE)))
 def test_an_engine_that_is_too_large_to_describe_is_refused_by_name(text: str, field: str) -> None:
-    with pytest.raises(InvalidShortForm) as refused:
+    with pytest.raises(InvalidArgument) as refused:
         engine(text)
     assert refused.value.field == field

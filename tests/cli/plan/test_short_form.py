@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_form import KEYS, MAX_LENGTH, ShortForm, defaults, even_stages, read_short_form
 from kvferry.cli.plan.short_values import ConvPart
 
@@ -117,7 +117,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("text", "said"), WRONG.items(), ids=range(len(WRONG)))
 def test_an_invalid_short_form_is_refused_with_key_value_and_accepted_values(text: str, said: str) -> None:
-    with pytest.raises(InvalidShortForm) as refused:
+    with pytest.raises(InvalidArgument) as refused:
         read_short_form(text)
     assert said in str(refused.value)
     assert len(str(refused.value)) < 600
@@ -130,7 +130,7 @@ PIECES = [*KEYS, "=", ",", "+", "-", "/", "@", "*", "x", "{}", "0", "1", "7", "9
 def test_no_text_raises_any_other_error(text: str) -> None:
     try:
         form = read_short_form(text)
-    except InvalidShortForm:
+    except InvalidArgument:
         return
     assert sum(form.stages) == form.layers
 
@@ -142,7 +142,7 @@ def test_no_value_of_any_key_raises_any_other_error(key: str, value: str) -> Non
     try:
         read_short_form(",".join(f"{name}={text}" for name, text in others.items()))
         field = key
-    except InvalidShortForm as refused:
+    except InvalidArgument as refused:
         field = refused.field
     assert field in {*KEYS, "pair", "key"}
 

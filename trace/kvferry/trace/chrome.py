@@ -97,17 +97,8 @@ def _add(tracks: _Tracks, arrows: _Arrows, one: Timeline) -> None:
         arrows.append((prefill, min(max(handed_over_ns, prefill.begun_ns), prefill.ended_ns), decode))
     ordered = next((span.begun_ns for span in decode.inside if span.phase == Phase.LOAD), None)
     for worker in one.workers:
-        reported, process = worker.load.ended, worker.load.process
-        details = {
-            "bytes": reported.bytes,
-            "staged_bytes": reported.staged_bytes,
-            "descriptors": reported.descriptors,
-            "relayout_ms": reported.relayout_ns / 1e6,
-            "early_bytes": reported.early_bytes,
-            "restarts": reported.restarts,
-            "reason": reported.reason,
-        }
-        load = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | details)
+        process = worker.load.process
+        load = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | worker.load.figures)
         thread = f"worker {process.place or f'pid {process.pid}'}"
         tracks[process.engine_id][thread].append(load)
         if worker.chunks:

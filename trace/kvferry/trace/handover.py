@@ -76,6 +76,20 @@ class Load:
         """When the load ended."""
         return self.ended.stages[-1].ended_ns if self.ended.stages else self.ended.at_ns
 
+    @property
+    def figures(self) -> dict[str, int | float | str]:
+        """What became of it, as plain values for JSON."""
+        ended = self.ended
+        return {
+            "bytes": ended.bytes,
+            "staged_bytes": ended.staged_bytes,
+            "descriptors": ended.descriptors,
+            "relayout_ms": ended.relayout_ns / 1e6,
+            "early_bytes": ended.early_bytes,
+            "restarts": ended.restarts,
+            "reason": ended.reason,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Handover:

@@ -121,7 +121,7 @@ class _Config:
     def pairs(self) -> dict[str, str]:
         self._refuse_others()
         given = self._given
-        every = int(KEYS["layers"].read("layers", given["layers"])) if "layers" in given else self._layers()
+        every = int(KEYS["layers"].value.read("layers", given["layers"])) if "layers" in given else self._layers()
         shared = self._number(("num_kv_shared_layers",), 0, every - 1) if "num_kv_shared_layers" in self._own else 0
         found = {"layers": str(every - shared)}
         if "mla" in given:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import colorsys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import counted, decimal_bytes, span, spans
 from kvferry.cli.plan.engine import Shard, Side, format_group, format_tokens, sizes
-from kvferry.cli.plan.summary import Flow, PlanSummary, Reader
+from kvferry.cli.plan.summary import Flow, PlanSummary
 from kvferry.cli.svg import THEME, document, element, text
 
 _CONSUMER = "#7c8a9d"
@@ -38,25 +38,28 @@ MARGIN = 5.0
 THINNEST = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Card:
-    """One worker: its shard, and the top and height of its rectangle; left and width are those of the column."""
+    """One worker: its shard of its side, its rectangle, which is `CARD_WIDTH` wide, and its colour."""
 
+    side: Side
     shard: Shard
+    left: float
     top: float
     height: float
+    colour: str
 
     @property
     def middle(self) -> float:
         return self.top + self.height / 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Band:
     """Bytes that one consumer worker reads from one producer worker with one placing; `width` 0 for a release."""
 
-    producer: int
-    consumer: int
+    producer: Card
+    consumer: Card
     flow: Flow
     placing: str
     num_bytes: int
@@ -65,75 +68,66 @@ class Band:
     width: float
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The whole picture; cards are in the order of their engine's workers."""
-
-    left: tuple[Card, ...]
-    right: tuple[Card, ...]
-    bands: tuple[Band, ...]
-    bottom: float
-
-
 def draw(summary: PlanSummary) -> str:
     """The picture of a plan as one SVG document."""
-    scene = arrange(summary)
-    colours = palette(len(scene.left))
-    height = scene.bottom + _LEGEND_HEIGHT
+    cards, bands = arrange(summary)
+    bottom = max(card.top + card.height for card in cards)
+    height = bottom + _LEGEND_HEIGHT
     parts = [
         f"<style>{THEME}</style>",
         _HATCH,
         element("rect", width=WIDTH, height=height, class_="paper"),
         *_heading(summary),
         # Wide bands first, so that thin ones are visible.
-        *(_band(scene, band, colours[band.producer]) for band in sorted(scene.bands, key=lambda one: -one.width)),
-        *_labels(scene),
+        *(_band(band) for band in sorted(bands, key=lambda one: -one.width)),
+        *_labels(bands),
+        *(part for card in cards for part in _card(card)),
+        *_legend({band.placing for band in bands}, bottom + 34),
     ]
-    for card, colour in zip(scene.left, colours, strict=True):
-        parts += _card(card, summary.producer, LEFT, colour)
-    for card in scene.right:
-        parts += _card(card, summary.consumer, RIGHT, _CONSUMER)
-    return document(WIDTH, height, [*parts, *_legend(scene)])
+    return document(WIDTH, height, parts)
 
 
-def arrange(summary: PlanSummary) -> Scene:
-    """Compute the layout of a plan's picture."""
-    most = max(len(side.workers) for side in (summary.producer, summary.consumer))
-    height = most * ((CARD if most < COMPACT_FROM else COMPACT_CARD) + GAP) - GAP
-    left, right = _cards(summary.producer, height), _cards(summary.consumer, height)
-    return Scene(left, right, _bands(left, right, summary.workers), TOP + height)
+def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
+    """The layout of a plan's picture; the cards are in the order of the workers, the producer's first.
 
-
-def _cards(side: Side, height: float) -> tuple[Card, ...]:
-    step = (height + GAP) / len(side.workers)
-    return tuple(Card(shard, TOP + index * step, step - GAP) for index, shard in enumerate(side.workers))
-
-
-def _bands(left: tuple[Card, ...], right: tuple[Card, ...], readers: tuple[Reader, ...]) -> tuple[Band, ...]:
-    """Bands, stacked along their cards and centred in them."""
-    found: list[tuple[int, int, Flow, str, int]] = []
-    for consumer, reader in enumerate(readers):
-        for flow in reader.flows:
-            for placing in sorted({read.placing for read in flow.reads}) or ["release"]:
-                num_bytes = sum(read.bytes for read in flow.reads if read.placing == placing)
-                found.append((flow.producer_worker, consumer, flow, placing, num_bytes))
-    sent, received = Counter[int](), Counter[int]()
+    Bands are stacked along their cards and centred in them.
+    """
+    sides = (summary.producer, summary.consumer)
+    most = max(len(side.workers) for side in sides)
+    height = most * ((CARD if most < COMPACT_FROM else COMPACT_CARD) + GAP)
+    colours = (palette(len(summary.producer.workers)), [_CONSUMER] * len(summary.consumer.workers))
+    left, right = (
+        [
+            Card(side, shard, x, TOP + index * height / len(of_side), height / len(of_side) - GAP, colour)
+            for index, (shard, colour) in enumerate(zip(side.workers, of_side, strict=True))
+        ]
+        for side, x, of_side in zip(sides, (LEFT, RIGHT), colours, strict=True)
+    )
+    found = [
+        (
+            left[flow.producer_worker],
+            card,
+            flow,
+            placing,
+            sum(read.bytes for read in flow.reads if read.placing == placing),
+        )
+        for card, reader in zip(right, summary.workers, strict=True)
+        for flow in reader.flows
+        for placing in sorted({read.placing for read in flow.reads}) or ["release"]
+    ]
+    loads = Counter[Card]()
     for producer, consumer, _, _, num_bytes in found:
-        sent[producer] += num_bytes
-        received[consumer] += num_bytes
-    loads = [(left[index].height, load) for index, load in sent.items()]
-    loads += [(right[index].height, load) for index, load in received.items()]
-    scale = min(((height - 2 * MARGIN) / load for height, load in loads if load), default=0.0)
-    left_tops = [card.middle - sent[index] * scale / 2 for index, card in enumerate(left)]
-    right_tops = [card.middle - received[index] * scale / 2 for index, card in enumerate(right)]
+        loads[producer] += num_bytes
+        loads[consumer] += num_bytes
+    scale = min(((card.height - 2 * MARGIN) / load for card, load in loads.items() if load), default=0.0)
+    tops = {card: card.middle - load * scale / 2 for card, load in loads.items()}
     bands = []
     for producer, consumer, flow, placing, num_bytes in found:
         width = max(THINNEST, num_bytes * scale) if num_bytes else 0.0
-        tops = (left_tops[producer], right_tops[consumer])
-        bands.append(Band(producer, consumer, flow, placing, num_bytes, *tops, width))
-        left_tops[producer] += width
-        right_tops[consumer] += width
-    return tuple(bands)
+        bands.append(Band(producer, consumer, flow, placing, num_bytes, tops[producer], tops[consumer], width))
+        tops[producer] += width
+        tops[consumer] += width
+    return left + right, bands
 
 
 def palette(count: int) -> list[str]:
@@ -165,13 +159,13 @@ def _cut(content: str, length: int) -> str:
     return content if len(content) <= length else content[: length - 1] + "…"
 
 
-def _band(scene: Scene, band: Band, colour: str) -> str:
+def _band(band: Band) -> str:
     start, end = LEFT + CARD_WIDTH, RIGHT
-    middle, hint = (start + end) / 2, _band_words(scene, band)
+    middle, hint = (start + end) / 2, _band_words(band)
     if not band.width:
-        left, right = scene.left[band.producer].middle, scene.right[band.consumer].middle
+        left, right = band.producer.middle, band.consumer.middle
         path = f"M{start:.1f} {left:.1f}C{middle:.1f} {left:.1f} {middle:.1f} {right:.1f} {end:.1f} {right:.1f}"
-        return element("path", hint=hint, d=path, class_="zero", stroke_width=1.2, stroke_dasharray="3 5")
+        return _dotted(path, hint)
     top, bottom = band.left_top, band.left_top + band.width
     far_top, far_bottom = band.right_top, band.right_top + band.width
     path = (
@@ -179,12 +173,16 @@ def _band(scene: Scene, band: Band, colour: str) -> str:
         f"L{end:.1f} {far_bottom:.2f}C{middle:.1f} {far_bottom:.2f} {middle:.1f} {bottom:.2f} {start:.1f} {bottom:.2f}Z"
     )
     hatch = [element("path", d=path, fill="url(#hatch)")] if band.placing == "staged" else []
-    return element("g", element("path", d=path, fill=colour, fill_opacity=0.55), *hatch, hint=hint)
+    return element("g", element("path", d=path, fill=band.producer.colour, fill_opacity=0.55), *hatch, hint=hint)
 
 
-def _band_words(scene: Scene, band: Band) -> str:
+def _dotted(path: str, hint: str = "") -> str:
+    return element("path", hint=hint, d=path, class_="zero", stroke_width=1.2, stroke_dasharray="3 5")
+
+
+def _band_words(band: Band) -> str:
     flow = band.flow
-    ends = f"{scene.left[band.producer].shard.place} → {scene.right[band.consumer].shard.place}"
+    ends = f"{band.producer.shard.place} → {band.consumer.shard.place}"
     if not flow.reads:
         return f"{ends}: release only"
     heads = spans(sorted({heads for read in flow.reads for heads in read.heads}, key=lambda one: (one.start, one.stop)))
@@ -192,21 +190,22 @@ def _band_words(scene: Scene, band: Band) -> str:
     return f"{ends}: heads {heads}, {decimal_bytes(band.num_bytes)}, {band.placing}, runs of {runs}"
 
 
-def _labels(scene: Scene) -> Iterator[str]:
+def _labels(bands: Sequence[Band]) -> Iterator[str]:
     """Labels with the bytes at the right end of wide bands, if there are few bands."""
-    for band in scene.bands if len(scene.bands) <= _LABELS_UP_TO else ():
+    for band in bands if len(bands) <= _LABELS_UP_TO else ():
         if band.width >= 13:
             content = f"{decimal_bytes(band.num_bytes)} {band.placing}"
             yield text(content, RIGHT - 10, band.right_top + band.width / 2 + 3.5, 10, class_="ink", text_anchor="end")
 
 
-def _card(card: Card, side: Side, x: float, colour: str) -> Iterator[str]:
+def _card(card: Card) -> Iterator[str]:
     """A worker's name and part, and its map: the whole model, with the part that it holds filled."""
-    shard, is_left, heads, layers = card.shard, x == LEFT, max(1, side.heads), max(1, side.layers)
+    shard, x, heads, layers = card.shard, card.left, max(1, card.side.heads), max(1, card.side.layers)
+    is_left = x == LEFT
     tokens = f"tokens: {format_tokens(shard.interleave)}"
     yield element("rect", x=x, y=card.top, width=CARD_WIDTH, height=card.height, rx=6, class_="card grid", hint=tokens)
     if is_left:
-        yield element("rect", x=x + CARD_WIDTH - 5, y=card.top, width=5, height=card.height, rx=2, fill=colour)
+        yield element("rect", x=x + CARD_WIDTH - 5, y=card.top, width=5, height=card.height, rx=2, fill=card.colour)
     at = x + 12 if is_left else x + _MAP_WIDTH + 26
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
     yield text(str(shard.place), at, card.middle - 1, 12, class_="ink", font_weight=700)
@@ -220,31 +219,22 @@ def _card(card: Card, side: Side, x: float, colour: str) -> Iterator[str]:
         y=top + shard.layers.start / layers * height,
         width=max(len(shard.heads) / heads * _MAP_WIDTH, 0.5),
         height=max(len(shard.layers) / layers * height, 0.5),
-        fill=colour,
+        fill=card.colour,
     )
 
 
-def _legend(scene: Scene) -> Iterator[str]:
-    placings, x, y = {band.placing for band in scene.bands}, LEFT, scene.bottom + 34
+def _legend(placings: Set[str], y: float) -> Iterator[str]:
+    x = LEFT
     names = {"direct": "read in place", "staged": "staged, then put in place", "release": "release only"}
-    for placing, content in names.items():
-        if placing not in placings:
-            continue
+    for placing in (name for name in names if name in placings):
         if placing == "release":
-            yield element(
-                "path",
-                d=f"M{x:.1f} {y - 4:.1f}h28",
-                fill="none",
-                class_="zero",
-                stroke_width=1.2,
-                stroke_dasharray="3 5",
-            )
+            yield _dotted(f"M{x:.1f} {y - 4:.1f}h28")
         else:
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="#4269d0", fill_opacity=0.55)
         if placing == "staged":
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="url(#hatch)")
-        yield text(content, x + 36, y, 11.5, class_="muted")
-        x += 60 + 7 * len(content)
+        yield text(names[placing], x + 36, y, 11.5, class_="muted")
+        x += 60 + 7 * len(names[placing])
     yield text("width of a band: its bytes", x, y, 11.5, class_="muted")
     about = "in each card the whole model: heads across, layers down; filled is what the worker holds"
     yield text(about, LEFT, y + 24, 11.5, class_="muted")

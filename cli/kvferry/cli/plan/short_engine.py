@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_form import ShortForm
 from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
 from kvferry.protocol.description_json import EngineJson, WorkerJson
@@ -33,7 +33,7 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
     """Describe the engine.
 
     Raises:
-        InvalidShortForm: it would be too large to describe; the text names the value and its limit.
+        InvalidArgument: it would be too large to describe; the text names the value and its limit.
     """
     _check_sizes(form)
     groups = groups_of_form(form)
@@ -91,7 +91,7 @@ def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> Wor
         tensors += built
         base += num_bytes
     if base > MAX_WORKER_BYTES:
-        raise InvalidShortForm("blocks", form.blocks, f"fewer: a worker's cache has {base} bytes, more than 2**47")
+        raise InvalidArgument("blocks", form.blocks, f"fewer: a worker's cache has {base} bytes, more than 2**47")
     return WorkerJson(place=place, memory="DRAM" if form.layout == "CPU" else "VRAM", tensors=tuple(tensors))
 
 
@@ -236,4 +236,4 @@ def _check_sizes(form: ShortForm) -> None:
         limits.append(("conv", shown, "a state has {} elements", size, MAX_BLOCK_PIECES))
     for field, value, why, size, most in limits:
         if size > most:
-            raise InvalidShortForm(field, value, f"fewer: {why.format(size)}, more than {most}")
+            raise InvalidArgument(field, value, f"fewer: {why.format(size)}, more than {most}")

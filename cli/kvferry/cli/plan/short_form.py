@@ -7,64 +7,80 @@ the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_values import (
+    CONV,
     DTYPE_BYTES,
+    LAYER_LIST,
     LAYOUTS,
     MAX_LAYERS,
     MAX_RANKS,
     MAX_SIZE,
+    NAME_TEMPLATE,
     NO_WINDOW,
+    STAGES,
+    STATE_SHAPE,
+    WINDOW,
     ConvPart,
-    Read,
+    Value,
     choice,
-    conv_parts,
-    layer_list,
     layers_of,
-    name_template,
-    stages,
-    state_shape,
     whole,
-    window_of,
 )
 from kvferry.protocol.errors import MISSING, Shown, one_of
 
 MAX_LENGTH = 4096
 
 
+class Key(NamedTuple):
+    """A key of the short form: how its value is written and read, and its meaning."""
+
+    value: Value
+    meaning: str
+
+
+def _key(default: Any, value: Value, meaning: str) -> Any:
+    return field(default=default, metadata={"key": Key(value, meaning)})
+
+
+_SIZE, _RANKS, _DTYPE = whole(1, MAX_SIZE), whole(1, MAX_RANKS), choice(*DTYPE_BYTES)
+_NAMES, _STATE_NAMES = "model.layers.{}.self_attn.attn", "model.layers.{}.mixer"
+_OTHER_SIDE = "must match those of a description JSON on the other side"
+
+
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The values of a short form with all defaults. Keys and meanings: `KEYS`."""
+    """The values of a short form. A default that is empty is derived, or means that the engine has no such thing."""
 
-    layers: int
-    heads: int = 0
-    dim: int = 0
-    mla: int = 0
-    dtype: str = "bfloat16"
-    tp: int = 1
-    pp: int = 1
-    stages: tuple[int, ...] = ()
-    pcp: int = 1
-    dcp: int = 1
-    interleave: int = 0
-    block: int = 16
-    kernel_block: int = 0
-    blocks: int = 8192
-    layout: str = "HND"
-    kv: str = "packed"
-    window: int = 0
+    layers: int = _key(0, whole(1, MAX_LAYERS), "layers of the model; required unless a side names a model")
+    heads: int = _key(0, _SIZE, "KV heads of the model, over all ranks")
+    dim: int = _key(0, _SIZE, "elements of a head, K and V each")
+    mla: int = _key(0, _SIZE, "elements of a token's latent, in place of heads and dim, e.g. 576")
+    dtype: str = _key("bfloat16", _DTYPE, f"of the cache: {', '.join(DTYPE_BYTES)}")
+    tp: int = _key(1, _RANKS, "tensor-parallel ranks; need not divide the heads, may exceed them")
+    pp: int = _key(1, _RANKS, "pipeline stages, split as vLLM splits them")
+    stages: tuple[int, ...] = _key((), STAGES, "layers of each pipeline stage, in place of pp")
+    pcp: int = _key(1, _RANKS, "prefill context parallel ranks: replicas, unless dcp spans them")
+    dcp: int = _key(1, _RANKS, "decode context parallel ranks: they share the tokens out")
+    interleave: int = _key(0, _SIZE, "tokens in a row on one dcp rank, a divisor of block; default: block")
+    block: int = _key(16, _SIZE, "tokens of a scheduler block (`--block-size`), the unit of block ids")
+    kernel_block: int = _key(0, _SIZE, "tokens of a physical block, a divisor of block; default: block")
+    blocks: int = _key(8192, whole(2, 1 << 30), "scheduler blocks in the cache, of which block 0 is the null block")
+    layout: str = _key("HND", choice(*LAYOUTS), f"order of the axes: {', '.join(LAYOUTS)}")
+    kv: str = _key("packed", choice("packed", "apart"), "packed: a cell is `[K|V]`; apart: all of V behind all of K")
+    window: int = _key(0, WINDOW, "tokens of a sliding window (0: none), and which layers have it; default: all")
     window_layers: tuple[int, ...] = ()
-    state_layers: tuple[int, ...] = ()
-    ssm: tuple[int, ...] = ()
-    conv: tuple[ConvPart, ...] = ()
-    conv_width: int = 3
-    conv_layout: str = "SD"
-    state_dtype: str = ""
-    names: str = "model.layers.{}.self_attn.attn"
-    state_names: str = "model.layers.{}.mixer"
+    state_layers: tuple[int, ...] = _key((), LAYER_LIST, "layers with a recurrent state in place of attention")
+    ssm: tuple[int, ...] = _key((), STATE_SHAPE, "temporal state: heads (sharded) and the shape of one")
+    conv: tuple[ConvPart, ...] = _key((), CONV, "convolution state: channels of sub-projections; `*`: on every rank")
+    conv_width: int = _key(3, _SIZE, "elements of a channel, the kernel's width less one")
+    conv_layout: str = _key("SD", choice("SD", "DS"), "SD: channels innermost; DS: a channel's elements together")
+    state_dtype: str = _key("", _DTYPE, "of the states; default: dtype")
+    names: str = _key(_NAMES, NAME_TEMPLATE, f"names of the layers with attention; {_OTHER_SIDE}")
+    state_names: str = _key(_STATE_NAMES, NAME_TEMPLATE, "names of the layers with states")
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -73,39 +89,34 @@ class ShortForm:
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
 
-class Key(NamedTuple):
-    """A key of the short form: the function that reads its value, the value's form, and its meaning."""
-
-    read: Read
-    form: str
-    meaning: str
+KEYS: dict[str, Key] = {one.name: one.metadata["key"] for one in fields(ShortForm) if one.metadata}
 
 
 def read_short_form(text: str) -> ShortForm:
-    """Read a short form. Raises `InvalidShortForm` with the key, its value and the accepted ones."""
+    """Read a short form. Raises `InvalidArgument` with the key, its value and the accepted ones."""
     return form_of(pairs_of(text))
 
 
 def pairs_of(text: str) -> dict[str, str]:
-    """The keys of a short form with their values as text. Raises `InvalidShortForm`."""
+    """The keys of a short form with their values as text. Raises `InvalidArgument`."""
     if len(text) > MAX_LENGTH:
-        raise InvalidShortForm("text", Shown(f"{len(text)} characters"), f"at most {MAX_LENGTH} characters")
+        raise InvalidArgument("text", Shown(f"{len(text)} characters"), f"at most {MAX_LENGTH} characters")
     pairs: dict[str, str] = {}
     for pair in text.split(","):
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals:
-            raise InvalidShortForm("pair", pair, "key=value, pairs separated by commas")
+            raise InvalidArgument("pair", pair, "key=value, pairs separated by commas")
         if key not in KEYS:
-            raise InvalidShortForm("key", key, one_of(key, KEYS, is_long=True))
+            raise InvalidArgument("key", key, one_of(key, KEYS, is_long=True))
         if key in pairs:
-            raise InvalidShortForm(key, value, "each key once")
+            raise InvalidArgument(key, value, "each key once")
         pairs[key] = value
     return pairs
 
 
 def form_of(pairs: Mapping[str, str]) -> ShortForm:
-    """The short form with these keys. Raises `InvalidShortForm`."""
-    values = {key: KEYS[key].read(key, value) for key, value in pairs.items()}
+    """The short form with these keys. Raises `InvalidArgument`."""
+    values = {key: KEYS[key].value.read(key, value) for key, value in pairs.items()}
     if values.get("window") == NO_WINDOW:
         del values["window"]
     return _filled(values)
@@ -141,22 +152,22 @@ _EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
 def _filled(values: dict[str, Any]) -> ShortForm:
     """The form with all derived values; raises for keys that contradict each other."""
     if "layers" not in values:
-        raise InvalidShortForm("layers", MISSING, "the number of layers, e.g. layers=32, or a model")
+        raise InvalidArgument("layers", MISSING, "the number of layers, e.g. layers=32, or a model")
     for key, needed in _NEEDS.items():
         if key in values and not any(other in values for other in needed):
-            raise InvalidShortForm(key, values[key], f"{' or '.join(needed)} with it")
+            raise InvalidArgument(key, values[key], f"{' or '.join(needed)} with it")
     for key, others in _EXCLUDES.items():
         for other in others:
             if key in values and other in values:
-                raise InvalidShortForm(other, values[other], f"no {other} beside {key}: {key} says it already")
+                raise InvalidArgument(other, values[other], f"no {other} beside {key}: {key} says it already")
     _fill_layers(values, values["layers"])
     _check_attention(values)
     block = values.get("block", 16)
     if "interleave" in values and values.get("dcp", 1) == 1:
-        raise InvalidShortForm("interleave", values["interleave"], "dcp above 1 with it")
+        raise InvalidArgument("interleave", values["interleave"], "dcp above 1 with it")
     for key in ("kernel_block", "interleave"):
         if block % values.setdefault(key, block):
-            raise InvalidShortForm(key, values[key], f"a divisor of block={block}")
+            raise InvalidArgument(key, values[key], f"a divisor of block={block}")
     values.setdefault("state_dtype", values.get("dtype", "bfloat16"))
     form = ShortForm(**values)
     _check_ranks(form)
@@ -176,10 +187,10 @@ def _fill_layers(values: dict[str, Any], layers: int) -> None:
     """The layers of stages, windows and states."""
     pp = values.get("pp", 1)
     if pp > layers:
-        raise InvalidShortForm("pp", pp, f"at most layers={layers}")
+        raise InvalidArgument("pp", pp, f"at most layers={layers}")
     stages = values.setdefault("stages", even_stages(layers, pp))
     if sum(stages) != layers:
-        raise InvalidShortForm("stages", "+".join(map(str, stages)), f"sizes that add up to layers={layers}")
+        raise InvalidArgument("stages", "+".join(map(str, stages)), f"sizes that add up to layers={layers}")
     values["pp"] = len(stages)
     if "window" in values:
         values["window"], listed = values["window"]
@@ -188,77 +199,36 @@ def _fill_layers(values: dict[str, Any], layers: int) -> None:
         values["state_layers"] = layers_of("state_layers", values["state_layers"], layers)
         both = sorted(set(values["state_layers"]) & set(values.get("window_layers", ())))
         if both:
-            raise InvalidShortForm("state_layers", both[0], "layers that are not in the list of window")
+            raise InvalidArgument("state_layers", both[0], "layers that are not in the list of window")
 
 
 def _check_attention(values: dict[str, Any]) -> None:
     if len(values.get("state_layers", ())) == values["layers"]:
         for key in ("heads", "dim", "mla", "kv"):
             if key in values:
-                raise InvalidShortForm(key, values[key], "a layer with attention: all are in state_layers")
+                raise InvalidArgument(key, values[key], "a layer with attention: all are in state_layers")
         return
     for key in () if "mla" in values else ("heads", "dim"):
         if key not in values:
-            raise InvalidShortForm(key, MISSING, "heads and dim of the attention, or mla")
+            raise InvalidArgument(key, MISSING, "heads and dim of the attention, or mla")
     if values.get("layout") == "CPU":
         if "mla" in values:
-            raise InvalidShortForm("layout", "CPU", "another layout with mla: on the CPU it lies as LBHNC")
+            raise InvalidArgument("layout", "CPU", "another layout with mla: on the CPU it lies as LBHNC")
         if "kv" in values:
-            raise InvalidShortForm("kv", values["kv"], "no kv with layout=CPU, which says how K and V lie")
+            raise InvalidArgument("kv", values["kv"], "no kv with layout=CPU, which says how K and V lie")
 
 
 def _check_ranks(form: ShortForm) -> None:
     ranks = form.pp * form.pcp * form.tp
     if ranks > MAX_RANKS:
-        raise InvalidShortForm("tp", form.tp, f"at most {MAX_RANKS} ranks; pp·pcp·tp is {ranks}")
+        raise InvalidArgument("tp", form.tp, f"at most {MAX_RANKS} ranks; pp·pcp·tp is {ranks}")
     if form.pcp * form.tp % form.dcp:
-        raise InvalidShortForm("dcp", form.dcp, f"a divisor of pcp·tp={form.pcp * form.tp}")
+        raise InvalidArgument("dcp", form.dcp, f"a divisor of pcp·tp={form.pcp * form.tp}")
     if form.mla or not form.heads:
         return
     if form.pcp % form.dcp and (form.dcp % form.pcp or form.tp % (form.dcp // form.pcp)):
         text = f"a divisor or a multiple of pcp={form.pcp} whose groups fill whole tensor-parallel ranks"
-        raise InvalidShortForm("dcp", form.dcp, text)
-
-
-_SIZE = whole(1, MAX_SIZE)
-
-KEYS = {
-    "layers": Key(whole(1, MAX_LAYERS), "number", "layers of the model; required unless a side names a model"),
-    "heads": Key(_SIZE, "number", "KV heads of the model, over all ranks"),
-    "dim": Key(_SIZE, "number", "elements of a head, K and V each"),
-    "mla": Key(_SIZE, "number", "elements of a token's latent, in place of heads and dim, e.g. 576"),
-    "dtype": Key(choice(*DTYPE_BYTES), "name", f"of the cache: {', '.join(DTYPE_BYTES)}"),
-    "tp": Key(whole(1, MAX_RANKS), "number", "tensor-parallel ranks; need not divide the heads, may exceed them"),
-    "pp": Key(whole(1, MAX_RANKS), "number", "pipeline stages, split as vLLM splits them"),
-    "stages": Key(stages, "`n+n+…`", "layers of each pipeline stage, in place of pp"),
-    "pcp": Key(whole(1, MAX_RANKS), "number", "prefill context parallel ranks: replicas, unless dcp spans them"),
-    "dcp": Key(whole(1, MAX_RANKS), "number", "decode context parallel ranks: they share the tokens out"),
-    "interleave": Key(_SIZE, "number", "tokens in a row on one dcp rank, a divisor of block; default: block"),
-    "block": Key(_SIZE, "number", "tokens of a scheduler block (`--block-size`), the unit of block ids"),
-    "kernel_block": Key(_SIZE, "number", "tokens of a physical block, a divisor of block; default: block"),
-    "blocks": Key(whole(2, 1 << 30), "number", "scheduler blocks in the cache, of which block 0 is the null block"),
-    "layout": Key(choice(*LAYOUTS), "name", f"order of the axes: {', '.join(LAYOUTS)}"),
-    "kv": Key(choice("packed", "apart"), "name", "packed: a cell is `[K|V]`; apart: all of V behind all of K"),
-    "window": Key(
-        window_of,
-        "`n` or `n@layers`",
-        "tokens of a sliding window (0: none), and which layers have it; default: all",
-    ),
-    "state_layers": Key(layer_list, "layers", "layers with a recurrent state in place of attention"),
-    "ssm": Key(state_shape, "`HxDxN` or `HxN`", "temporal state: heads (sharded) and the shape of one"),
-    "conv": Key(
-        conv_parts, "`x1536+B128+C128`", "convolution state: channels of its sub-projections; `*`: on every rank"
-    ),
-    "conv_width": Key(_SIZE, "number", "elements of a channel, the kernel's width less one"),
-    "conv_layout": Key(choice("SD", "DS"), "name", "SD: channels innermost; DS: a channel's elements together"),
-    "state_dtype": Key(choice(*DTYPE_BYTES), "name", "of the states; default: dtype"),
-    "names": Key(
-        name_template,
-        "text with `{}`",
-        "names of the layers with attention; must match those of a description JSON on the other side",
-    ),
-    "state_names": Key(name_template, "text with `{}`", "names of the layers with states"),
-}
+        raise InvalidArgument("dcp", form.dcp, text)
 
 
 def defaults() -> dict[str, str]:

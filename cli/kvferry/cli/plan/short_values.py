@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.arguments import InvalidArgument, whole_option
 from kvferry.protocol.errors import one_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1, "float8_e5m2": 1}
@@ -34,84 +34,87 @@ class ConvPart(NamedTuple):
     replicated: bool
 
 
-Read = Callable[[str, str], Any]
-"""The value of a key and its text. Raises `InvalidShortForm`."""
+class Value(NamedTuple):
+    """How a value is written, as in the documentation, and the function that reads it from its key and its text.
+
+    `read` raises `InvalidArgument`.
+    """
+
+    form: str
+    read: Callable[[str, str], Any]
 
 
-def whole(low: int, high: int) -> Read:
-    def read(key: str, text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,12}", text) or not low <= int(text) <= high:
-            raise InvalidShortForm(key, text, f"a whole number from {low} to {high}")
-        return int(text)
-
-    return read
+def whole(low: int, high: int) -> Value:
+    return Value("number", lambda key, text: whole_option(key, text, low, high))
 
 
-def choice(*accepted: str) -> Read:
+def choice(*accepted: str) -> Value:
     def read(key: str, text: str) -> str:
         for name in accepted:
             if name.lower() == text.lower():
                 return name
-        raise InvalidShortForm(key, text, one_of(text, accepted))
+        raise InvalidArgument(key, text, one_of(text, accepted))
 
-    return read
+    return Value("name", read)
 
 
-def matching(pattern: str, expected: str) -> Read:
+def _matching(form: str, pattern: str, expected: str) -> Value:
     def read(key: str, text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise InvalidShortForm(key, text, expected)
+            raise InvalidArgument(key, text, expected)
         return text
 
-    return read
+    return Value(form, read)
 
 
-def sizes(pattern: str, expected: str) -> Read:
+def _sizes(form: str, pattern: str, expected: str) -> Value:
     """Whole numbers up to `MAX_SIZE` with + or x between them."""
+    matching = _matching(form, pattern, expected)
 
     def read(key: str, text: str) -> tuple[int, ...]:
-        found = tuple(int(size) for size in re.split(r"[+x]", matching(pattern, expected)(key, text)))
+        found = tuple(int(size) for size in re.split(r"[+x]", matching.read(key, text)))
         if max(found) > MAX_SIZE:
-            raise InvalidShortForm(key, text, f"sizes up to {MAX_SIZE}")
+            raise InvalidArgument(key, text, f"sizes up to {MAX_SIZE}")
         return found
 
-    return read
+    return Value(form, read)
 
 
-def conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
+def _conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
     parts = []
     for item in text.split("+"):
         found = re.fullmatch(r"([A-Za-z]{0,16})([1-9][0-9]{0,5})(\*?)", item)
         if not found:
             expected = "names with channels, e.g. x1536+B128+C128, with * where every rank has all"
-            raise InvalidShortForm(key, item, expected)
+            raise InvalidArgument(key, item, expected)
         parts.append(ConvPart(found[1] or "x", int(found[2]), bool(found[3])))
     if len({part.name for part in parts}) != len(parts):
-        raise InvalidShortForm(key, text, "a name of its own for every sub-projection")
+        raise InvalidArgument(key, text, "a name of its own for every sub-projection")
     return tuple(parts)
 
 
-_ITEM = r"[0-9]{1,5}(-[0-9]{1,5}(/[0-9]{1,5})?)?"
-_LISTED = "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all"
-layer_list = matching(rf"\*|{_ITEM}(\+{_ITEM})*", _LISTED)
-stages = sizes(r"[1-9][0-9]{0,4}(\+[1-9][0-9]{0,4})*", "layers of every stage joined by +, e.g. 20+12")
-state_shape = sizes(
-    r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", "heads and their shape joined by x, e.g. 24x64x128, or 1536x16"
-)
-name_template = matching(
-    r"[A-Za-z0-9_./:-]{0,120}\{\}[A-Za-z0-9_./:-]{0,120}",
-    "a name with {} where the layer's number goes, e.g. model.layers.{}.attn",
-)
-
-
-NO_WINDOW = (0, "*")
-
-
-def window_of(key: str, text: str) -> tuple[int, str]:
+def _window(key: str, text: str) -> tuple[int, str]:
     if text == "0":
         return NO_WINDOW
     tokens, at, listed = text.partition("@")
-    return whole(1, 1 << 40)(key, tokens), layer_list(key, listed) if at else "*"
+    return whole_option(key, tokens, 1, 1 << 40), LAYER_LIST.read(key, listed) if at else "*"
+
+
+NO_WINDOW = (0, "*")
+_ITEM = r"[0-9]{1,5}(-[0-9]{1,5}(/[0-9]{1,5})?)?"
+_LISTED = "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all"
+_SHAPE = "heads and their shape joined by x, e.g. 24x64x128, or 1536x16"
+_NAME = r"[A-Za-z0-9_./:-]{0,120}"
+CONV = Value("`x1536+B128+C128`", _conv_parts)
+LAYER_LIST = _matching("layers", rf"\*|{_ITEM}(\+{_ITEM})*", _LISTED)
+NAME_TEMPLATE = _matching(
+    "text with `{}`",
+    rf"{_NAME}\{{\}}{_NAME}",
+    "a name with {} where the layer's number goes, e.g. model.layers.{}.attn",
+)
+STAGES = _sizes("`n+n+…`", r"[1-9][0-9]{0,4}(\+[1-9][0-9]{0,4})*", "layers of every stage joined by +, e.g. 20+12")
+STATE_SHAPE = _sizes("`HxDxN` or `HxN`", r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", _SHAPE)
+WINDOW = Value("`n` or `n@layers`", _window)
 
 
 def layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
@@ -124,6 +127,6 @@ def layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
         first, _, last = span.partition("-")
         low, high, step = int(first), int(last or first), int(every or 1)
         if not low <= high < layers or step < 1:
-            raise InvalidShortForm(key, item, f"layers from 0 to {layers - 1}, the lower one first")
+            raise InvalidArgument(key, item, f"layers from 0 to {layers - 1}, the lower one first")
         chosen.update(range(low, high + 1, step))
     return tuple(sorted(chosen))

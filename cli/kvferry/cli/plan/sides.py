@@ -15,10 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -42,8 +41,6 @@ _COMMIT = re.compile(rb"[0-9a-f]{40}")
 
 
 Pairs = Mapping[str, str]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +49,6 @@ class Side:
 
     engine: EngineDescription
     form: str = ""
-
-
-def read_pair(
-    producer: str, consumer: str, read_stdin: Callable[[], bytes]
-) -> tuple[EngineDescription, EngineDescription]:
-    """Both engines; raises as `read_sides`."""
-    there, here = read_sides(producer, consumer, read_stdin)
-    return there.engine, here.engine
 
 
 def read_sides(producer: str, consumer: str, read_stdin: Callable[[], bytes]) -> tuple[Side, Side]:
@@ -73,37 +62,37 @@ def read_sides(producer: str, consumer: str, read_stdin: Callable[[], bytes]) ->
     """
     if producer == consumer == STDIN:
         raise InvalidArgument("CONSUMER", STDIN, "another source: PRODUCER reads standard input already")
-    written = [_blaming(role, _read, role, argument, read_stdin) for role, argument in _roles(producer, consumer)]
-    pairs = [None if isinstance(one, EngineJson) else one for one in written]
+    arguments = {"PRODUCER": producer, "CONSUMER": consumer}
+    written: dict[str, EngineJson | Pairs] = {}
+    for role, argument in arguments.items():
+        with _blaming(role):
+            written[role] = _read(role, argument, read_stdin)
     engines, forms = [], []
-    for (role, argument), one, mine, other in zip(_roles(producer, consumer), written, pairs, pairs[::-1], strict=True):
-        whole = with_model(mine, other) if mine is not None and other is not None and "layers" not in mine else mine
-        engines.append(one if isinstance(one, EngineJson) else _blaming(role, _build, whole or {}, role))
-        form = ",".join(f"{key}={value}" for key, value in (whole or {}).items())
+    for (role, argument), other in zip(arguments.items(), [*written.values()][::-1], strict=True):
+        own, form = written[role], ""
+        if not isinstance(own, EngineJson):
+            pairs = own if "layers" in own or isinstance(other, EngineJson) else with_model(own, other)
+            form = ",".join(f"{key}={value}" for key, value in pairs.items())
+            with _blaming(role):
+                own = engine_of_form(form_of(pairs), role.lower())
+        engines.append(own)
         forms.append("" if form == argument.replace(" ", "") else form)
     sides = []
-    for (role, _), own, theirs, form in zip(_roles(producer, consumer), engines, engines[::-1], forms, strict=True):
+    for role, own, theirs, form in zip(arguments, engines, engines[::-1], forms, strict=True):
         described = engine_of(msgspec.structs.replace(own, facts=_reported(own.facts, theirs.facts)))
-        _blaming(role, check_description, described)
+        with _blaming(role):
+            check_description(described)
         sides.append(Side(described, form))
     return sides[0], sides[1]
 
 
-def _roles(producer: str, consumer: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    return ("PRODUCER", producer), ("CONSUMER", consumer)
-
-
-def _blaming(role: str, read: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """The result; an `InputError` becomes an `InvalidSide` of this role."""
+@contextlib.contextmanager
+def _blaming(role: str) -> Iterator[None]:
+    """An `InputError` becomes an `InvalidSide` of this role."""
     try:
-        return read(*arguments, **options)
+        yield
     except InputError as wrong:
         raise InvalidSide(role, wrong) from None
-
-
-def _build(pairs: Pairs, role: str) -> EngineJson:
-    """The engine of a short form; its id is its role."""
-    return engine_of_form(form_of(pairs), role.lower())
 
 
 def _read(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJson | Pairs:
@@ -112,7 +101,7 @@ def _read(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJs
     Raises:
         InvalidArgument: there is no such file or model, or it cannot be read.
         InvalidDescription, InvalidModel: the file is not one of these.
-        InvalidShortForm: a pair is invalid.
+        InvalidArgument: a pair is invalid.
     """
     if argument == STDIN:
         return decode_engine_json(read_stdin())

@@ -193,13 +193,7 @@ def _timeline(one: Timeline) -> dict[str, Any]:
             {
                 "place": worker.load.process.place,
                 "host": worker.load.process.host,
-                "bytes": worker.load.ended.bytes,
-                "staged_bytes": worker.load.ended.staged_bytes,
-                "descriptors": worker.load.ended.descriptors,
-                "relayout_ms": worker.load.ended.relayout_ns / 1e6,
-                "early_bytes": worker.load.ended.early_bytes,
-                "restarts": worker.load.ended.restarts,
-                "reason": worker.load.ended.reason,
+                **worker.load.figures,
                 "stages": [_span(span, one.zero_ns) for span in worker.spans],
                 "chunks": [_chunk(chunk, one.zero_ns) for chunk in worker.chunks],
             }

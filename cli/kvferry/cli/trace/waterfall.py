@@ -54,7 +54,7 @@ _DARK = {Phase.PREFILL, Phase.ROUTER, Phase.LOAD, Phase.FENCE, Phase.READING, Ph
 LEFT, ZERO, WIDE_ZERO = 262.0, 432.0, 742.0
 """The zero is at `WIDE_ZERO` where prefills were read meanwhile: most of their reading is left of it."""
 _PAD = 9.0
-_LETTER = 5.6
+_LETTER, _THINNEST = 5.6, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,11 @@ class Scale:
         if at_ns < 0:
             return max(LEFT, self.zero + at_ns / self.before_ns * (self.zero - LEFT))
         return min(RIGHT, self.zero + at_ns / self.after_ns * (RIGHT - self.zero))
+
+    def bar(self, span: Span, zero_ns: int) -> tuple[float, float]:
+        """The left edge and the width of a span's bar, which is never too thin to be seen."""
+        begun, ended = self.x(span.begun_ns - zero_ns), self.x(span.ended_ns - zero_ns)
+        return begun, max(ended - begun, _THINNEST)
 
 
 def style() -> str:
@@ -196,33 +201,31 @@ def segments(
 ) -> Iterator[str]:
     """Phases with tooltips, and with names where there is space; `whose` begins the tooltips."""
     for span in spans:
-        begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
         phase, lasted = span.phase, format_time(span.lasted_ns)
-        width = max(ended - begun, 0.75 if span.lasted_ns else 0)
-        if not width:
+        begun, width = scale.bar(span, zero_ns)
+        if not span.lasted_ns and width == _THINNEST:
             continue
         hint = f"{whose}{phase.label}: {lasted} – {phase.meaning}"
         yield element("rect", x=begun, y=y, width=width, height=height, class_=f"p-{phase}", hint=hint)
         name = next((name for name in (f"{phase.label} {lasted}", phase.label) if len(name) * _LETTER + 6 <= width), "")
         if name and height >= BAR:
-            at = ((begun + ended) / 2, y + height / 2 + 3.7)
+            at = (begun + width / 2, y + height / 2 + 3.7)
             yield text(name, *at, 10.5, text_anchor="middle", class_=f"on-{phase}", pointer_events="none")
 
 
 def _chunks(chunks: Iterable[Chunk], zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
     """A row of thin bars, every second one paler, since steps touch one another."""
     for index, chunk in enumerate(chunks):
-        span = chunk.span
-        begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
+        span, (x, width) = chunk.span, scale.bar(chunk.span, zero_ns)
         hint = f"{span.phase.label} to token {chunk.stop_token}: {format_time(span.lasted_ns)} – {span.phase.meaning}"
-        shape = {"x": begun, "y": y, "width": max(ended - begun, 0.75), "height": THIN}
+        shape = {"x": x, "y": y, "width": width, "height": THIN}
         yield element("rect", hint=hint, class_=f"p-{span.phase}", opacity=1 - index % 2 * 0.4, **shape)
 
 
 def _held(span: Span, zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
-    begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
+    x, width = scale.bar(span, zero_ns)
     hint = f"held by the producer: {format_time(span.lasted_ns)}"
-    yield element("rect", x=begun, y=y, width=max(ended - begun, 0.75), height=HELD, class_="p-held", hint=hint)
+    yield element("rect", x=x, y=y, width=width, height=HELD, class_="p-held", hint=hint)
     if span.ended_ns - zero_ns > scale.after_ns * 1.001:
         points = f"{RIGHT},{y - 2} {RIGHT + 6},{y + HELD / 2} {RIGHT},{y + HELD + 2}"
         yield element("polygon", points=points, class_="p-held", hint="it goes on")
