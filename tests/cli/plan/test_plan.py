@@ -18,8 +18,8 @@ from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from tests.cli.command import refused, run
-from tests.cli.plan.forms import DENSE
-from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, costs_of, placings, sides, summary_of
+from tests.cli.plan.forms import DENSE, read_pair
+from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, costs_of, placings, summary_of
 
 EIGHT, FOUR = f"{DENSE},heads=8,tp=8".replace("heads=4,", ""), f"{DENSE},heads=8,tp=4".replace("heads=4,", "")
 
@@ -33,7 +33,7 @@ def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
 
 
 def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
-    producer, consumer = sides(EIGHT, f"{FOUR},layout=NHD")
+    producer, consumer = read_pair(EIGHT, f"{FOUR},layout=NHD")
     wanted = [plan.describe() for plan in plan_engine(consumer, producer, costs_of(consumer))]
     printed = run("plan", EIGHT, f"{FOUR},layout=NHD").out
     assert (
@@ -86,7 +86,7 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1()
     assert (table.code, table.err, reported.code, reported.err) == (1, "", 1, "")
     refusal = msgspec.json.decode(reported.out, type=Refusal)
     assert not refusal.workable
-    producer, consumer = sides(*arguments)
+    producer, consumer = read_pair(*arguments)
     with pytest.raises(PlanRefused) as refused:
         plan_engine(consumer, producer)
     assert [(one.field, one.change) for one in refusal.reasons] == [
@@ -98,7 +98,7 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1()
 
 
 def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
-    producer, _ = sides(EIGHT, FOUR)
+    producer, _ = read_pair(EIGHT, FOUR)
     engine_json = encode_engine_json(engine_json_of(producer))
     path = tmp_path / "a=b.json"
     path.write_bytes(engine_json)
@@ -108,7 +108,7 @@ def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path
 
 
 def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(tmp_path: Path) -> None:
-    producer, _ = sides(EIGHT, FOUR)
+    producer, _ = read_pair(EIGHT, FOUR)
     facts = msgspec.structs.replace(
         producer.facts, model="m", fingerprint="weights:1", dtype="float16", speculative="eagle"
     )
@@ -122,7 +122,7 @@ def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
 
 
 def test_a_description_json_that_contradicts_itself_is_bad_input(tmp_path: Path) -> None:
-    producer, _ = sides(EIGHT, FOUR)
+    producer, _ = read_pair(EIGHT, FOUR)
     twice = msgspec.structs.replace(producer, workers=producer.workers[:1] * 2)
     path = tmp_path / "producer.json"
     path.write_bytes(encode_engine_json(engine_json_of(twice)))
@@ -186,7 +186,7 @@ def fields_of(plain: object, path: tuple[str | int, ...] = ()) -> list[tuple[str
 @given(st.data())
 @settings(max_examples=50)
 def test_every_description_json_with_changed_numbers_ends_with_an_exit_code(data: st.DataObject) -> None:
-    producer, _ = sides(FORM_OF_JSON, FORM_OF_JSON)
+    producer, _ = read_pair(FORM_OF_JSON, FORM_OF_JSON)
     plain = json.loads(encode_engine_json(engine_json_of(producer)))
     for _ in range(data.draw(st.integers(1, 3))):
         *holders, last = data.draw(st.sampled_from(fields_of(plain)))
