@@ -96,8 +96,6 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
             prefill.compute(parts[number], producer.take(count))
             if prefill.is_held:
                 producer.leased[prefill.request_id] = prefill.blocks
-            elif prefill.is_complete:  # its consumer has released it
-                producer.give_back(prefill.blocks)
             number += 1
         for _ in range(1 + choice // 5 % 3):
             yield
@@ -105,6 +103,8 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
             yield  # it stands still
     if producer.is_dead:
         return
+    if not prefill.is_held:  # its consumer has released it while it was computed
+        producer.give_back(prefill.blocks)
     end = prefill.abort if number == aborted_at else prefill.end
     end()
 

@@ -241,11 +241,13 @@ def _choice(choice: Mapping[str, Any]) -> Answer:
         probs = [value for value in found.get("token_logprobs") or () if value is not None]
         places = [place for place in found.get("top_logprobs") or () if place]
     message = choice.get("message") or choice.get("delta") or {}
+    by_id = (
+        {int(name.removeprefix(_ID_PREFIX)): logprob for name, logprob in place.items() if name.startswith(_ID_PREFIX)}
+        for place in places
+    )
     return Answer(
         tokens=tuple(choice.get("token_ids") or ()),
         logprobs=tuple(probs),
-        likeliest=tuple(
-            {int(name.removeprefix(_ID_PREFIX)): logprob for name, logprob in place.items()} for place in places
-        ),
+        likeliest=tuple(place for place in by_id if place),
         text=choice.get("text") or message.get("content") or "",
     )

@@ -79,7 +79,7 @@ class Prefill:
         first, stop = self.done, self.done + tokens
         self.done, self.blocks = stop, (*self.blocks, *blocks)
         leases, written = self._engine.leases, self.blocks
-        if self._lease.stream is not None:
+        if self._lease.stream is not None and not self._lease.ended_by:
             leases.streams.publish(self._lease, self._lease.stream, stop, (written,))
         if self.is_complete:
             leases.complete(self.request_id)
@@ -94,7 +94,7 @@ class Prefill:
 
     def preempt(self) -> tuple[int, ...]:
         """It begins again later. Returns its blocks: the next step may write another prompt into them."""
-        if self._lease.stream is not None:
+        if self._lease.stream is not None and not self._lease.ended_by:
             self._engine.leases.streams.restart(self._lease, self._lease.stream)
         return self._forget()
 

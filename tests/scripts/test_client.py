@@ -52,6 +52,13 @@ def test_the_likeliest_tokens_at_each_place(stream: bool) -> None:
         assert ask(replace(case, stream=stream), reply).likeliest == likeliest
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_are_not_asked_for_as_ids_are_no_likeliest_ones(stream: bool) -> None:
+    whole = {"choices": [{"logprobs": {"top_logprobs": [{" -": -0.5}, {"7": -0.1}]}}], "usage": {"prompt_tokens": 1}}
+    reply = streamed(whole) if stream else httpx.Response(200, json=whole)
+    assert ask(replace(PLAIN, stream=stream), reply).likeliest == ()
+
+
 def test_a_chat() -> None:
     logprobs = {"content": [{"logprob": -0.5}, {"logprob": -0.25}]}
     choice = {"message": {"content": "a b"}, "token_ids": [4, 5], "logprobs": logprobs}
