@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.ids import SLOT_BYTES, Epoch, SlotState, progress_of, progress_word, slot_word
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 from kvferry.worker.fabric.reads import Reader, SlotReads
@@ -21,6 +22,7 @@ from tests.harness.fault_fabric import FaultFabric
 SLOTS = 2000
 ENTRIES = 4096
 GRACE_S = 0.5
+EPOCH = Epoch(77)
 
 
 class Scene:
@@ -47,11 +49,16 @@ class Scene:
             routes.append(PeerRoute(cast("Any", None), agent, slots, (), ()))
         return Peer(PeerKey("host", 1, "engine", "0" * 32), cast("Any", None), cast("Any", None), tuple(routes), ())
 
-    def add(self, slot: int, **wait: Any) -> Wait:
+    def add(self, slot: int, num_tokens: int = 1, until_s: float = math.inf) -> Wait:
         words = tuple((int(table[slot, 0]), int(table[slot, 1])) for table in self.tables)
-        made = Wait(self.peer, slot, words, **wait)
+        made = Wait(self.peer, slot, words, EPOCH, num_tokens, until_s)
         self.watch.add(made, self.now_s)
         return made
+
+    def report(self, slot: int, tokens: int) -> None:
+        """Both workers say that so many tokens of a prompt are complete."""
+        for table in self.tables:
+            table[slot] = slot_word(EPOCH, SlotState.COMPUTING), progress_word(EPOCH, tokens)
 
     def step(self, seconds: float = 0.0) -> list[Wait]:
         self.now_s += seconds
@@ -103,44 +110,62 @@ def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(sc
     assert scene.posts() == before + 2, "a new wait is served at once"
 
 
-def looks_until_changed(scene: Scene, seconds: float) -> list[float]:
-    """When looks begin, in seconds from now, until slot 1 has changed and a new wait for it has begun."""
+def looks_of_a_step(scene: Scene, seconds: float, tokens: int = 16, slot: int = 1, missing: int = 160) -> list[float]:
+    """A step of a producer, which computes so many tokens of a prompt that lacks some more. Returns when looks for them
+    begin, in seconds from its start."""
     begun_s: list[float] = []
-    first_s, word = scene.now_s, int(scene.tables[0][1, 1]) + 1
+    before = progress_of(int(scene.tables[0][slot, 1]), EPOCH)
+    scene.report(slot, before)
+    scene.add(slot, before + missing)
+    first_s = scene.now_s
     for _ in range(round(seconds / 0.0005)):
-        before = scene.posts()
+        posts = scene.posts()
         scene.step(0.0005)
-        begun_s += [scene.now_s - first_s] * (scene.posts() > before)
-    scene.tables[0][1, 1] = scene.tables[1][1, 1] = word
+        begun_s += [scene.now_s - first_s] * (scene.posts() > posts)
+    scene.report(slot, before + tokens)
     while not scene.step(0.0005):
         pass
-    scene.add(1)
     return begun_s
 
 
-def test_while_several_wait_no_look_begins_for_half_the_time_between_changes(scene: Scene) -> None:
-    scene.add(2)
-    scene.add(1)
+def test_no_look_begins_in_three_quarters_of_the_time_that_the_two_steps_before_took(scene: Scene) -> None:
     for _ in range(3):
-        steady = looks_until_changed(scene, 0.06)
-    assert sum(begun_s < 0.03 for begun_s in steady) <= 1, "the one that was due when the wait began"
-    assert any(begun_s < 0.034 for begun_s in steady)
+        first = looks_of_a_step(scene, 0.06)
+    assert first[0] < 0.002, "one step's time says little"
+    steady = looks_of_a_step(scene, 0.06)
+    assert steady[0] == pytest.approx(0.045, abs=0.004)
+    assert len(steady) > 3
+    scene.report(1000, 0)
+    scene.add(1000, 900)
+    assert looks_of_a_step(scene, 0.06)[0] > 0.04, "others that wait change nothing"
+
+
+def test_steps_of_uneven_length_are_looked_at_as_early_as_the_short_ones_want(scene: Scene) -> None:
     for _ in range(4):
-        looks_until_changed(scene, 0.06)
-        looks_until_changed(scene, 0.002)
-    looks_until_changed(scene, 0.06)
-    uneven = looks_until_changed(scene, 0.06)
-    assert sum(begun_s < 0.02 for begun_s in uneven) > 10, "a producer's workers write one after the other"
-    for _ in range(2):
-        looks_until_changed(scene, 1.0)
-    assert any(0.045 < begun_s < 0.06 for begun_s in looks_until_changed(scene, 1.0)), "50 ms at most"
+        looks_of_a_step(scene, 0.06)
+        looks_of_a_step(scene, 0.004)
+    assert looks_of_a_step(scene, 0.06)[0] < 0.01
 
 
-def test_a_lone_wait_is_looked_at_at_once_after_a_change(scene: Scene) -> None:
-    scene.add(1)
-    for _ in range(3):
-        steady = looks_until_changed(scene, 0.06)
-    assert steady[0] < 0.002
+def test_looks_begin_fifty_milliseconds_after_a_step_at_the_latest(scene: Scene) -> None:
+    for _ in range(4):
+        steady = looks_of_a_step(scene, 1.0)
+    assert steady[0] == pytest.approx(0.05, abs=0.004)
+
+
+def test_a_prompts_last_step_is_looked_at_earlier_by_as_much_as_it_is_smaller(scene: Scene) -> None:
+    for _ in range(4):
+        looks_of_a_step(scene, 0.06)
+    assert looks_of_a_step(scene, 0.06, tokens=4, missing=4)[0] == pytest.approx(0.045 / 4, abs=0.004)
+
+
+def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(scene: Scene) -> None:
+    for _ in range(4):
+        looks_of_a_step(scene, 0.06)
+    scene.step(0.005)
+    assert looks_of_a_step(scene, 0.06, slot=2)[0] == pytest.approx(0.04, abs=0.004)
+    scene.step(0.06)
+    assert looks_of_a_step(scene, 0.06, slot=3)[0] < 0.002, "the producer has been idle"
 
 
 def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: Scene) -> None:

@@ -209,7 +209,8 @@ class Load:
 
     def _wait(self, peer: Peer, words: SlotWords, until_s: float) -> Generator[Wait | None, None, SlotWords]:
         """Park until the slot's words are others, or until a time. Returns the words."""
-        wait = Wait(peer, self.order.source.kvferry.lease_slot, words, until_s)
+        source = self.order.source
+        wait = Wait(peer, source.kvferry.lease_slot, words, self.epoch, source.remote_num_tokens, until_s)
         self.lease_reads.give_back()
         yield wait
         if wait.error is not None:

@@ -1,9 +1,10 @@
 """The slots that loads wait for, read together: one read from each producer worker fetches those of all its loads.
 
-A load that waits has nothing in flight and holds no entries: the watch's reads have entries of their own. They begin
-1 ms apart and, while no slot of the producer changes, a twentieth of the time since the last change, 5 ms at most.
-While several loads wait, the producer has a queue, and its steps are alike: after a change no look begins for half the
-time between the latest changes. The last step of a lone prompt may be shorter than the one before.
+A load that waits has nothing in flight and holds no entries: the watch's reads have entries of their own. Looks begin
+1 ms apart and, while no slot of the producer changes, a twentieth of the time since the last change, 5 ms at most. A
+look takes the interpreter's lock, for which the engine's step waits. So none begins in the first three quarters of the
+time that the producer's next step takes, if the two before were as long: 50 ms at most, and less by as much as fewer
+tokens are missing than the last step has computed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.protocol.ids import EMPTY
+from kvferry.protocol.ids import EMPTY, Epoch, SlotState, progress_of, slot_word
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
@@ -28,9 +29,23 @@ SlotWords: TypeAlias = tuple[tuple[int, int], ...]
 _SHORTEST_S = 1e-3
 _LONGEST_S = 5e-3
 _SHARE = 20
+_QUIET_SHARE = 0.75
 _LONGEST_QUIET_S = 50e-3
 _MOST_ENTRIES = 1024
 """Most entries of one look; the slots of more loads are looked at in turn."""
+
+
+def complete_tokens(words: SlotWords, epoch: Epoch, num_tokens: int) -> int | None:
+    """The leading tokens of a prompt that are complete on every producer worker, all of them where it is READY; None if
+    the slot of any worker is not under this epoch."""
+    ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
+    least = num_tokens
+    for state, progress in words:
+        if state == computing:
+            least = min(least, progress_of(progress, epoch))
+        elif state != ready:
+            return None
+    return least
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +54,8 @@ class Wait:
 
     Attributes:
         words: as the load has read them; when the wait is over, as they are now.
+        epoch: that the load follows.
+        num_tokens: of the whole prompt.
         until_s: a look that begins at this time or later ends the wait, whatever it finds.
         error: why the peer cannot be read from; None while it can.
     """
@@ -46,8 +63,15 @@ class Wait:
     peer: Peer
     slot: int
     words: SlotWords
+    epoch: Epoch
+    num_tokens: int
     until_s: float = math.inf
     error: Exception | None = None
+
+    @property
+    def complete(self) -> int:
+        """The leading tokens of the prompt that are complete by `words`."""
+        return complete_tokens(self.words, self.epoch, self.num_tokens) or 0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,16 +111,21 @@ class _Watched:
     """One peer: the waits, the look in flight, and when the next one is due.
 
     Attributes:
-        gap_s: the time between the last two changes, or the two before if that is shorter: the workers of a producer
-            write one after the other.
+        changed_s: the last change, or the first wait.
+        stepped_s: when a change last reported tokens: a step of the producer has ended.
+        gaps_s: times between the last three of them.
+        step_tokens: the tokens of the last one.
+        missing: most tokens that any wait lacks.
         parts: the waits by slot, as looks take them in turn; empty when they have to be divided again.
     """
 
     peer: Peer
     changed_s: float
     due_s: float
-    last_gap_s: float = 0.0
-    gap_s: float = 0.0
+    stepped_s: float = -math.inf
+    gaps_s: tuple[float, float] = (0.0, 0.0)
+    step_tokens: int = 1
+    missing: int = 0
     waits: set[Wait] = field(default_factory=set)
     parts: deque[_Part] = field(default_factory=deque)
     look: Look | None = None
@@ -108,21 +137,34 @@ class _Watched:
         self.parts.rotate(-1)
         return self.parts[-1]
 
-    def changed(self, now_s: float) -> None:
-        """A slot has changed."""
-        gap_s = now_s - self.changed_s
-        self.changed_s, self.last_gap_s, self.gap_s = now_s, gap_s, min(gap_s, self.last_gap_s)
+    def changed(self, now_s: float, tokens: int) -> None:
+        """Slots have changed, and report so many tokens more."""
+        self.changed_s = now_s
+        if tokens > 0:
+            gap_s = now_s - self.stepped_s if self.stepped_s > -math.inf else 0.0
+            self.stepped_s, self.gaps_s, self.step_tokens = now_s, (self.gaps_s[1], gap_s), tokens
 
     @property
     def quiet_until_s(self) -> float:
-        """When the next change can be expected, at the earliest."""
-        return self.changed_s + (min(self.gap_s / 2, _LONGEST_QUIET_S) if len(self.waits) > 1 else 0.0)
+        """When the next step can have ended, at the earliest."""
+        gap_s = min(self.gaps_s) * min(1.0, self.missing / self.step_tokens)
+        return self.stepped_s + min(_QUIET_SHARE * gap_s, _LONGEST_QUIET_S)
+
+    def is_recent(self, now_s: float) -> bool:
+        """Whether waits that begin now are for the step after the last one."""
+        return bool(self.waits) or now_s < self.stepped_s + _LONGEST_QUIET_S
+
+    def add(self, wait: Wait) -> None:
+        self.waits.add(wait)
+        self.missing = max(self.missing, wait.num_tokens - wait.complete)
+        self.parts.clear()
 
     def remove(self, waits: list[Wait]) -> list[Wait]:
         """Remove those that are still waiting, and return them."""
         found = [wait for wait in waits if wait in self.waits]
         self.waits.difference_update(found)
         if found:
+            self.missing = max((wait.num_tokens - wait.complete for wait in self.waits), default=0)
             self.parts.clear()
         return found
 
@@ -143,10 +185,11 @@ class SlotWatch:
     def add(self, wait: Wait, now_s: float) -> None:
         """Begin to wait. The peer has at least one route."""
         watched = self._watched.get(wait.peer)
-        if watched is None:
+        if watched is None or not watched.is_recent(now_s):
             watched = self._watched[wait.peer] = _Watched(wait.peer, now_s, now_s)
-        watched.waits.add(wait)
-        watched.parts.clear()
+        elif not watched.waits:
+            watched.changed_s, watched.due_s = now_s, math.inf
+        watched.add(wait)
         watched.due_s = min(watched.due_s, max(now_s + _SHORTEST_S, watched.quiet_until_s))
 
     def remove(self, wait: Wait) -> None:
@@ -166,7 +209,7 @@ class SlotWatch:
 
     def next_s(self) -> float | None:
         """When the next look is due; None without waits."""
-        return min((watched.due_s for watched in self._watched.values()), default=None)
+        return min((watched.due_s for watched in self._watched.values() if watched.waits), default=None)
 
     def step(self, now_s: float) -> tuple[list[Wait], bool]:
         """Begin the looks that are due, and end those that have ended.
@@ -185,6 +228,7 @@ class SlotWatch:
             moved |= watched.look is not before
             if not watched.waits:
                 self._close(watched)
+            if not watched.is_recent(now_s):
                 del self._watched[watched.peer]
         self.closing = [look for look in self.closing if not self._try_close(look)]
         return over, moved
@@ -199,13 +243,16 @@ class SlotWatch:
         found = self._slot_reads.memory[list(look.entries)].reshape(shape).swapaxes(0, 1)
         is_over = (found != part.seen).any(axis=(1, 2)) | (part.until_s <= look.begun_s)
         self._close(watched)
-        over = []
+        over, tokens = [], 0
         for index in np.flatnonzero(is_over).tolist():
-            part.waits[index].words = tuple((state, progress) for state, progress in found[index].tolist())
-            over.append(part.waits[index])
+            wait = part.waits[index]
+            tokens -= wait.complete
+            wait.words = tuple((state, progress) for state, progress in found[index].tolist())
+            tokens += wait.complete
+            over.append(wait)
         over = watched.remove(over)
         if over:
-            watched.changed(now_s)
+            watched.changed(now_s, tokens)
         pause_s = min(max((now_s - watched.changed_s) / _SHARE, _SHORTEST_S), _LONGEST_S)
         watched.due_s = max(look.begun_s + pause_s, watched.quiet_until_s)
         return over

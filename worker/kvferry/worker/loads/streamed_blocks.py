@@ -14,22 +14,7 @@ import numpy as np
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.ids import Epoch, SlotState, progress_of, slot_word
 from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows
-from kvferry.worker.loads.slot_watch import SlotWords
-
-
-def complete_tokens(words: SlotWords, epoch: Epoch, num_tokens: int) -> int | None:
-    """The leading tokens of a prompt that are complete on every producer worker, all of them where it is READY; None if
-    the slot of any worker is not under this epoch."""
-    ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
-    least = num_tokens
-    for state, progress in words:
-        if state == computing:
-            least = min(least, progress_of(progress, epoch))
-        elif state != ready:
-            return None
-    return least
 
 
 class StreamedBlocks:

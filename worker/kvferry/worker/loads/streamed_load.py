@@ -21,8 +21,8 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
 from kvferry.worker.loads.context import LoadFailed
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.slot_watch import SlotWords, Wait
-from kvferry.worker.loads.streamed_blocks import StreamedBlocks, complete_tokens
+from kvferry.worker.loads.slot_watch import SlotWords, Wait, complete_tokens
+from kvferry.worker.loads.streamed_blocks import StreamedBlocks
 from kvferry.worker.peers.peer import Peer, PreparedRows
 
 _MOST_CHUNKS = 64
