@@ -163,8 +163,7 @@ GUARDS = (
         "kvferry.scheduler.state:AwakeClock.wind",
         switches.always(0.0),
         (
-            "tests/scheduler/test_lease_clock.py::"
-            "test_the_clock_starts_when_the_request_has_ended",
+            "tests/scheduler/test_lease_clock.py::test_the_clock_starts_when_the_request_has_ended",
             "tests/engine_core/test_engine_loop.py::"
             "test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests",
         ),
