@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.scheduler_side.asking import Settled
+from kvferry.protocol.asks import Answer, Progress
 from kvferry.protocol.side_channel import host_names
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import Engine, tokens
@@ -94,6 +96,17 @@ def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_
     assert engine.counted("loads") == engine.counted("leases_given_back") == 0
     counters = engine.connector.scheduler_side.monitor.counters
     assert counters.total("local_recomputes", "host_not_allowed") == 1
+
+
+def test_a_ticket_from_elsewhere_for_a_request_that_has_ended_leads_to_no_connection(
+    make: Any, other_peer: OtherPeer
+) -> None:
+    engine = make(ALLOWED)
+    ticket = Answer(number=0, progress=Progress.TICKET, params=offer(PROMPT, port=other_peer.port))
+    engine.connector.scheduler_side._intake.answered(Settled("d", waits=False, answer=ticket), None)
+    engine.connector.scheduler_side.close()
+    assert not other_peer.was_asked()
+    assert engine.counted("leases_given_back") == 0
 
 
 def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, other_peer: OtherPeer) -> None:

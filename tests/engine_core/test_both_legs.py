@@ -116,6 +116,29 @@ def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_load
     until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer))
 
 
+def test_a_request_that_is_to_fail_is_computed_where_vllm_loads_nothing_for_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another child of a MultiConnector may have its tokens. A failure that no load belongs to would end the engine."""
+    producer, consumer = make("kv_producer", max_step_tokens=64), make("kv_consumer", policy="fail")
+    prefill, decode = ids("x")
+    connector = consumer.engine.connector
+    matched = connector.get_num_new_matched_tokens
+
+    def nothing(request: Any, num_local: int) -> tuple[int | None, bool]:
+        found, _ = matched(request, num_local)
+        return (None, False) if found is None else (0, False)
+
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", nothing)
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    producer.engine.abort(prefill)
+    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    check(consumer, decode)
+    assert consumer.engine.counted("failed_requests") == 1
+    until((consumer,), lambda: consumer.engine.is_whole)
+
+
 @pytest.mark.parametrize(
     "ticket",
     [{}, REMOTE_DECODE, {"do_remote_prefill": True}, {"do_remote_prefill": True, "kvferry": {"version": 1}}],

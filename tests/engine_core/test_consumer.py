@@ -54,12 +54,13 @@ def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make_engine:
     engine.step(loaded={"d"})
 
 
+@pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)])
 def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers_have_rung(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, depth: int
 ) -> None:
     sleeps: list[float] = []
     monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
-    engine = make_engine("kv_consumer")
+    engine = make_engine("kv_consumer", overlap=overlap)
     channel = engine.connector.scheduler_side.channel
     engine.add("d", PROMPT, offer(PROMPT))
     for _ in range(3):
@@ -69,8 +70,9 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     rope.tie(channel.local.boot)
     rope.ring()
     wait_until(lambda: channel._bell.is_proven, "the ring is not heard")
-    engine.step()
-    assert not sleeps, "what has rung is in this step's report"
+    for _ in range(depth):
+        engine.step()
+    assert not sleeps, "what has rung is in the first one's report, and steps overlap"
     engine.step()
     assert len(sleeps) == 1
     engine.add("beside", tokens(20, seed=2), max_tokens=1)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import SlotState
@@ -39,7 +40,7 @@ def preempt(node: Node, name: str) -> None:
     scheduler = node.engine.scheduler
     request = scheduler.requests[name]
     scheduler.running.remove(request)
-    scheduler._preempt_request(request, time.monotonic())
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery)
     scheduler.prev_step_scheduled_req_ids.discard(name)
 
 
@@ -80,6 +81,22 @@ def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_block
     assert params is not None
     assert params["remote_block_ids"] == [list(lease.block_ids)]
     consumer.decode("d", PROMPT, params)
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def test_the_lease_of_a_request_that_is_preempted_after_its_last_step_ends_in_time_although_it_is_not_computed_again(
+    make: Any,
+) -> None:
+    """A paused engine admits no preempted request, and waits until no lease is held."""
+    producer = begun(make, extra={"kv_lease_duration": 0.3}, num_blocks=200)
+    scheduler = producer.engine.scheduler
+    preempt(producer, "p")
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    producer.until(lambda: not producer.engine.used_blocks)
+    producer.step()
+    assert producer.engine.counted("leases_released", "expired") == 1
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert producer.answer("p").params is None
     producer.until(lambda: producer.engine.is_whole)
 
 

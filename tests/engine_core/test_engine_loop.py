@@ -19,6 +19,7 @@ from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.asks import Answer, Progress
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
+from tests.harness.core.node import ferry_of
 from tests.harness.core.scheduler import tokens
 from tests.waiting import wait_until
 
@@ -128,6 +129,51 @@ def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_ma
         step.result(60.0)
     until((producer, consumer), lambda: all(consumer.engine.answers[name].finish_reason for _, name in names))
     assert consumer.engine.counted("loads") == len(names)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
+    make: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Where steps overlap, that report is processed after the next step has begun."""
+    producer, consumer = make("kv_producer", max_step_tokens=64), make("kv_consumer", overlap=overlap)
+    consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
+    channel = consumer.engine.connector.scheduler_side.channel
+    wait_until(lambda: channel._bell.is_proven, "the ring is not heard")
+    runner = ferry_of(consumer.workers[0]).worker_side._worker._thread.runner
+    prefilled, decoded = ids("x")
+    happened: list[str] = []
+
+    def wait(_: EngineLoop, timeout_s: float) -> bool:
+        """What happens while the consumer's loop waits, step by step."""
+        time.sleep(0.001)
+        if "rings" in happened:
+            happened.append("waits in vain")
+        elif runner.parked():
+            producer.answer(prefilled)
+            wait_until(lambda: not channel._bell.is_silent, "the load has not ended")
+            happened.append("rings")
+        elif not happened and any(x.known_by for x in channel.asking.questions._by_number.values()):
+            producer.step()
+            happened.append("is begun")
+        return True
+
+    monkeypatch.setattr(EngineLoop, "wait", wait)
+    prompt = tokens(140, seed=2)
+    producer.engine.add(prefilled, prompt, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decoded, prompt, leg_params(producer, "x"), max_tokens=1)
+    assert consumer.answer(decoded).finish_reason == "length"
+    assert happened == ["is begun", "rings"]
+    assert consumer.engine.counted("loads") == 2
+
+
+def test_news_that_come_before_a_wait_end_it(make_core: Any) -> None:
+    core, loop = make_core(), EngineLoop()
+    loop.wake()
+    began_s = time.monotonic()
+    assert loop.wait(300.0)
+    assert time.monotonic() < began_s + 60.0
+    assert core.input_queue.empty()
 
 
 def test_a_request_for_the_engine_ends_the_wait_for_answers(make: Any, make_core: Any) -> None:

@@ -38,13 +38,26 @@ def is_readable(bell: Bell) -> bool:
 
 def test_a_ring_wakes_and_the_bell_is_proven_when_each_worker_has_rung(bell: Bell, wakes: list[None]) -> None:
     for index, proven in ((0, False), (0, False), (1, True)):
-        bell.has_rung = False
+        assert bell.is_silent
         ring(index)
         assert is_readable(bell)
         bell.take_rings()
-        assert bell.has_rung
+        assert not bell.is_silent
         assert bell.is_proven is proven
+        bell.begin_step()
     assert len(wakes) == 3
+
+
+def test_what_has_rung_is_heard_when_the_steps_that_overlap_have_been_begun() -> None:
+    bell = Bell(BOOT, 1, lambda: None, depth=3)
+    ring(0)
+    bell.take_rings()
+    heard = []
+    for _ in range(4):
+        heard.append(bell.is_silent)
+        bell.begin_step()
+    assert heard == [False, False, False, True]
+    bell.close()
 
 
 def test_rings_that_are_not_taken_block_no_worker_and_are_taken_at_once(bell: Bell, wakes: list[None]) -> None:

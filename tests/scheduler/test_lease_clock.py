@@ -56,6 +56,17 @@ def test_the_clock_starts_when_the_request_has_ended() -> None:
     assert clocked.ledger.state("a") is LeaseState.ENDING
 
 
+def test_a_lease_that_ended_before_its_request_has_no_time_left() -> None:
+    clocked = Clocked()
+    lease = clocked.ledger.complete("a")
+    assert lease is not None
+    assert clocked.ledger.release(lease.name)
+    clocked.step()
+    clocked.ledger.request_ended(lease)
+    clocked.ledger.sent("a")
+    assert clocked.counters.take_samples().get("lease_left_s") is None
+
+
 def test_a_renewal_gives_the_full_time_again() -> None:
     clocked = Clocked()
     lease = clocked.finish()

@@ -177,6 +177,21 @@ def test_questions_and_prompts_are_bounded_and_forgotten(monkeypatch: pytest.Mon
     assert (set(asked._by_key), asked._subscribed) == ({"x"}, {})
 
 
+def test_a_question_of_an_ended_request_leaves_a_later_one_of_its_id_alone() -> None:
+    questions = Questions()
+    assert questions.ask("d", PRODUCER, "x", 5, DIGESTS[0], 0.0)
+    questions.finished("d")
+    assert questions.ask("d", PRODUCER, "x", 5, DIGESTS[0], 0.0)
+    first = questions.answered(PRODUCER, 0, Progress.TICKET, 0.0)
+    assert first is not None
+    assert not first.waits
+    assert "d" in questions
+    second = questions.answered(PRODUCER, 1, Progress.TICKET, 0.0)
+    assert second is not None
+    assert second.waits
+    assert "d" not in questions
+
+
 def test_a_question_keeps_its_prompt_when_an_equal_one_of_the_same_id_arrives() -> None:
     """Otherwise it would claim both, and who asks for the second one would compute it."""
     asked = AskedPrompts()

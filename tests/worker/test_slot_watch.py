@@ -247,6 +247,21 @@ def test_a_look_that_no_load_waits_for_any_more_is_kept_until_it_has_ended(scene
     assert scene.nothing_is_left()
 
 
+def test_a_look_survives_the_next_wait_for_its_peer(scene: Scene) -> None:
+    scene.network.freeze("p1")
+    wait = scene.add(4)
+    scene.step()
+    scene.watch.remove(wait)
+    scene.now_s += 5.0
+    scene.add(5)
+    assert len(scene.watch.closing) == 1
+    assert scene.step(0.001) == []
+    scene.network.thaw("p1")
+    scene.tables[0][5, 0] = 1
+    assert len([wait for _ in range(3) for wait in scene.step(0.002)]) == 1
+    assert scene.nothing_is_left()
+
+
 def test_without_free_entries_the_watch_waits_for_some(scene: Scene) -> None:
     taken = scene.slot_reads.try_take(ENTRIES)
     assert taken is not None

@@ -11,6 +11,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, progress_of, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, ROW_HEADER_BYTES, STREAM_ROWS, header_word
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.leases import LeaseTable
 from kvferry.worker.stream_rows import Rows
 from tests.fakes.device_mark import FakeMark
@@ -57,8 +58,9 @@ def test_a_consumer_finds_header_and_ids_of_every_group_by_the_address(blocks: t
 
 
 def test_an_engine_that_does_not_stream_has_no_rows_and_refuses_orders_for_them(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(internal_errors, "_quiet_until_s", 0.0)
     table, rows = table_of()
     assert (rows.address, rows.regions()) == (None, [])
     table.open(opened(0, FIRST))

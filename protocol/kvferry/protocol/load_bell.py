@@ -57,13 +57,13 @@ class Bell:
         boot: of the engine.
         workers: how many there are.
         wake: called for rings, on the thread that takes them.
-
-    Attributes:
-        has_rung: set with each ring; cleared before each step.
+        depth: steps that the engine begins before it has the report of the first of them.
     """
 
-    def __init__(self, boot: str, workers: int, wake: Callable[[], None]) -> None:
-        self.has_rung = False
+    def __init__(self, boot: str, workers: int, wake: Callable[[], None], depth: int = 1) -> None:
+        self._has_rung = False
+        self._depth = depth
+        self._unheard_steps = 0
         self._unproven = set(range(workers))
         self._wake = wake
         self._socket = _socket()
@@ -81,12 +81,22 @@ class Bell:
         """Whether all workers have rung before."""
         return not self._unproven
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether no load has ended since the last step began, and none is in a report that the engine has not got."""
+        return not (self._has_rung or self._unheard_steps)
+
+    def begin_step(self) -> None:
+        """A step begins; what has rung is in its report."""
+        self._unheard_steps = self._depth - 1 if self._has_rung else max(0, self._unheard_steps - 1)
+        self._has_rung = False
+
     def take_rings(self) -> None:
         """Take all rings that have arrived."""
         with contextlib.suppress(BlockingIOError):
             while ring := self._socket.recv(_INDEX_BYTES + 1):
                 self._unproven.discard(int.from_bytes(ring, "little"))
-                self.has_rung = True
+                self._has_rung = True
         self._wake()
 
     def close(self) -> None:

@@ -157,6 +157,7 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         opens: as in `StepOrders`.
         loads: ids of the requests to be loaded.
+        fails: as in `StepOrders`.
         marks: whether there are `progress` or `completions`: the end of the step must be marked.
     """
 
@@ -164,13 +165,15 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     boot: Hex128
     opens: tuple[LeaseOpen, ...] = ()
     loads: tuple[str, ...] = ()
+    fails: tuple[str, ...] = ()
     marks: bool = False
 
     @classmethod
     def of(cls, orders: StepOrders) -> OrdersHead:
         """The head of these orders."""
         loads, marks = tuple(load.request_id for load in orders.loads), bool(orders.progress or orders.completions)
-        return cls(version=orders.version, boot=orders.boot, opens=orders.opens, loads=loads, marks=marks)
+        opens, fails = orders.opens, orders.fails
+        return cls(version=orders.version, boot=orders.boot, opens=opens, loads=loads, fails=fails, marks=marks)
 
 
 class FailureReason(str, enum.Enum):

@@ -115,6 +115,16 @@ def test_orders_of_which_one_is_wrong_do_not_spoil_the_others(any_rig: Rig) -> N
 EPOCH = "0" * 14 + "7"
 
 
+def test_requests_whose_prefill_has_failed_fail_in_the_same_step_whatever_the_transfer_thread_does(rig: Rig) -> None:
+    """It may be stuck, or the rest of the orders lost."""
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    orders = StepOrders(boot="0" * 32, fails=("failed",))
+    consumer.workers[0].carry_out(encode_head(orders), b"")
+    assert consumer.workers[0].take_results().failed == {"failed": FailureReason.PREFILL}
+    rig.transfer(producer, consumer)
+
+
 def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)

@@ -240,7 +240,6 @@ class TransferThread:
         sent += [self._table.end(end) for end in orders.ends]
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
-            results.failed.update(dict.fromkeys(orders.fails, FailureReason.PREFILL))
 
     def _complete(self, mark: DeviceMark) -> None:
         ending, self._ending = self._ending, []

@@ -13,7 +13,7 @@ from kvferry.plan.cost import Costs
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
-from kvferry.protocol.orders import decode_head
+from kvferry.protocol.orders import FailureReason, decode_head
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.errors import internal_errors
@@ -121,6 +121,9 @@ class FerryWorker:
                 results.counts["lost_orders"] += 1
             return
         self._watchdog.ordered(first.loads)
+        if first.fails:  # here, since the transfer thread may be stuck
+            with self._thread.results as results:
+                results.failed.update(dict.fromkeys(first.fails, FailureReason.PREFILL))
         self._thread.submit(first, frame, self._device.mark())
         self._marks = first.marks
 

@@ -19,7 +19,7 @@ from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.asks import Answer, Progress, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.params import NamedPrefill
-from kvferry.scheduler.consumer.questions import SETTLING, Producer, Questions
+from kvferry.scheduler.consumer.questions import SETTLING, OpenQuestion, Producer, Questions
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -97,11 +97,13 @@ class Asking:
         self._parking.leave(request_id)
         self.failing.discard(request_id)
 
-    def allocated(self, request_id: str) -> None:
-        """vLLM has allocated blocks for a request, which fails if it is to."""
+    def allocated(self, request_id: str, num_external_tokens: int) -> None:
+        """vLLM has allocated blocks for a request, which fails if it is to. One that waits for no tokens from elsewhere
+        is computed here: a report of it as failed would end the engine."""
         if request_id in self.failing:
             self.failing.discard(request_id)
-            self._fails.append(request_id)
+            if num_external_tokens:
+                self._fails.append(request_id)
 
     def begin_step(self) -> tuple[str, ...]:
         """A step begins. Returns the requests for the workers to report as failed in it."""
@@ -137,11 +139,14 @@ class Asking:
         for (producer, _), answer in answers.items():
             opened = self.questions.answered(producer, answer.number, answer.progress, now_s)
             if opened is not None:
-                self._parking.leave(opened.request_id)
-                yield Settled(opened.request_id, opened.waits, answer, opened.question.digest)
+                yield self._settled(opened, answer)
         for opened in self.questions.give_up(now_s):
+            yield self._settled(opened, None)
+
+    def _settled(self, opened: OpenQuestion, answer: Answer | None) -> Settled:
+        if opened.waits:
             self._parking.leave(opened.request_id)
-            yield Settled(opened.request_id, opened.waits, None)
+        return Settled(opened.request_id, opened.waits, answer, opened.question.digest)
 
 
 def is_ticket(answer: Answer | None) -> bool:

@@ -96,7 +96,7 @@ class RequestIntake:
         try:
             params = read_params(answer.params) if answer is not None and is_ticket(answer) else None
             if request is None or not settled.waits:
-                if isinstance(params, RemotePrefill):
+                if isinstance(params, RemotePrefill) and self._is_allowed(params.remote_host):
                     self._loads.decline(params)
             elif isinstance(params, RemotePrefill):
                 self._accept_remote_prompt(request, params)
@@ -228,10 +228,13 @@ class RequestIntake:
 
     def _may_connect(self, request: Request, host: str) -> bool:
         """Whether the host in the params is allowed. If not, nothing is sent to it: not even a question."""
-        if self._allowed is None or self._allowed.allow(host):
+        if self._is_allowed(host):
             return True
         self._compute_here(request, "host_not_allowed", f"allowed_hosts does not list {host!r}")
         return False
+
+    def _is_allowed(self, host: str) -> bool:
+        return self._allowed is None or self._allowed.allow(host)
 
     def _expect_another_turn(self, request: Request) -> None:
         """Record that its answer is offered if it has the remote lease; sibling requests share one response."""

@@ -108,6 +108,8 @@ class Offers:
             num_tokens: of each request, in this step.
             preempted: requests whose blocks were freed since the last step.
         """
+        for request_id in self._built.keys() & preempted:
+            self._leases.start_deadline(self._built[request_id][1])  # the request may be computed again late, or never
         for request_id, prefill in list(self._prefilling.items()):
             lease = self._leases.running(request_id)
             if lease is None:

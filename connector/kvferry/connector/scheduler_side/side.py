@@ -111,7 +111,10 @@ class SchedulerSide:
         facts = facts_of(vllm_config, config)
         try:
             tick = self._idle.poll
-            self.channel = SideChannel(local, facts, config, self.leases, self.loads, counters, tick, asking, asked)
+            depth = vllm_config.max_concurrent_batches
+            self.channel = SideChannel(
+                local, facts, config, self.leases, self.loads, counters, tick, asking, asked, depth
+            )
         except BaseException:
             self.tracing.close()
             raise
@@ -150,7 +153,7 @@ class SchedulerSide:
             logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
         self._offers.opened(request)
         self._intake.allocated(request.request_id)
-        self.channel.asking.allocated(request.request_id)
+        self.channel.asking.allocated(request.request_id, num_external_tokens)
         prompt = self.loads.get(request.request_id)
         if prompt is not None:
             was_offered = prompt.state is LoadState.OFFERED

@@ -45,6 +45,7 @@ class SideChannel:
     Args:
         facts: of this engine, for its description.
         tick: called by the listener's thread, twice a second or more.
+        depth: steps that the engine begins before it has the report of the first of them.
 
     Attributes:
         local: this engine.
@@ -67,6 +68,7 @@ class SideChannel:
         tick: Callable[[], None],
         asking: Asking,
         asked: AskedPrompts,
+        depth: int,
     ) -> None:
         secrets = secrets_from_environment()
         self.local = local
@@ -91,7 +93,7 @@ class SideChannel:
             raise
         self._prewarmer: PeerPrewarmer | None = None
         if self.renewer is not None:
-            self._bell = Bell(local.boot, num_workers(local.topology), self._loop.wake)
+            self._bell = Bell(local.boot, num_workers(local.topology), self._loop.wake, depth)
             self.renewer.client.watch(self._bell.fileno(), self._bell.take_rings)
             self._asker = Asker(
                 self.renewer.client, announced_id(local.boot, local.engine_id), counters, asking.on_answer
@@ -154,9 +156,9 @@ class SideChannel:
         if self._bell is None or not self._bell.is_proven:
             return
         loading = self._loads.loading
-        if loading and not self._bell.has_rung:
+        if loading and self._bell.is_silent:
             self.asking.wait(num_requests - loading)
-        self._bell.has_rung = False  # what has rung is reported in the step that begins
+        self._bell.begin_step()
 
     def flush(self) -> None:
         """Pass commands and questions to the thread that sends them."""

@@ -90,6 +90,7 @@ class Questions:
         question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest, streams=streams)
         self._next += 1
         opened = OpenQuestion(request_id, question, now_s)
+        self.finished(request_id)  # an earlier request of this id
         self._by_number[question.number] = self._by_request[request_id] = opened
         self._commands.append(StartAsking(producer, question))
         return True
@@ -139,5 +140,6 @@ class Questions:
 
     def _settle(self, opened: OpenQuestion) -> None:
         del self._by_number[opened.question.number]
-        self._by_request.pop(opened.request_id, None)
+        if opened.waits:  # otherwise a later request may have its id
+            self._by_request.pop(opened.request_id, None)
         self._commands.append(StopAsking(opened.question.number))

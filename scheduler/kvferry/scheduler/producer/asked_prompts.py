@@ -96,6 +96,7 @@ class AskedPrompts:
         self._lock = threading.Lock()
         self._by_request: dict[str, AskedPrompt] = {}  # the first that arrived is first
         self._by_key: dict[str, list[AskedPrompt]] = {}
+        self._claimed: dict[Claimant, AskedPrompt] = {}
         self._ended_s: dict[str, float] = {}  # by request, the first that was over is first
         self._subscriptions: dict[Claimant, _Subscription] = {}  # the one repeated longest ago is first
         self._subscribed: dict[str, set[Claimant]] = {}
@@ -185,12 +186,14 @@ class AskedPrompts:
 
     def _answer(self, claimant: Claimant, question: Question) -> Answer:
         """The prompt with this key that the question has claimed, or the newest one that agrees and has no claimant."""
-        known = self._by_key.get(question.key, [])
-        free = [asked for asked in reversed(known) if asked.claimant in (None, claimant)]
-        for asked in sorted(free, key=lambda asked: asked.claimant is None):
-            if asked.agrees(question):
-                asked.claimant, asked.is_streamed_to = claimant, question.streams
-                return asked.answer(question.number)
+        known, claimed = self._by_key.get(question.key, []), self._claimed.get(claimant)
+        if claimed is None or claimed.key != question.key or not claimed.agrees(question):
+            free = (asked for asked in reversed(known) if asked.claimant is None and asked.agrees(question))
+            claimed = next(free, None)
+        if claimed is not None:
+            self._claimed[claimant] = claimed
+            claimed.claimant, claimed.is_streamed_to = claimant, question.streams
+            return claimed.answer(question.number)
         if all(asked.request_id in self._ended_s for asked in known):
             return Answer(number=question.number, progress=Progress.UNKNOWN)
         return Answer(number=question.number, progress=Progress.OVER, reason="other_prompt")
@@ -213,6 +216,8 @@ class AskedPrompts:
         if asked is None:
             return
         self._ended_s.pop(request_id, None)
+        if asked.claimant is not None and self._claimed.get(asked.claimant) is asked:
+            del self._claimed[asked.claimant]
         same = self._by_key[asked.key]
         same.remove(asked)
         if not same:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -143,6 +144,10 @@ class ProducerLedger:
     def request_ended(self, lease: Lease) -> None:
         """The request of a lease whose blocks are kept has ended: its deadline begins."""
         lease.is_running = False
+        self.start_deadline(lease)
+
+    def start_deadline(self, lease: Lease) -> None:
+        """Nothing but a renewal keeps this lease any more, if it is held."""
         if lease.state is LeaseState.HELD:
             self._deadlines.start(lease, self.clock_s)
 
@@ -245,7 +250,7 @@ class ProducerLedger:
         self.block_references.free(lease)
         how = lease.ended_by = lease.ended_by or "done"
         self._counters.add(f"{lease.use.value}_released", how)
-        if lease.use is LeaseUse.PROMPT and how in ("done", "release") and not lease.is_running:
+        if lease.use is LeaseUse.PROMPT and how in ("done", "release") and lease.deadline_s < math.inf:
             self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
         self.observer.lease_over(lease, how)
 

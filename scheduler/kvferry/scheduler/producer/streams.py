@@ -95,7 +95,7 @@ class Streams:
         self._counters.add("stream_restarts")
 
     def over(self, lease: Lease) -> None:
-        """The lease is over: its row is free. In the next orders its end comes before the row's next use."""
+        """The lease is over: its row is free."""
         if lease.stream is not None:
             self._free.append(lease.stream.row)
             lease.stream = None

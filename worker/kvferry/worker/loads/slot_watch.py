@@ -195,8 +195,8 @@ class SlotWatch:
     def remove(self, wait: Wait) -> None:
         """End a wait; one that is over already may be removed too."""
         watched = self._watched.get(wait.peer)
-        if watched is not None:
-            watched.remove([wait])
+        if watched is not None and watched.remove([wait]) and not watched.waits:
+            self._close(watched)
 
     def looks(self) -> Iterator[Look]:
         """All looks that may still write."""
