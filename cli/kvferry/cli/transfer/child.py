@@ -35,6 +35,8 @@ _POLL_S = 0.25
 _STUCK_S = 2.0
 """Without progress a read counts as hanging; it is reported every 0.25 s."""
 _NICE_S = 0.3
+_LEAVING_S = 2.0
+"""How long a child may take to end once it has closed its pipe: its status says why."""
 _KILLED_S = 5.0
 _LAST_WORDS = 300
 _LANES = re.compile(r"(?:intra|inter)-node cfg#[0-9]+ +(.*)")
@@ -135,7 +137,7 @@ class Child:
         try:
             message = self._pipe.take(timeout_s)
         except (EOFError, OSError):
-            self._end()
+            self._end(_LEAVING_S)
             code = self._process.returncode
             how = "no status" if code is None else f"signal {-code}" if code < 0 else f"status {code}"
             raise ReadsFailed(f"its NIXL process ended with {how}{self._last_words()}") from None
@@ -172,9 +174,9 @@ class Child:
         self._printed.close()
         atexit.unregister(self._kill)
 
-    def _end(self) -> None:
+    def _end(self, nice_s: float = _NICE_S) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_NICE_S)
+            self._process.wait(timeout=nice_s)
         self._kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver's call not even a signal ends it
             self._process.wait(timeout=_KILLED_S)
