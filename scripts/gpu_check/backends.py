@@ -63,7 +63,9 @@ def probe(model: str, backend: str, cache: str, device: str, folder: Path) -> tu
     """What became of an engine: `recognised`, `moved whole`, `stopped by kvferry` or `not started by vLLM`; and what
     was found in its cache, or the error."""
     description = folder / f"{backend}-{cache}.json"
-    arguments = ("--load-format", "dummy", "--kv-cache-dtype", cache, "--num-gpu-blocks-override", "64")
+    arguments = ["--load-format", "dummy", "--kv-cache-dtype", cache, "--num-gpu-blocks-override", "64"]
+    if device == "cuda":  # not by vLLM's look at free memory, of which a shared GPU may have little
+        arguments += ["--kv-cache-memory-bytes", str(1 << 30)]
     spec = EngineSpec(
         name=f"{backend}-{cache}",
         model=prepare(model, default_cache_dir(), print),
@@ -72,6 +74,7 @@ def probe(model: str, backend: str, cache: str, device: str, folder: Path) -> tu
         attention_backend=backend,
         max_model_len=512,
         max_num_seqs=4,
+        gpu_memory_utilization=0.05,
         transfer=Transfer("kv_both", extra_config={"description_file": str(description)}),
         extra_args=(*arguments, "--hf-overrides", json.dumps(_OVERRIDES[model])),
     )
@@ -81,7 +84,7 @@ def probe(model: str, backend: str, cache: str, device: str, folder: Path) -> tu
     (worker,) = json.loads(description.read_text())["workers"]
     kinds = dict.fromkeys(one["kind"] for one in worker["tensors"])
     formats = dict.fromkeys(" ".join(map(str, one["format"].values())) for one in worker["tensors"])
-    result = "recognised" if kinds.keys() <= {"k", "v", "mla"} else "moved whole"
+    result = "recognised" if kinds and kinds.keys() <= {"k", "v", "mla"} else "moved whole"
     return result, f"{', '.join(kinds)}: {'; '.join(formats)}"
 
 

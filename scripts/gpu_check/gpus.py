@@ -50,6 +50,8 @@ class MemorySeen:
         if device == "cpu":
             return
         rows = _query("gpu", "index,uuid,memory.used")
+        if not rows:
+            return  # it does not answer now
         self.last = {index: _mib(used) for index, _, used in rows}
         self.first = self.first or self.last
         self.most = {index: max(mib, self.most.get(index, 0)) for index, mib in self.last.items()}

@@ -17,6 +17,7 @@ from scripts.gpu_check.gpus import Gpu
 _PYTEST = "python -m pytest -q -p no:cacheprovider"
 _NONE_PASSED = r"^(?!.* passed).* in [0-9.]+s.*$"
 _MISSED = r"^.* MISSED .*$"
+_FINDINGS = r"^ *(?:look|not done) .*$"
 _OTHER_ENDED = r"^- .*(?: ended early: | [0-9]+ of [0-9]+ failed: ).*$"
 _KVFERRY_ENDED = f"(?=- kvferry){_OTHER_ENDED}"
 _NOT_CUDA_IPC = r"^listener .*, over (?!.*cuda_ipc).*$"
@@ -26,6 +27,10 @@ _PLAIN_ROTATION = '--compilation-config,{"custom_ops":["-rotary_embedding"]}'
 """For MLA on a CPU: vLLM's kernel rotates the keys of a prefill wrongly (docs/compatibility.md, model kinds)."""
 _CACHE_BYTES = f"--kv-cache-memory-bytes,{2 << 30}"
 """Of an engine on a GPU. Fixed, because vLLM's measurement of free memory fails where two engines start on one GPU."""
+
+
+_UTILIZATION = "0.05"
+"""vLLM does not start where a smaller share of the GPU's memory is free, whatever it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
     at = "127.0.0.1:$((12000 + $$ % 20000))"
     missed = _MISSED if gpu else ""
     parts = [
-        Part("doctor", "kvferry doctor --timeout 120"),
+        Part("doctor", "kvferry doctor --timeout 120", look=_FINDINGS if gpu else ""),
         Part(
             "relayout: bytes",
             f"{_PYTEST} tests/worker/relayout/test_conformance.py -k '{kernels}'",
@@ -129,6 +134,7 @@ def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Par
         if gpu:
             arguments = [_CACHE_BYTES, variables.get("VLLM_SERVE_EXTRA_ARGS", "")]
             variables = {**variables, "VLLM_SERVE_EXTRA_ARGS": ",".join(filter(None, arguments))}
+            variables["GPU_MEMORY_UTILIZATION"] = _UTILIZATION
         assigned = "".join(f"{variable}={shlex.quote(value)} " for variable, value in variables.items())
         command = f"{assigned}python -m scripts.accuracy"
         return Part(f"accuracy: {name}", command, 16 if gpu else 2, gpus, workers, 30, quick)

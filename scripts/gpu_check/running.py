@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from scripts.accuracy.processes import Server, tail
+from scripts.accuracy.settings import VARIABLES
 from scripts.gpu_check.gpus import MemorySeen
 from scripts.gpu_check.parts import Part, Planned
 
@@ -111,14 +112,25 @@ def run_part(planned: Planned, device: str, folder: Path, on_progress: Callable[
             end_all()
     memory.look(device)
     mark, found = judge(part, status, tail(log, 10_000))
-    results = {str(path.relative_to(folder)): json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
+    results = {str(path.relative_to(folder)): _read(path) for path in sorted(folder.rglob("*.json"))}
     seconds = round(time.monotonic() - started_s, 1)
     return Done(part.name, mark, found, seconds, planned.gpus, part.command, memory.lines(), results, tail(log, 60))
 
 
+def _read(path: Path) -> Any:
+    """A JSON file; the error of one that a part's deadline has cut off."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        return repr(error)
+
+
 def environment_of(planned: Planned, device: str, folder: Path) -> dict[str, str]:
-    """The variables that a part has in addition to this process's."""
-    added = dict.fromkeys(("PART", "LOG_DIR", "KVFERRY_BENCH_RESULTS"), str(folder)) | {"KVFERRY_DEVICE": device}
+    """The variables that a part has in addition to this process's. An empty one has its default: what the user has set
+    for the accuracy test is for no part, and colours would hide lines that are looked for."""
+    added = {variable.name: "" for name, variable in VARIABLES.items() if name != "cache_dir"}
+    added |= {"NO_COLOR": "1", "FORCE_COLOR": "", "KVFERRY_DEVICE": device}
+    added |= dict.fromkeys(("PART", "LOG_DIR", "KVFERRY_BENCH_RESULTS"), str(folder))
     if device == "cuda":
         added |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
     return added

@@ -70,6 +70,22 @@ def test_blocks_are_not_readable_before_the_end_of_the_step(make: Any, monkeypat
     until_ready(producer)
 
 
+def test_a_step_whose_end_the_model_runner_does_not_report_has_ended_when_the_next_begins(make: Any) -> None:
+    """vLLM's first runner reports none with drafts, on pipeline stages before the last one."""
+    producer = make("kv_producer", **CHUNKED)
+    producer.workers[0].wait_for_save = lambda: None
+    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    producer.step()
+    producer.step()
+    producer.engine.add("q", PROMPT, REMOTE_DECODE, max_tokens=1)
+    assert slot_states(producer) == [SlotState.COMPUTING]
+    producer.step()
+    end_s = time.monotonic() + 30
+    while SlotState.READY not in slot_states(producer):
+        assert time.monotonic() < end_s, slot_states(producer)
+        time.sleep(0.001)
+
+
 def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_blocks_away(make: Any) -> None:
     producer, consumer = begun(make), make("kv_consumer")
     (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()

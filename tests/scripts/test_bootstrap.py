@@ -88,6 +88,20 @@ def test_development_adds_its_tools_to_what_the_accuracy_test_has_installed(
     assert made[-1].asked == ["create"]
 
 
+@pytest.mark.parametrize(("first", "second"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_the_environment_holds_one_runtime_at_a_time(tmp_path: Path, first: str, second: str) -> None:
+    """Both have a `vllm`, and pip takes the torch of one for the other's."""
+    environment = FakeEnvironment(tmp_path, "2.13.0+cpu")
+    bootstrap.make(environment, [first])
+    environment.asked.clear()
+    bootstrap.make(environment, [second, "dev"])
+    assert environment.asked[:2] == ["create", "triton"], "the last of those that are uninstalled"
+    assert (environment.holds(first), environment.holds(second)) == (False, True)
+    environment.asked.clear()
+    bootstrap.make(environment, [second])
+    assert environment.asked == ["create"]
+
+
 def test_the_accuracy_test_leaves_the_tools_out_and_their_lock_has_them() -> None:
     assert 'scripts.accuracy "" "$@"\n' in (ROOT / "scripts" / "run_accuracy_test.sh").read_text()
     pinned = {line.split("==")[0] for line in (bootstrap.REQUIREMENTS / "dev.lock").read_text().splitlines()}

@@ -73,7 +73,7 @@ def test_another_token_is_right_only_where_both_engines_rate_both_tokens_alike(
 ) -> None:
     other = Answer(tokens, (-0.3, max(likeliest.values())), ({7: -0.3}, likeliest))
     assert (judged(other, dtype) == []) is right
-    in_turn = checks.judge_in_turn(checks.compare(CASES, EXPECTED, [RIGHT[0], other]), 1, dtype)
+    in_turn = checks.judge_in_turn(checks.compare(CASES, EXPECTED, [RIGHT[0], other]), 1, 0, dtype)
     assert in_turn.passed is right
 
 
@@ -109,6 +109,29 @@ def test_bytes_must_agree_three_times(wrong: Seen) -> None:
     assert not checks.judge_bytes({"a": seen(), "b": wrong}, FORMULA, True).passed
 
 
+def test_without_a_formula_every_prompt_moves_something_unless_it_was_a_hit() -> None:
+    assert checks.judge_bytes({"a": seen(), "b": seen(nixl=0, local=100)}, None, True).passed
+    found = checks.judge_bytes({"a": seen(), "b": seen(nixl=0)}, None, True)
+    assert (found.passed, "nothing for b" in found.detail) == (False, True)
+
+
+def test_where_rounding_decides_it_decides_for_few_prompts_and_moves_no_mean() -> None:
+    other = Answer((9, 8), (-0.4, -1.0), ({7: -0.4, 9: -0.4}, {8: -1.0}))
+    right = replace(RIGHT[1], likeliest=({7: -0.3, 9: -0.35}, {8: -1.0}))
+    cases = [replace(CASES[1], name=str(number)) for number in range(4)]
+    expected = {case.name: right for case in cases}
+    for differ, passes in ((0, True), (2, True), (3, False), (4, False)):
+        compared = checks.compare(cases, expected, [other] * differ + [right] * (4 - differ))
+        assert compared.is_near("bfloat16")
+        assert (failed(checks.judge_tokens(compared, "bfloat16")) == []) is passes
+    shifted = replace(RIGHT[1], logprobs=(-0.6, -1.3))
+    both = checks.compare([CASES[1]] * 2, {"two": RIGHT[1]}, [shifted, shifted])
+    assert both.is_near("bfloat16")
+    assert failed(checks.judge_tokens(both, "bfloat16")) == ["same tokens as one engine", "same log-probabilities"]
+    nan = replace(RIGHT[1], logprobs=(float("nan"), -1.0))
+    assert not checks.compare([CASES[1]], {"two": RIGHT[1]}, [nan]).is_near("bfloat16")
+
+
 def test_no_transfer_at_all_is_seen_by_every_check_but_the_tokens() -> None:
     """A decoder that computes everything itself answers right: only the counters can tell."""
     nothing = Seen((100,), 0, 0, 0)
@@ -140,8 +163,9 @@ def test_poison_must_change_every_answer_beyond_rounding_and_be_transferred() ->
 
 
 def test_one_leg_after_the_other_the_cache_moves() -> None:
-    assert checks.judge_in_turn(Comparison(2, 9, {}, 0.0), 1, "float32").passed
-    assert not checks.judge_in_turn(Comparison(2, 9, {}, 0.0), 0, "float32").passed
+    assert checks.judge_in_turn(Comparison(2, 9, {}, 0.0), 1, 0, "float32").passed
+    assert not checks.judge_in_turn(Comparison(2, 9, {}, 0.0), 0, 0, "float32").passed
+    assert not checks.judge_in_turn(Comparison(2, 9, {}, 0.0), 1, 1, "float32").passed
 
 
 def test_some_bytes_are_read_before_a_prefill_has_ended() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
@@ -31,6 +32,10 @@ def with_client(reply: Callable[[httpx.Request], httpx.Response], use: Callable[
             return await use(client)
 
     return asyncio.run(run())
+
+
+def given(reply: httpx.Response, _: httpx.Request) -> httpx.Response:
+    return reply
 
 
 def ask(case: Case, reply: httpx.Response) -> Answer:
@@ -105,3 +110,30 @@ def test_a_broken_connection_is_no_answer() -> None:
 
     with pytest.raises(NoAnswer, match=r"plain: no answer from http://engine after .*too slow"):
         with_client(reply, lambda client: client.ask(URL, PLAIN))
+
+
+def test_probabilities_that_are_no_numbers_are_missing() -> None:
+    """NaN is null in JSON."""
+    place = {"token_id:7": None, "token_id:8": -0.1}
+    plain = {"token_ids": [7], "logprobs": {"token_logprobs": [None], "top_logprobs": [place]}}
+    chat = {"token_ids": [7], "logprobs": {"content": [{"token": "token_id:7", "logprob": None}]}}
+    for case, choice, likeliest in ((PLAIN, plain, ({8: -0.1},)), (CHAT, chat, ())):
+        answer = ask(case, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 1}}))
+        assert (answer.tokens, answer.logprobs, answer.likeliest) == ((7,), (), likeliest)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [httpx.Response(500, text="no"), streamed({"choices": []}, {"error": {"message": "no"}})],
+    ids=["500", "error"],
+)
+def test_a_stream_that_is_left_early_must_have_begun(reply: httpx.Response) -> None:
+    with pytest.raises(NoAnswer, match=PLAIN.name):
+        with_client(lambda request: reply, lambda client: client.leave_early(URL, PLAIN, 3, 5.0))
+
+
+def test_a_prompt_that_was_not_prefilled_is_not_decoded_but_an_error() -> None:
+    unusable = httpx.Response(200, json={"choices": [{}], "usage": {"prompt_tokens": 1}})
+    for reply, error in ((httpx.Response(500, text="no"), "HTTP 500"), (unusable, "no params")):
+        (answer,) = with_client(partial(given, reply), lambda client: client.hand_over_all(URL, URL, [PLAIN]))
+        assert error in answer.error

@@ -92,6 +92,17 @@ def test_a_part_sees_its_gpus_only_and_writes_into_its_own_folder(tmp_path: Path
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert environment["LOG_DIR"] == environment["PART"] == str(tmp_path)
     assert "CUDA_VISIBLE_DEVICES" not in environment_of(one, "cpu", tmp_path)
+    assert {environment[name] for name in ("KV_CONNECTOR_MODULE", "DTYPE", "MODEL_NAMES", "FORCE_COLOR")} == {""}
+
+
+def test_a_look_at_gpus_that_do_not_answer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"gpu": [["0", "uuid", "5"]], "compute-apps": []}
+    monkeypatch.setattr("scripts.gpu_check.gpus._query", lambda what, _: rows[what])
+    seen = MemorySeen()
+    seen.look("cuda")
+    rows["gpu"] = []
+    seen.look("cuda")
+    assert seen.lines() == ["0: 5 5 5"]
 
 
 def answer_as_nvidia_smi(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

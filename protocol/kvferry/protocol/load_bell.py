@@ -88,8 +88,8 @@ class Bell:
 
     def begin_step(self) -> None:
         """A step begins; what has rung is in its report."""
-        self._unheard_steps = self._depth - 1 if self._has_rung else max(0, self._unheard_steps - 1)
-        self._has_rung = False
+        has_rung, self._has_rung = self._has_rung, False  # before all else: another thread may ring meanwhile
+        self._unheard_steps = self._depth - 1 if has_rung else max(0, self._unheard_steps - 1)
 
     def take_rings(self) -> None:
         """Take all rings that have arrived."""

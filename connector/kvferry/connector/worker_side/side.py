@@ -82,7 +82,9 @@ class WorkerSide:
         return self._handshake
 
     def bind(self, metadata: FerryMetadata) -> None:
-        """Start the step's orders, which run in parallel with the forward pass."""
+        """Start the step's orders, which run in parallel with the forward pass. The step before has been launched: with
+        drafts, vLLM's first model runner does not say so on the pipeline stages before the last one."""
+        self.end_step()
         self._is_asked |= metadata.asks
         self._is_idle = metadata.is_idle
         if metadata.head and self._worker is not None:
