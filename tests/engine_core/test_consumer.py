@@ -11,10 +11,13 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.engine.facts import is_alone
 from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.protocol.asks import announced_id
+from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.load_bell import BellRope
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
+from tests.scheduler.channel import free_port
 from tests.waiting import wait_until
 
 PROMPT = tokens(40)
@@ -81,6 +84,35 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     engine.step(loaded={"d"})
     assert engine.run()["d"].finish_reason == "length"
     assert engine.is_whole
+
+
+def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_back(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[float] = []
+    monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
+    engine = make_engine("kv_consumer")
+    channel = engine.connector.scheduler_side.channel
+    engine.add("d", PROMPT, offer(PROMPT))
+    engine.step()
+    engine.abort("d")
+    named = {
+        "remote_engine_id": announced_id(new_boot_id(), "p"),
+        "remote_host": "127.0.0.1",
+        "remote_port": free_port(),
+    }
+    engine.add("asks", PROMPT, {"do_remote_prefill": True, "do_remote_decode": False, **named})
+    engine.step()
+    assert not sleeps, "only a step shows that the load has ended"
+    monkeypatch.setattr(channel._bell, "_unproven", set())
+    engine.step()
+    assert len(sleeps) == 1, "the workers ring"
+    channel._bell._has_rung = True
+    engine.step()
+    assert len(sleeps) == 1
+    engine.step(loaded={"d"})
+    assert not engine.used_blocks
+    engine.abort("asks")
 
 
 @pytest.mark.parametrize(("sizes", "alone"), [((1, 1), True), ((2, 1), False), ((1, 2), False)])

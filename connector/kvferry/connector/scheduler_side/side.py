@@ -284,7 +284,8 @@ class SchedulerSide:
 
     def _wait_for_answers(self) -> bool:
         """Wait for answers while the engine has nothing else to do. Returns False if it must step."""
-        return not self._idle.must_step() and self.channel.asking.wait(len(self.eviction.requests.by_id))
+        must_step = self._idle.must_step() or self.channel.expects_reports
+        return not must_step and self.channel.asking.wait(len(self.eviction.requests.by_id))
 
     def _take_answers(self) -> None:
         """Apply the answers to questions: their requests load with the ticket, or are computed here."""

@@ -146,6 +146,12 @@ class SideChannel:
         while self._found:
             self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
 
+    @property
+    def expects_reports(self) -> bool:
+        """Whether the next step may report the end of a load, an aborted one included."""
+        is_silent = self._bell is not None and self._bell.is_proven and self._bell.is_silent
+        return self._loads.in_flight > 0 and not is_silent
+
     def wait_for_loads(self, num_requests: int) -> None:
         """Wait for news if all requests wait for loads or answers, and workers ring when a load has ended. Otherwise
         only a step shows it: then the workers wait in the step, for a moment.
