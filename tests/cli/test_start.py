@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-m", "kvferry", "describe", address, "--timeout", "60"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as asking:
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts with & ignores it
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed) as asking:
             connection, _ = server.accept()
             with connection:
                 asking.send_signal(signal.SIGINT)

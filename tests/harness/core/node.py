@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,10 @@ def stop_parallel_state() -> None:
     parallel_state.destroy_distributed_environment()
 
 
+_FORWARD = threading.RLock()
+"""Nodes may step on several threads, and vLLM has one forward context in a process."""
+
+
 class Node:
     """One engine with its workers. `step` is one turn of the engine's loop.
 
@@ -142,10 +147,11 @@ class Node:
         step = self.engine.schedule()
         step.output.kv_connector_metadata = between_processes(step.output.kv_connector_metadata)
         forwards = [self.model.forward, *[no_forward] * (len(self.runners) - 1)]
-        reports = [
-            getattr(runner, self.method)(step.output, forward)
-            for runner, forward in zip(self.runners, forwards, strict=True)
-        ]
+        with _FORWARD:
+            reports = [
+                getattr(runner, self.method)(step.output, forward)
+                for runner, forward in zip(self.runners, forwards, strict=True)
+            ]
         self._in_flight.append((step, between_processes(reports)))
         while len(self._in_flight) > self._depth:
             self._answer_oldest()
