@@ -225,11 +225,9 @@ class EngineLoop:
 
     def _wait(self, queue: Any, timeout_s: float) -> bool:
         with queue.not_empty:
-            has_news = False
-            while queue.queue and queue.queue[0] is self._message:  # put between two waits: no input
+            self._is_waiting = not queue.queue
+            while queue.queue and queue.queue[0] is self._message:  # news since the last wait, no input
                 queue.queue.popleft()
-                has_news = True
-            self._is_waiting = not queue.queue and not has_news
             if self._is_waiting:
                 queue.not_empty.wait(timeout_s)
             self._is_waiting = False
