@@ -139,13 +139,13 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     producer, consumer = make("kv_producer", max_step_tokens=64), make("kv_consumer", overlap=overlap)
     consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
     channel = consumer.engine.connector.scheduler_side.channel
-    wait_until(lambda: channel._bell.is_proven, "the ring is not heard")
+    wait_until(lambda: channel._bell.is_proven, "no ring has arrived")
     runner = ferry_of(consumer.workers[0]).worker_side._worker._thread.runner
     prefilled, decoded = ids("x")
     happened: list[str] = []
 
     def wait(_: EngineLoop, timeout_s: float) -> bool:
-        """What happens while the consumer's loop waits, step by step."""
+        """The events while the consumer's loop waits, one a call."""
         time.sleep(0.001)
         if "rings" in happened:
             happened.append("waits in vain")

@@ -48,15 +48,15 @@ def test_a_ring_wakes_and_the_bell_is_proven_when_each_worker_has_rung(bell: Bel
     assert len(wakes) == 3
 
 
-def test_what_has_rung_is_heard_when_the_steps_that_overlap_have_been_begun() -> None:
+def test_a_bell_is_silent_again_when_the_steps_that_overlap_have_begun() -> None:
     bell = Bell(BOOT, 1, lambda: None, depth=3)
     ring(0)
     bell.take_rings()
-    heard = []
+    silent = []
     for _ in range(4):
-        heard.append(bell.is_silent)
+        silent.append(bell.is_silent)
         bell.begin_step()
-    assert heard == [False, False, False, True]
+    assert silent == [False, False, False, True]
     bell.close()
 
 

@@ -58,6 +58,7 @@ class Wait:
         num_tokens: of the whole prompt.
         until_s: a look that begins at this time or later ends the wait, whatever it finds.
         error: why the peer cannot be read from; None while it can.
+        missing: tokens of the prompt that were not complete when the wait began.
     """
 
     peer: Peer
@@ -67,6 +68,10 @@ class Wait:
     num_tokens: int
     until_s: float = math.inf
     error: Exception | None = None
+    missing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.missing = self.num_tokens - self.complete
 
     @property
     def complete(self) -> int:
@@ -156,7 +161,7 @@ class _Watched:
 
     def add(self, wait: Wait) -> None:
         self.waits.add(wait)
-        self.missing = max(self.missing, wait.num_tokens - wait.complete)
+        self.missing = max(self.missing, wait.missing)
         self.parts.clear()
 
     def remove(self, waits: list[Wait]) -> list[Wait]:
@@ -164,7 +169,7 @@ class _Watched:
         found = [wait for wait in waits if wait in self.waits]
         self.waits.difference_update(found)
         if found:
-            self.missing = max((wait.num_tokens - wait.complete for wait in self.waits), default=0)
+            self.missing = max((wait.missing for wait in self.waits), default=0)
             self.parts.clear()
         return found
 
@@ -246,9 +251,8 @@ class SlotWatch:
         over, tokens = [], 0
         for index in np.flatnonzero(is_over).tolist():
             wait = part.waits[index]
-            tokens -= wait.complete
             wait.words = tuple((state, progress) for state, progress in found[index].tolist())
-            tokens += wait.complete
+            tokens += wait.complete - (wait.num_tokens - wait.missing)
             over.append(wait)
         over = watched.remove(over)
         if over:
