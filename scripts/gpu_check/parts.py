@@ -106,6 +106,12 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
             look=_NOT_CUDA_IPC if gpu else "",
         ),
         Part(
+            "pairs: bytes",
+            f"{_PYTEST} tests/rig/test_named_pairs.py tests/rig/test_random_pairs.py tests/rig/test_streams.py"
+            f" --device {device}",
+            fails=_NONE_PASSED,
+        ),
+        Part(
             "cache probe",
             f"python -m scripts.gpu_check.backends {device}{' --quick' * quick}",
             gib=8,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.device import HOST
+from kvferry.worker.device import HOST, Device
 from tests.geometry.caches import Caches
 from tests.geometry.cells import UNNAMED, Ints, Memory, number_of, spell
 from tests.geometry.effects import Wanted, produced, wanted
@@ -33,22 +35,28 @@ class WorkerMemory:
     Args:
         floats: whether tensors of floats hold values that every format has; otherwise a byte is a byte.
 
+    Attributes of the class:
+        device: of all that are made; `--device cuda` changes it.
+
     Attributes:
         kv: the same memory as it is passed to kvferry.
     """
 
+    device: ClassVar[Device] = HOST
+
     def __init__(self, caches: Caches, seed: int, *, floats: bool = False) -> None:
         draw = np.random.default_rng(seed)
-        storages = [torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for size in caches.sizes]
+        values = [torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for size in caches.sizes]
+        storages = [value.to(self.device.where) for value in values]
         addresses = [storage.data_ptr() for storage in storages]
-        self.kv = KvCaches(tuple(storages), caches.at(addresses), HOST)
+        self.kv = KvCaches(tuple(storages), caches.at(addresses), self.device)
         self._memory = Memory(addresses, caches.sizes)
         self._floats = [x for x in self.kv.tensors if floats and has_floats(x.format)]
-        self._parts = [storage.numpy() for storage in sorted(storages, key=lambda storage: storage.data_ptr())]
+        self._parts = sorted(storages, key=lambda storage: storage.data_ptr())
 
     def snapshot(self) -> Bytes:
         """The memory as it is now, guards included."""
-        return np.concatenate([np.empty(0, np.uint8), *self._parts])
+        return np.concatenate([np.empty(0, np.uint8), *(part.cpu().numpy() for part in self._parts)])
 
     def fill(self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
         """Write the values of the request's tokens, as a prefill would; everything else stays noise."""
@@ -56,7 +64,7 @@ class WorkerMemory:
         content = np.where(names >= 0, self._values(names, numbers), self.snapshot())
         at = 0
         for part in self._parts:
-            part[:] = content[at : at + len(part)]
+            part.copy_(torch.from_numpy(content[at : at + len(part)]))
             at += len(part)
 
     def _values(self, names: Ints, numbers: Numbers) -> Bytes:
