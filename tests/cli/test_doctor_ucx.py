@@ -76,6 +76,7 @@ def test_good_settings_are_not_reported(environ: dict[str, str], machine: Machin
         ({"UCX_MM_ERROR_HANDLING": "y"}, PLAIN, Mark.LOOK, "killed in mid-message"),
         ({"UCX_TLS": "tcp,sm", "UCX_MM_ERROR_HANDLING": "y"}, PLAIN, Mark.LOOK, "killed in mid-message"),
         ({}, NICS, Mark.LOOK, "seen to leak"),
+        ({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "auto"}, GPUS, Mark.LOOK, "between GPUs"),
         ({"UCX_LOG_LEVEL": "debug"}, PLAIN, Mark.LOOK, "slows"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where the caches of the rig's engines are: `pytest tests/rig --device cuda`, with the folder named, puts them on GPU 0."""
+"""Where the rig's caches are: `pytest tests/rig --device cuda`, with the folder named, has them on GPU 0."""
 
 from __future__ import annotations
 

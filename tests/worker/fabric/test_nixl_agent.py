@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.worker.fabric.agent import AgentConfig, load_bindings, ucx_defaults
+from kvferry.worker.fabric.agent import GPU_READS, AgentConfig, load_bindings, ucx_defaults
 from kvferry.worker.fabric.errors import FabricUnavailable, InvalidRequest
 from kvferry.worker.fabric.nixl import NixlFabric
 
@@ -64,8 +64,23 @@ TCP = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 )
 def test_ucx_defaults_fill_in_only_what_is_open_and_used(environ: dict[str, str], chosen: dict[str, str]) -> None:
     before = dict(environ)
-    assert ucx_defaults(environ) == chosen
+    assert ucx_defaults(environ, has_cuda=False) == chosen
     assert environ == before
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_chosen"),
+    [
+        ({}, True),
+        ({GPU_READS: "auto"}, False),
+        ({"UCX_TLS": "rc,cuda"}, True),
+        ({"UCX_TLS": "rc,cuda_copy,cuda_ipc"}, True),
+        ({"UCX_TLS": "^cuda_ipc"}, False),
+        ({"UCX_TLS": "rc,cuda_copy"}, False),
+    ],
+)
+def test_reads_between_gpus_go_over_cuda_ipc_where_it_may_be_used(environ: dict[str, str], is_chosen: bool) -> None:
+    assert ucx_defaults(environ, has_cuda=True).get(GPU_READS) == ("y" if is_chosen else None)
 
 
 MAKE = """

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
-from kvferry.worker.fabric.agent import NO, ucx_defaults, uses_tcp
+from kvferry.worker.fabric.agent import GPU_READS, NO, YES, ucx_defaults, uses_tcp
 
 CHECK = "UCX settings"
 
@@ -27,7 +27,7 @@ _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 
 def check_ucx(machine: Machine) -> Iterator[Finding]:
     """All known problems; if there are none, the settings."""
-    added = ucx_defaults(machine.environ)
+    added = ucx_defaults(machine.environ, has_cuda=bool(machine.gpus))
     environ = {**added, **machine.environ}
     troubles = [
         *_transports(environ, machine),
@@ -35,6 +35,10 @@ def check_ucx(machine: Machine) -> Iterator[Finding]:
         *_error_handling(environ),
         *_retries(environ),
     ]
+    reads = environ.get(GPU_READS, "y")
+    if machine.gpus and reads.lower() not in YES:
+        found = f"{GPU_READS}={reads}: reads between GPUs of this host may go through host memory and loopback TCP"
+        troubles.append(look(CHECK, found, f"unset {GPU_READS}: kvferry sets it to y"))
     if machine.ports and environ.get("UCX_RCACHE_MAX_UNRELEASED", "inf") == "inf":
         found = "UCX_RCACHE_MAX_UNRELEASED has no bound: UCX's cache of registered memory was seen to leak"
         troubles.append(look(CHECK, found, "export UCX_RCACHE_MAX_UNRELEASED=1024"))
