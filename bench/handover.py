@@ -6,7 +6,7 @@
 
 80 layers of K and V, 8 heads of 128 elements in bfloat16, tensor parallel 1: 327,680 B a token. A handover is from the
 order to the result, with both reads of the lease's slot, the check of the MAC, the relayout of what was staged, and
-the notification of the producer. Blocks lie scattered on both sides. No machine with a GPU has run it yet.
+the notification of the producer. Blocks lie scattered on both sides.
 """
 
 from __future__ import annotations

@@ -206,8 +206,7 @@ def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) ->
         )
         if on_gpu
         else (),
-        notes=("A pair is named by heads (HND) or tokens (NHD) outermost, and tokens of a block.",)
-        + (() if on_gpu else ("Limits are promised for a GPU only; there are no figures of one yet.",)),
+        notes=("A pair is named by heads (HND) or tokens (NHD) outermost, and tokens of a block.",),
         quick=quick,
     )
 

@@ -44,12 +44,11 @@ _HEAD = """\
 # Performance
 
 Figures are medians, and charts have the range seen, unless they say otherwise. A benchmark and its comparison ran in
-the same run. Every chapter links to its JSON, which has all tables, the machine, the versions and the commit;
-[bench/README.md](../bench/README.md) says how each benchmark measures; [missed-targets.md](missed-targets.md) explains
-missed targets.
+the same run. Every chapter links to its JSON, which has all tables, the machine, the versions and the commit. How each
+benchmark measures is in [bench/README.md](../bench/README.md), why targets are missed in [the list](missed-targets.md).
 
-**All figures are of CPUs: nothing has been measured on a GPU yet.** The kernels are compiled and inspected for sm_80,
-sm_90 and sm_100 ([relayout.md](relayout.md)). The command of [gpu-check.md](gpu-check.md) measures on a GPU.
+**Chapters whose names end in `-cuda` are of one NVIDIA H200, without vLLM; all others are of CPUs.** Real engines have
+not been measured on a GPU: [gpu-check.md](gpu-check.md) says what ran on one, and measures on yours.
 """
 
 

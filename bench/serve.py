@@ -3,7 +3,7 @@
     python -m bench.serve                          # about 20 minutes on two cores, 16 GB
     python -m bench.serve --quick                  # 5 minutes, for orientation
     python -m bench.serve --quick kvferry single   # these setups only
-    python -m bench.serve --device cuda            # on one GPU or two; no machine with one has run it yet
+    python -m bench.serve --device cuda            # on one GPU or two; not run on any yet
 
 All servers live at the same time, and only those whose turn it is run. It writes `results/serve.json`; a setup that
 fails loses its own figures, and the notes say why. Ctrl-C ends all servers.

@@ -7,8 +7,8 @@
 A load is a whole one, through a worker and its transfer thread: from the order to the result, with both reads of the
 lease's slot, the check of the MAC, and the notification of the producer. In the same run, in turn with it: a bare NIXL
 loop with one agent and the very same descriptors (make, post, poll, release, index arrays at hand), and memcpy of as
-many pieces within one process. With `--device cuda` the caches are in the memory of one GPU; no machine with one has
-run it yet.
+many pieces within one process. With `--device cuda` the caches are in the memory of one GPU, where only
+`--quick` has run, before kvferry let UCX read over CUDA IPC (docs/operations.md).
 """
 
 from __future__ import annotations

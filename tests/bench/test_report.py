@@ -14,7 +14,7 @@ from bench.figures import RESULTS, Chart, Series
 from bench.report import DOCS, main, read_all, require_commits, write_report
 
 _SECTION = re.compile(
-    r"^## .+\n\n(?:Measured in \[(?P<published>\w+)\]|No run of (?P<unpublished>\w+) is published)", re.MULTILINE
+    r"^## .+\n\n(?:Measured in \[(?P<published>[\w-]+)\]|No run of (?P<unpublished>\w+) is published)", re.MULTILINE
 )
 _EXPLAINED = re.compile(r"^- `(.+)`$", re.MULTILINE)
 

@@ -54,6 +54,8 @@ def by_check(findings: list[Finding]) -> dict[str, Finding]:
 def test_a_good_a_slow_and_a_wrong_transfer(kind: str, changes: dict[str, Any], mark: Mark, said: str) -> None:
     finding = by_check(list(judge_outcome(kind, outcome(**changes))))[f"loopback {kind}"]
     assert (finding.mark, said in finding.found) == (mark, True), finding
+    if mark is Mark.LOOK:
+        assert ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY" in finding.do) is (kind == "VRAM")
 
 
 @pytest.mark.parametrize(

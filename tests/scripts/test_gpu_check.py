@@ -134,7 +134,12 @@ def test_the_memory_of_each_gpu_before_most_and_after_and_who_is_on_several(monk
     assert memory.lines() == ["0: 4 900 5", "1: 0 0 0", "process 7 on GPUs 0, 1"]
 
 
-IPC, TCP = "listener a, over rma(cuda_ipc/cuda tcp/lo)", "listener a, over rma(tcp/lo)"
+READS = """\
+GPU        1 MiB            1    235     1.2     218     430  right
+GPU        4 MiB            1     27    {}    1814    2153  right
+GPU        4 MiB          256     13   0.869    4827    5439  right
+
+{} bytes"""
 BROKEN = "- {}, 8 at once: 1 of 16 failed: HTTP 500"
 
 
@@ -148,9 +153,12 @@ BROKEN = "- {}, 8 at once: 1 of 16 failed: HTTP 500"
         ("relayout: bytes", 0, "sss\n3 skipped in 0.12s\n", "FAILED", "3 skipped in 0.12s"),
         ("relayout: bandwidth", 0, "share  0.95  met\nwritten to r.json", "ok", "written to r.json"),
         ("relayout: bandwidth", 0, "share  0.8  MISSED  \nwritten to r.json", "look", "share 0.8 MISSED"),
-        ("reads", 0, f"{IPC}\nevery byte is right", "ok", "every byte is right"),
-        ("reads", 0, f"{TCP}\nevery byte is right", "look", TCP),
-        ("reads", 1, f"{IPC}\n3 of 9 bytes are WRONG", "FAILED", "exit status 1: 3 of 9 bytes are WRONG"),
+        ("reads", 0, READS.format("44.9", "right"), "ok", "right bytes"),
+        ("reads", 0, READS.format("10", "right"), "ok", "right bytes"),
+        ("reads", 0, READS.format("2.31", "right"), "look", "GPU 4 MiB 1 27 2.31 1814 2153 right"),
+        ("reads", 0, READS.format("0.8", "right"), "look", "GPU 4 MiB 1 27 0.8 1814 2153 right"),
+        ("reads", 0, READS.format("9", "right"), "look", "GPU 4 MiB 1 27 9 1814 2153 right"),
+        ("reads", 1, READS.format("44.9", "WRONG"), "FAILED", "exit status 1: WRONG bytes"),
         ("cache probe", 0, "X auto moved whole: kv: bf16\n1 moved whole", "look", "X auto moved whole: kv: bf16"),
         ("cache probe", 0, "X auto recognised: k, v\n1 recognised", "ok", "1 recognised"),
         ("beside NixlConnector", 0, f"{BROKEN.format('kvferry')}\nwritten", "FAILED", BROKEN.format("kvferry")),

@@ -15,6 +15,7 @@ from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
 from kvferry.cli.transfer.child import COMMAND, Child, Outcome, check_installed, measure
 from kvferry.cli.transfer.messages import Connect, Device, Offer, ReadsFailed, Task
+from kvferry.worker.fabric.agent import GPU_READS
 
 BUSY = 2.0
 """Load per core above which a missed deadline proves nothing."""
@@ -100,8 +101,8 @@ def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
     lanes = outcome.lanes or "transports that UCX did not name"
     found = f"{gb_s:.1f} GB/s, first contact {measured.first_contact_ms:.1f} ms, over {lanes}"
     if gb_s < SLOW_GB_S[kind]:
-        do = "try again on an idle machine; then look at UCX_TLS and at reads between processes"
-        yield look(check, found, do)
+        then = f"{GPU_READS}, which kvferry sets to y" if kind == "VRAM" else "reads between processes"
+        yield look(check, found, f"try again on an idle machine; then look at UCX_TLS and at {then}")
     else:
         yield ok(check, found)
     if kind == "DRAM":
