@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,10 +155,16 @@ def test_engines_whose_prompts_are_not_read_while_they_are_computed(changed: dic
     assert not can_stream(engine_config(**changed), kv_cache_config(8), FerryConfig())
 
 
-def test_switched_off_with_drafters_or_with_a_cache_of_the_prompts_end_no_prompt_is_read_while_it_is_computed() -> None:
+def test_of_hybrids_what_grows_with_the_prompt_is_read_while_it_is_computed() -> None:
+    for make in (partial(kv_cache_config, 8, window=32), partial(kv_cache_config, 8, states=1)):
+        assert can_stream(engine_config(), make(), FerryConfig())
+        nothing_grows = make()
+        del nothing_grows.kv_cache_groups[0]
+        assert not can_stream(engine_config(), nothing_grows, FerryConfig())
+
+
+def test_switched_off_or_with_drafters_no_prompt_is_read_while_it_is_computed() -> None:
     config = engine_config()
     assert not can_stream(config, kv_cache_config(8), FerryConfig(streaming="off"))
-    for cache in (kv_cache_config(8, window=32), kv_cache_config(8, states=1)):
-        assert not can_stream(config, cache, FerryConfig())
     config.speculative_config = SimpleNamespace(method="mtp")
     assert not can_stream(config, kv_cache_config(8), FerryConfig())

@@ -49,7 +49,7 @@ def until(nodes: tuple[Node, ...], over: Callable[[], bool]) -> None:
 
 
 def check(consumer: Node, leg: str, prompt: list[int] = PROMPT) -> None:
-    assert consumer.engine.answers[leg].tokens == expected_tokens(prompt, COUNT)
+    assert consumer.engine.answers[leg].tokens == expected_tokens(prompt, COUNT, consumer.window)
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])

@@ -54,7 +54,7 @@ def is_over(producer: Node, consumer: Node) -> bool:
     return producer.engine.is_whole and consumer.engine.is_whole and settled(consumer) and len(rows) == 64
 
 
-@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}, {"window": 48}, {"window": 8}], ids=str)
 def test_the_first_parts_are_read_before_the_last_is_computed(
     make: Any, chunks: list[int], config: dict[str, Any]
 ) -> None:
@@ -66,8 +66,11 @@ def test_the_first_parts_are_read_before_the_last_is_computed(
     until((producer, consumer), lambda: is_over(producer, consumer))
 
 
-def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(make: Any, chunks: list[int]) -> None:
-    producer, consumer = reading(make, chunks)
+@pytest.mark.parametrize("config", [{}, {"window": 48}], ids=str)
+def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(
+    make: Any, chunks: list[int], config: dict[str, Any]
+) -> None:
+    producer, consumer = reading(make, chunks, **config)
     preempt(producer, PREFILL)
     producer.engine.scheduler.kv_cache_manager.reset_prefix_cache()
     other = tokens(60, seed=9)

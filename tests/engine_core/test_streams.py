@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvferry.protocol.asks import Progress
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import MAX_PROGRESS
+from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.streamed import (
     PROMPT,
     REMOTE_DECODE,
@@ -18,6 +20,7 @@ from tests.engine_core.streamed import (
     free_rows,
     is_over,
     lease_of,
+    preempt,
     published,
     ticket,
 )
@@ -99,6 +102,54 @@ def test_blocks_that_another_prompt_computes_in_the_same_step_count_when_that_st
         time.sleep(0.001)
 
 
+def test_blocks_of_a_window_are_published_when_the_prompt_is_complete(make: Any) -> None:
+    """Those of the tokens 161 to 200, and of the 8 that the last step computes before them."""
+    producer = asked_for(make, window=40)
+    steps = [producer.step() for _ in range(3)]
+    windows = [order.blocks[1] for step in steps for order in step.orders.progress]
+    assert (windows[:2], len(windows[2]), windows[2].count(0)) == ([(), ()], 13, 9)
+    assert ticket(producer).remote_block_ids[1] == windows[2][9:]
+
+
+def test_blocks_of_a_state_are_published_when_the_request_has_ended(make_engine: Any) -> None:
+    """Its last token is the consumer's; the state is in the last block that the request has in the end."""
+    engine = make_engine(states=1, max_step_tokens=64)
+    node = cast("Node", SimpleNamespace(engine=engine))
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    assert ask(node, "p").progress is Progress.QUEUED
+    steps = [engine.step() for _ in range(3)]
+    listed = [order for step in steps for order in step.orders.progress]
+    assert [(order.tokens, len(order.blocks[0]), order.blocks[1]) for order in listed] == [
+        (128, 8, ()),
+        (192, 4, ()),
+        (199, 1, ()),
+    ]
+    answer = engine.answers["p"].params
+    assert ticket(node).kvferry.digests == digest_chain(Prompt(tokens=PROMPT), 199)
+    (last,) = engine.step(over=()).orders.progress
+    (hold,) = engine.connector.scheduler_side.leases.leases(LeaseState.HELD)
+    assert (last.tokens, last.first_blocks, last.blocks[0]) == (199, (13, 0), ())
+    assert (len(last.blocks[1]), list(last.blocks[1][-1:])) == (13, answer["remote_block_ids"][1][-1:])
+    assert set(last.blocks[1]) - {0} <= set(hold.block_ids)
+
+
+def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(make_engine: Any) -> None:
+    engine = make_engine(states=1, max_step_tokens=64)
+    node = cast("Node", SimpleNamespace(engine=engine))
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    ask(node, "p")
+    for _ in range(2):
+        engine.step()
+    epoch = lease_of(node).name.epoch
+    last = engine.schedule()
+    assert [order.tokens for order in last.orders.progress] == [199]
+    preempt(node, "p")
+    step = engine.schedule()
+    assert [(opened.slot, opened.epoch != epoch) for opened in step.orders.opens] == [(lease_of(node).slot, True)]
+
+
 def test_an_abort_ends_the_lease_and_frees_the_row(make: Any) -> None:
     producer = asked_for(make)
     producer.step()
@@ -137,8 +188,8 @@ def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> N
 
 @pytest.mark.parametrize(
     ("reason", "config", "streams"),
-    [("engine", {"extra": {"streaming": "off"}}, True), ("engine", {"window": 32}, True), ("consumer", {}, False)],
-    ids=["switched off", "with windows", "the consumer's is switched off"],
+    [("engine", {"extra": {"streaming": "off"}}, True), ("consumer", {}, False)],
+    ids=["switched off", "the consumer's is switched off"],
 )
 def test_engines_that_do_not_stream_give_the_plain_ticket(
     make: Any, reason: str, config: dict[str, Any], streams: bool

@@ -96,6 +96,15 @@ def test_a_chain_that_grows_is_the_same(prompt: Prompt, data: st.DataObject) -> 
         grown.digests(len(prompt.tokens) + 1)
 
 
+@given(PROMPTS, st.data())
+def test_a_chain_goes_on_from_what_is_known_of_a_longer_prompt(prompt: Prompt, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, len(prompt.tokens)))
+    shorter = GrowingChain(Prompt(prompt.tokens[:count], prompt.lora, prompt.salt, prompt.media))
+    shorter.grow(data.draw(st.integers(0, count)))
+    shorter.know(digest_chain(prompt), count)
+    assert shorter.digests(count) == digest_chain(prompt, count)
+
+
 def test_tokens_that_a_chain_has_grown_over_are_not_digested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[int] = []
     as_uint32, chain = digests._as_uint32, GrowingChain(Prompt(range(1000)))

@@ -11,6 +11,7 @@ workers are forked where they would be spawned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -120,6 +121,24 @@ def start(running: ExitStack, logs: Path, specs: Iterable[EngineSpec]) -> list[F
     for engine in engines:
         engine.__enter__()
     return engines
+
+
+def hand_over_at_once(
+    producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], name: str
+) -> tuple[Answer, Scrape]:
+    """Both legs of a request together, as routers send them: the answer, and what the consumer has counted meanwhile.
+    They have handed over before."""
+    params, free, before = producer.prefill(prompt[:2]), producer.free_blocks(), consumer.metrics()
+    consumer.answer(prompt[:2], params)
+    kept = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+    leg = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": name}
+    leg |= {key: params[key] for key in kept}
+    with ThreadPoolExecutor(1) as beside:
+        answer = beside.submit(consumer.answer, prompt, leg, id=name)
+        producer.prefill(prompt, id=name)
+        found = answer.result()
+    wait_until(lambda: producer.free_blocks() >= free, "the producer has its blocks back", timeout_s=60)
+    return found, consumer.metrics() - before
 
 
 def hand_over(producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], **more: Any) -> tuple[Answer, int]:

@@ -144,7 +144,7 @@ class Engine:
         """One request, alone.
 
         Args:
-            more: `lora`: the folder of an adapter; `salt`: the request's `cache_salt`; `image`: of PIL.
+            more: `id`: the request's; `lora`: the folder of an adapter; `salt`: its `cache_salt`; `image`: of PIL.
         """
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -163,7 +163,8 @@ class Engine:
             asked["cache_salt"] = more["salt"]
         if "image" in more:
             asked["multi_modal_data"] = {"image": more["image"]}
-        self._engine.add_request(str(self._asked), asked, sampling, lora_request=_lora(more.get("lora")))
+        name, lora = more.get("id", str(self._asked)), _lora(more.get("lora"))
+        self._engine.add_request(name, asked, sampling, lora_request=lora)
         while True:
             for output in self._engine.step():
                 if output.finished:

@@ -42,6 +42,11 @@ class Kind:
     whole_bytes: int = 0
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether a part of its cache holds every token, and a part does not."""
+        return bool(self.block_bytes and (self.windowed_bytes or self.state_bytes))
+
     def spec(self, name: str, tp: int = 1, cores: str = "", **engine_args: Any) -> EngineSpec:
         return EngineSpec(
             f"{self.model}-{name}",

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from scripts.accuracy.model import default_cache_dir
-from tests.vllm.forked_engine import EngineFailed, ForkedEngine, hand_over, start
+from tests.vllm.forked_engine import EngineFailed, ForkedEngine, hand_over, hand_over_at_once, start
 from tests.vllm.forked_engine_child import Answer, EngineSpec
 from tests.vllm.model_extras import IMAGE_PIXELS, adapter, multimodal
 from tests.vllm.model_kinds import DRAFTED, EXACT, GDN, K_AND_V, LLAMA, Kind
@@ -100,6 +100,21 @@ def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(kind: Kind, l
         assert_handed_over(one, two, SOME, [two.answer(prompt) for prompt in SOME], kind)
         assert_handed_over(two, one, SOME, alone[1::2], kind)
         assert_every_byte_counts(one, twin)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EXACT if kind.is_hybrid], ids=lambda kind: kind.model)
+def test_what_grows_of_a_hybrid_is_read_while_it_is_computed(kind: Kind, logs: Path) -> None:
+    """Its windows and states are read when it is complete."""
+    prompt = PROMPTS[-1]
+    with ExitStack() as running:
+        specs = [kind.spec("in-parts", max_num_batched_tokens=128), kind.spec("beside", cores="1")]
+        producer, consumer = start(running, logs, specs)
+        expected = consumer.answer(prompt)
+        answer, counted = hand_over_at_once(producer, consumer, prompt, "both-legs")
+        assert difference(answer, expected) < NOISE
+        assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {}
+        early = math.ceil(len(prompt) / kind.block_tokens) * kind.block_bytes
+        assert 0 < counted.total("vllm:kvferry_early_bytes_total") <= early
 
 
 def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within_its_rounding(logs: Path) -> None:

@@ -37,6 +37,9 @@ def groups_of(*block_tokens: int) -> list[CacheGroup]:
     return [CacheGroup(policy="full", block_tokens=count) for count in block_tokens]
 
 
+WINDOW = CacheGroup(policy="window", block_tokens=4, window_tokens=8)
+
+
 def rows_of(*blocks: int, rows: int = 4) -> StreamRows:
     return StreamRows(headers=0, ids=0, rows=rows, blocks=blocks)
 
@@ -87,10 +90,10 @@ def test_the_pages_that_are_missing_list_the_ids_that_are_needed(
         held, seen = 0, 0
         for stop in sorted(stops):
             held = max(held, blocks.whole(stop))
-            pages = blocks.missing(held)
+            pages = blocks.missing(held, is_ready=False)
             seen += len(pages)
-            blocks.take(held, {page: row[page] for page in pages})
-            assert not blocks.missing(held)
+            blocks.take(held, {page: row[page] for page in pages}, is_ready=False)
+            assert not blocks.missing(held, is_ready=False)
             first = 1000
             for ids, most, span in zip(blocks.ids(held), room, spans, strict=True):
                 assert ids == list(range(first, first + -(-held // (span * ranks))))
@@ -106,7 +109,7 @@ def test_the_pages_that_are_missing_list_the_ids_that_are_needed(
         (rows_of(10, rows=2), 2, groups_of(4), 8),
         (rows_of(10, 10), 0, groups_of(4), 8),
         (rows_of(2), 0, groups_of(4), 9),
-        (rows_of(10), 0, [CacheGroup(policy="window", block_tokens=4, window_tokens=8)], 8),
+        (rows_of(1), 0, [WINDOW], 8),
     ],
 )
 def test_a_row_that_does_not_fit_is_refused(rows: StreamRows, row: int, groups: list[CacheGroup], tokens: int) -> None:
@@ -120,7 +123,19 @@ def test_tokens_are_rounded_down_to_whole_blocks_of_all_workers_and_groups() -> 
     assert [blocks.whole(tokens) for tokens in (0, 23, 24, 47, 99, 100)] == [0, 0, 24, 24, 96, 100]
 
 
+def test_blocks_of_a_window_are_taken_when_the_prompt_is_complete() -> None:
+    plan, row = plan_of((0, Interleave()), (1, Interleave())), {0: np.arange(PAGE_IDS, dtype=np.uint32)}
+    blocks = StreamedBlocks(rows_of(5, 5), 0, plan, [*groups_of(16), WINDOW], 18)
+    assert blocks.has_ends
+    assert [blocks.whole(tokens) for tokens in (15, 17, 18)] == [0, 16, 18], "in blocks of the other group"
+    blocks.take(18, row, is_ready=False)
+    assert blocks.ids(18) == [[0, 1], []]
+    blocks.take(18, row, is_ready=True)
+    assert blocks.ids(18) == [[0, 1], [5, 6, 7, 8, 9]]
+    assert not StreamedBlocks(rows_of(5, 5), 0, plan_of((0, Interleave())), [*groups_of(16), WINDOW], 18).has_ends
+
+
 def test_a_group_that_this_worker_does_not_read_needs_no_ids() -> None:
     blocks = StreamedBlocks(rows_of(50, 50), 0, plan_of((1, Interleave())), groups_of(4, 4), 100)
-    blocks.take(8, {0: np.arange(PAGE_IDS, dtype=np.uint32)})
+    blocks.take(8, {0: np.arange(PAGE_IDS, dtype=np.uint32)}, is_ready=False)
     assert blocks.ids(8) == [[], [50, 51]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,13 +54,28 @@ class UnitPairs:
         return len(self.local_block)
 
 
+_NO_PAIRS = UnitPairs(*np.zeros((4, 0), dtype=np.int64))
+
+Wanted = Callable[[CacheGroup], bool]
+
+
+def every(_: CacheGroup) -> bool:
+    """All cache groups are wanted."""
+    return True
+
+
 def pair_request(
     plan: TransferPlan,
     local_groups: Sequence[CacheGroup],
     remote_groups: Sequence[CacheGroup],
     request: RequestBlocks,
+    *,
+    wanted: Wanted = every,
 ) -> dict[TokenMap, UnitPairs]:
     """Pair the units of a request for every token map of a plan.
+
+    Args:
+        wanted: the cache groups; there are no pairs of the others.
 
     Raises:
         InvalidParams: the ids do not cover what is needed, or leave a cache.
@@ -69,8 +84,10 @@ def pair_request(
     for route in plan.routes:
         for bundle in route.bundles:
             tokens = bundle.tokens
-            if tokens not in pairs:
-                pairs[tokens] = pair_units(tokens, local_groups[tokens.group], remote_groups[tokens.group], request)
+            if tokens in pairs:
+                continue
+            here, there = local_groups[tokens.group], remote_groups[tokens.group]
+            pairs[tokens] = pair_units(tokens, here, there, request) if wanted(here) else _NO_PAIRS
     return pairs
 
 

@@ -166,7 +166,7 @@ def reaches_back(group: CacheGroup, block_span: int, first_held: int, num_tokens
     on are needed: enough. To compute token 46 again, tokens from 15 on: not enough. With blocks of 32, neither: the
     first kept block begins at token 0.
     """
-    if group.policy == "full":
+    if group.holds_every_token:
         return True
     if group.policy == "state":
         return prompt_tokens > num_tokens

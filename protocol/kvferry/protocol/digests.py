@@ -82,6 +82,13 @@ class GrowingChain:
             self._whole += self._after(start, stop)
             self._digest = bytes.fromhex(self._whole[-1])
 
+    def know(self, chain: Sequence[str], num_tokens: int) -> None:
+        """Take the digests of the whole chunks within the first `num_tokens` tokens from the chain of a prompt that
+        begins with them."""
+        whole = chain[: num_tokens // CHUNK_TOKENS]
+        if len(whole) > len(self._whole):
+            self._whole, self._digest = list(whole), bytes.fromhex(whole[-1])
+
     def digests(self, num_tokens: int) -> tuple[str, ...]:
         """The same as `digest_chain`, of at least as many tokens as before. Raises as that does."""
         if num_tokens > len(self._prompt.tokens):

@@ -171,6 +171,11 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: Positive
     window_tokens: Annotated[int, Meta(ge=0, lt=2**40)] = 0
 
+    @property
+    def holds_every_token(self) -> bool:
+        """Whether a prompt's cache is complete token by token; windows, chunks and states are at its end only."""
+        return self.policy == "full"
+
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """The answer to `Hello`: everything that a consumer needs to plan and to read.

@@ -8,7 +8,8 @@ has a header and block ids:
     ids      uint32: for each cache group in turn, room for the blocks of the longest prompt, in the order of the tokens
 
 Ids are written before the progress word (`kvferry.protocol.ids`) that makes them valid. So a consumer reads the slot,
-then the ids, then the blocks, each when the read before has ended.
+then the ids, then the blocks, each when the read before has ended. Blocks of windows, chunks and states are listed
+before the slot is READY, and no earlier: all of the prompt's, 0 where it holds none.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def can_stream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: 
     """Whether this engine's prompts can be read while they are being computed. Its scheduler and its workers decide
     alike: the workers have rows for the scheduler's orders exactly if this is True.
 
-    A window or a state is complete at the prompt's end only, a copy in host memory follows when the prompt is complete,
-    and drafters write after a chunk what they read of the next one.
+    Some cache must grow with the prompt: windows, chunks and states are read at its end. A copy in host memory follows
+    when the prompt is complete, and drafters write after a chunk what they read of the next one.
 
     Raises:
         InvalidConfig: a cache cannot be described.
@@ -69,7 +69,7 @@ def can_stream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: 
         and vllm_config.kv_transfer_config.is_kv_producer
         and not uses_host_buffer(vllm_config)
         and vllm_config.speculative_config is None
-        and all(group.policy == "full" for group in groups_of(kv_cache_config))
+        and any(group.holds_every_token for group in groups_of(kv_cache_config))
     )
 
 

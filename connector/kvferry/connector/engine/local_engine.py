@@ -133,7 +133,7 @@ class LocalEngine:
     @property
     def is_all_or_nothing(self) -> bool:
         """Whether a part of a sequence's cache is useless: a window or a state belongs to the sequence's end."""
-        return any(group.policy != "full" for group in self.groups)
+        return not all(group.holds_every_token for group in self.groups)
 
     def without_scratch(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
         """The blocks of a request per cache group; of a state, only those for the first `num_tokens` tokens, because

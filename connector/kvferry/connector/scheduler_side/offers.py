@@ -3,7 +3,8 @@
 A prompt's blocks are held from the step on that completes it. The workers mark the end of that step, so consumers may
 read as soon as the device has finished it, and vLLM can give none of the blocks away, whatever becomes of the request.
 A prompt that a consumer has asked for is streamed from the next step on that computes a part of it: the workers get the
-blocks of each part with its step, and report it when the step has ended.
+blocks of each part with its step, and report it when the step has ended. Those of windows, chunks and states follow
+when the blocks are held.
 
 A model with recurrent states moves them between blocks when a request ends, so there, as for turns, they are held from
 then on.
@@ -54,6 +55,10 @@ class _Prefill:
     chain: GrowingChain | None
     is_refused: bool = False
 
+    def digests(self, num_tokens: int) -> tuple[str, ...]:
+        """Of the first tokens; empty for embeddings."""
+        return self.chain.digests(num_tokens) if self.chain is not None else ()
+
 
 class Offers:
     """The offers of one engine.
@@ -96,7 +101,7 @@ class Offers:
             self._asked.over(request.request_id, "no_lease")
             return
         is_prefill = lease.use is LeaseUse.PROMPT and request.max_tokens == 1
-        if is_prefill and self._holds_early:
+        if is_prefill and (self._holds_early or self._streams):
             prompt = prompt_of(request, request.num_prompt_tokens, self._media_scope)
             chain = GrowingChain(prompt) if prompt is not None else None
             self._prefilling.setdefault(request.request_id, _Prefill(request, chain))
@@ -119,26 +124,30 @@ class Offers:
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Offer | None:
         """The request has ended: the params of its blocks, which are held, and the lease; None if they are not."""
-        self._prefilling.pop(request.request_id, None)
+        prefill = self._prefilling.pop(request.request_id, None)
         if request.request_id in self._built:
             offer = self._complete_prompt(request)
         else:
-            offer = self._finish(request, block_ids)
+            offer = self._finish(request, block_ids, prefill)
             if offer is not None:
                 self._asked.ticket(request.request_id, offer[0].to_json(), offer[1])
         reason = "no_lease" if has_ended_well(request) else "ended"
         self._asked.over(request.request_id, reason if offer is None else "")
         return offer
 
-    def _finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Offer | None:
+    def _finish(self, request: Request, block_ids: Sequence[Sequence[int]], prefill: _Prefill | None) -> Offer | None:
         lease = self._leases.running(request.request_id)
         if lease is None:
             return None
         num_tokens = self.builder.num_complete_tokens(request, lease.use)
-        params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s)
-        if params is None:
+        is_whole = num_tokens == request.num_prompt_tokens
+        digests = prefill.digests(num_tokens) if prefill is not None and is_whole else ()
+        params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s, digests)
+        if params is None or (lease.stream is not None and not is_whole):
             self._leases.abandon(request.request_id)
             return None
+        if lease.stream is not None:
+            self._publish(lease, lease.stream, block_ids, num_tokens, is_last=True)
         self._leases.finish(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
         return params, lease
 
@@ -160,36 +169,44 @@ class Offers:
         is_complete = num_complete == request.num_prompt_tokens
         if stream is None and not is_complete:
             stream = self._begin_stream(prefill, lease)
+        is_held = is_complete and self._holds_early
         if stream is not None:
-            blocks = self.builder.blocks_of(self._blocks.table(request.request_id), num_complete)
-            if not stream.goes_on_with(blocks):
-                self._leases.streams.restart(lease, stream)
-            self._leases.streams.publish(lease, stream, num_complete, blocks)
-        if is_complete:
+            self._publish(lease, stream, self._blocks.table(request.request_id), num_complete, is_last=is_held)
+        if is_held:
             del self._prefilling[request.request_id]
             self._complete(prefill, lease)
         elif prefill.chain is not None:
             prefill.chain.grow(min(num_complete + num_tokens, request.num_prompt_tokens))  # a step ahead
 
+    def _publish(
+        self, lease: Lease, stream: Stream, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool
+    ) -> None:
+        blocks = self.builder.listed_blocks(block_ids, num_tokens, is_last=is_last)
+        if not stream.goes_on_with(blocks):
+            self._leases.streams.restart(lease, stream)
+        self._leases.streams.publish(lease, stream, num_tokens, blocks)
+
     def _begin_stream(self, prefill: _Prefill, lease: Lease) -> Stream | None:
         """Give a consumer that has asked for the prompt a ticket for what is computed of it."""
         request = prefill.request
         asked = None if prefill.is_refused else self._asked.waiting(request.request_id)
-        if asked is None:
+        if asked is None or prefill.chain is None:
             return None
         stream = None
         if not (self._streams and asked.is_streamed_to):
             self._counters.add("streams_refused", "consumer" if self._streams else "engine")
         elif (stream := self._leases.streams.begin(lease)) is not None:
-            params = self.builder.build_stream(request, lease, stream.row, asked.digests, self._leases.lease_s)
+            prefill.chain.know(asked.digests, request.num_prompt_tokens)  # it was asked for with those left out here
+            digests = prefill.digests(request.num_prompt_tokens)
+            params = self.builder.build_stream(request, lease, stream.row, digests, self._leases.lease_s)
             self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S), lease)
         prefill.is_refused = stream is None
         return stream
 
     def _complete(self, prefill: _Prefill, lease: Lease) -> None:
-        request, chain = prefill.request, prefill.chain
+        request = prefill.request
         block_ids, num_tokens = self._blocks.table(request.request_id), request.num_prompt_tokens
-        digests = chain.digests(num_tokens) if chain is not None else ()
+        digests = prefill.digests(num_tokens)
         params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s, digests)
         if params is not None:
             self._leases.complete(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))

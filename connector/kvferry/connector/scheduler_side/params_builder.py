@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.plan.tokens import held_from
+from kvferry.plan.blocks import NULL_BLOCK
+from kvferry.plan.tokens import first_needed, held_from
 from kvferry.protocol.asks import announced_id
 from kvferry.protocol.digests import Media, Prompt, digest_chain
+from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_params
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
@@ -157,6 +159,7 @@ class ParamsBuilder:
             digests: of the whole prompt.
         """
         groups = self._local.groups
+        sides = zip(groups, self._local.block_spans, strict=True)
         ticket = Ticket(
             version=PARAMS_VERSION,
             boot=self._local.boot,
@@ -165,7 +168,7 @@ class ParamsBuilder:
             lease_s=lease_s,
             digests=digests,
             mac=_NO_MAC,
-            held_from=(0,) * len(groups),
+            held_from=tuple(_held_at_the_end(group, span, request.num_prompt_tokens) for group, span in sides),
             stream_row=row,
         )
         return self._signed(request, ((),) * len(groups), request.num_prompt_tokens, ticket)
@@ -174,6 +177,25 @@ class ParamsBuilder:
         """The blocks of the first `num_tokens` tokens of a request, per transferred group."""
         chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
         return tuple(ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._local.block_spans, strict=True))
+
+    def listed_blocks(
+        self, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool
+    ) -> tuple[Sequence[int], ...]:
+        """The blocks of the first `num_tokens` tokens of a request that a row lists, per transferred group: of windows,
+        chunks and states none before the prompt is complete; then null blocks where it holds none.
+
+        Args:
+            is_last: whether the prompt is complete.
+        """
+        sides = zip(self._local.groups, self._local.block_spans, self.blocks_of(block_ids, num_tokens), strict=True)
+        found: list[Sequence[int]] = []
+        for group, span, ids in sides:
+            if group.holds_every_token:
+                found.append(ids)
+            else:
+                missing = -(-num_tokens // span) - len(ids)
+                found.append([NULL_BLOCK] * missing + list(ids) if is_last else [])
+        return tuple(found)
 
     def _signed(self, request: Request, blocks: Blocks, num_tokens: int, ticket: Ticket) -> RemotePrefill:
         unsigned = RemotePrefill(
@@ -201,6 +223,12 @@ class ParamsBuilder:
 def has_ended_well(request: Request) -> bool:
     """Whether a request that has ended was neither aborted nor has failed."""
     return request.status in _ENDED_WELL
+
+
+def _held_at_the_end(group: CacheGroup, block_span: int, num_tokens: int) -> int:
+    """The first token that is held when the prompt is complete: before its last part vLLM frees what no token of that
+    part needs, and that part has one token at least."""
+    return first_needed(group, num_tokens - 1) // block_span * block_span
 
 
 def _leading_nulls(ids: Sequence[int]) -> int:

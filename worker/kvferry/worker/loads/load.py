@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, Wanted, every, pair_request
 from kvferry.plan.descriptors import descriptor_pairs
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.waves import source_units
@@ -159,9 +159,9 @@ class Load:
         if any(slot >= route.slots.count for route in peer.routes):
             raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
 
-    def _pair_units(self, peer: Peer, blocks: RequestBlocks) -> dict[TokenMap, UnitPairs]:
+    def _pair_units(self, peer: Peer, blocks: RequestBlocks, wanted: Wanted = every) -> dict[TokenMap, UnitPairs]:
         try:
-            return pair_request(peer.plan, self.context.groups, peer.description.groups, blocks)
+            return pair_request(peer.plan, self.context.groups, peer.description.groups, blocks, wanted=wanted)
         except InvalidParams as invalid:
             raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
 

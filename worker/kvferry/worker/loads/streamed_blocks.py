@@ -1,5 +1,7 @@
 """The blocks of a prompt that is being computed, as its row lists them.
 
+Groups that hold every token grow with the prompt. Blocks of windows, chunks and states are listed once it is complete.
+
 What a peer's slots and rows say can be any number: nothing here depends on it, and `pair_request` checks the ids.
 """
 
@@ -37,13 +39,22 @@ class StreamedBlocks:
         self._first_ids = tuple(itertools.accumulate(rows.blocks, initial=0))
         if row >= rows.rows:
             raise InvalidParams("kvferry.stream_row", row, f"a row below {rows.rows}")
-        if len(rows.blocks) != len(groups) or any(group.policy != "full" for group in groups):
-            raise InvalidParams("kvferry.stream_row", row, f"{len(rows.blocks)} cache groups that hold every token")
-        if any(count > most for count, most in zip(self._counts(num_tokens), rows.blocks, strict=True)):
+        if len(rows.blocks) != len(groups):
+            raise InvalidParams("kvferry.stream_row", row, f"{len(rows.blocks)} cache groups")
+        self._growing = {index for index, group in enumerate(groups) if group.holds_every_token}
+        counts = self._counts(num_tokens, is_ready=True)
+        if any(count > most for count, most in zip(counts, rows.blocks, strict=True)):
             raise InvalidParams("remote_num_tokens", num_tokens, f"as many as {rows.blocks} blocks hold")
-        runs = (tokens.remote.share for route in plan.routes for tokens in (bundle.tokens for bundle in route.bundles))
-        self._step = math.lcm(*self._spans.values(), *(share.run_tokens * share.ranks for share in runs))
+        maps = (bundle.tokens for route in plan.routes for bundle in route.bundles)
+        runs = (tokens.remote.share for tokens in maps if tokens.group in self._growing)
+        spans = (span for group, span in self._spans.items() if group in self._growing)
+        self._step = math.lcm(*spans, *(share.run_tokens * share.ranks for share in runs))
         self.forget()
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether there is something to read that is listed once the prompt is complete."""
+        return not self._growing >= self._spans.keys()
 
     def forget(self) -> None:
         """Forget all ids: the prompt is computed again."""
@@ -53,14 +64,18 @@ class StreamedBlocks:
         """How many of the leading tokens fill whole blocks of every producer worker; the whole prompt does."""
         return tokens if tokens == self._num_tokens else tokens // self._step * self._step
 
-    def missing(self, held: int) -> list[int]:
-        """The pages of the row that list the blocks of `held` tokens, apart from those that have been taken."""
-        wanted = (_pages(*bounds) for bounds in self._bounds(held))
+    def missing(self, held: int, *, is_ready: bool) -> list[int]:
+        """The pages of the row that list the blocks of `held` tokens, apart from those that have been taken.
+
+        Args:
+            is_ready: whether the prompt is complete, and everything is listed.
+        """
+        wanted = (_pages(*bounds) for bounds in self._bounds(held, is_ready=is_ready))
         return sorted({page for pages in wanted for page in pages})
 
-    def take(self, held: int, pages: Mapping[int, np.ndarray]) -> None:
+    def take(self, held: int, pages: Mapping[int, np.ndarray], *, is_ready: bool) -> None:
         """Take the ids of the blocks of `held` tokens from the `missing` pages."""
-        for group, (begin, stop) in enumerate(self._bounds(held)):
+        for group, (begin, stop) in enumerate(self._bounds(held, is_ready=is_ready)):
             if begin < stop:
                 wanted = _pages(begin, stop)
                 listed = np.concatenate([pages[page] for page in wanted])[: stop - wanted.start * PAGE_IDS]
@@ -68,18 +83,20 @@ class StreamedBlocks:
                 self._ids[group] = np.concatenate([self._ids[group], new.astype(np.int64)])
 
     def ids(self, held: int) -> list[list[int]]:
-        """Per cache group the blocks of `held` tokens, which have been taken."""
-        return [ids[:count].tolist() for ids, count in zip(self._ids, self._counts(held), strict=True)]
+        """Per cache group the blocks of `held` tokens, as far as they have been taken."""
+        return [ids[:count].tolist() for ids, count in zip(self._ids, self._counts(held, is_ready=True), strict=True)]
 
-    def _bounds(self, held: int) -> list[tuple[int, int]]:
+    def _bounds(self, held: int, *, is_ready: bool) -> list[tuple[int, int]]:
         """Per cache group the part `[begin, stop)` of the row that lists blocks that have not been taken."""
-        firsts, counts = self._first_ids[:-1], self._counts(held)
+        firsts, counts = self._first_ids[:-1], self._counts(held, is_ready=is_ready)
         return [(first + len(ids), first + count) for first, ids, count in zip(firsts, self._ids, counts, strict=True)]
 
-    def _counts(self, held: int) -> list[int]:
-        """Per cache group the blocks that hold so many tokens; 0 for groups that this worker does not read."""
-        spans = (self._spans.get(group) for group in range(len(self._first_ids) - 1))
-        return [-(-held // span) if span is not None else 0 for span in spans]
+    def _counts(self, held: int, *, is_ready: bool) -> list[int]:
+        """Per cache group the blocks that hold so many tokens; 0 for groups that this worker does not read, or not
+        yet."""
+        listed = self._spans if is_ready else self._spans.keys() & self._growing
+        groups = range(len(self._first_ids) - 1)
+        return [-(-held // self._spans[group]) if group in listed else 0 for group in groups]
 
 
 def _pages(begin: int, stop: int) -> range:

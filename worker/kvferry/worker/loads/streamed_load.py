@@ -1,14 +1,16 @@
 """A load of a prompt that is read while it is computed.
 
-It reads the slot, then the ids of the blocks that are complete, then the blocks, and waits for more. If the producer
-preempts the prompt, its lease goes on under another epoch: the row's header names it beside the first one, which the
-ticket has, and the load begins anew. Whatever it reads may be wrong or change meanwhile: only the last fence, READY
-under the epoch that the load follows, makes the bytes count.
+It reads the slot, then the ids of the blocks that are complete, then the blocks, and waits for more. Windows, chunks
+and states are read when the prompt is complete, with its last part. If the producer preempts the prompt, its lease goes
+on under another epoch: the row's header names it beside the first one, which the ticket has, and the load begins anew.
+Whatever it reads may be wrong or change meanwhile: only the last fence, READY under the epoch that the load follows,
+makes the bytes count.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from kvferry.worker.loads.streamed_blocks import StreamedBlocks
 from kvferry.worker.peers.peer import Peer, PreparedRows
 
 _MOST_CHUNKS = 64
+_grows = operator.attrgetter("holds_every_token")
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +92,7 @@ class StreamedLoad(Load):
                 continue
             opens_until_s, is_ready, held = -math.inf, self._is_ready(words), self.blocks.whole(complete)
             stop = min(held, self.order.stop_token)
-            if stop > done:
+            if stop > done or (is_ready and self.blocks.has_ends):
                 units = yield from self._read_chunk(peer, self.blocks, done, held, is_ready=is_ready)
                 is_whole, done = done == self.order.first_token, stop
             if is_ready:
@@ -102,12 +105,16 @@ class StreamedLoad(Load):
     def _read_chunk(
         self, peer: Peer, blocks: StreamedBlocks, first: int, held: int, *, is_ready: bool
     ) -> Generator[Wait | None, None, dict[TokenMap, UnitPairs]]:
-        """Read the ids that are new, and the tokens from `first` on, since `held` are complete."""
+        """Read the ids that are new, and the tokens from `first` on, since `held` are complete; if all are, also the
+        windows, chunks and states."""
         record, begun_s, before = self.record, time.monotonic(), self.record.planned_bytes
-        pages = yield from self.lease_reads.ids(self.rows[0], self._row, blocks.missing(held))
-        blocks.take(held, pages)
+        pages = yield from self.lease_reads.ids(self.rows[0], self._row, blocks.missing(held, is_ready=is_ready))
+        blocks.take(held, pages, is_ready=is_ready)
         self.held, stop = held, min(held, self.order.stop_token)
-        units = self._pair_units(peer, self._part(first, stop))
+        units = self._pair_units(peer, self._part(first, stop), _grows)
+        if is_ready and blocks.has_ends:
+            ends = self._pair_units(peer, self._blocks, lambda group: not _grows(group))
+            units |= {tokens: pairs for tokens, pairs in ends.items() if len(pairs)}
         yield from self._read_units(peer, units)
         self._progress()
         if not is_ready:
