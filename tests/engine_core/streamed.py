@@ -21,8 +21,10 @@ REMOTE_DECODE = {"do_remote_decode": True}
 def ask(node: Node, name: str, prompt: list[int] = PROMPT, *, number: int = 1, streams: bool = True) -> Answer:
     """As a consumer that has asked the listener."""
     digest = digest_chain(Prompt(tokens=prompt))[-1]
-    question = Question(number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, streams=streams)
-    asked: AskedPrompts = node.engine.connector.scheduler_side._offers._asked
+    offers = node.engine.connector.scheduler_side._offers
+    spans = offers.builder._local.block_spans if streams else ()
+    question = Question(number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, spans=spans)
+    asked: AskedPrompts = offers._asked
     return asked.ask(b"peer", Ask(asker="consumer", questions=(question,))).answers[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.protocol.asks import Progress
+from kvferry.protocol.asks import Ask, Progress, Question, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import MAX_PROGRESS
 from kvferry.scheduler.producer.lease import LeaseState
@@ -103,16 +103,38 @@ def test_blocks_that_another_prompt_computes_in_the_same_step_count_when_that_st
 
 
 def test_blocks_of_a_window_are_published_when_the_prompt_is_complete(make: Any) -> None:
-    """Those of the tokens 161 to 200, and of the 8 that the last step computes before them."""
+    """Those of the tokens from 160 on, which the last one needs at least; the last step of 8 tokens needs more."""
     producer = asked_for(make, window=40)
     steps = [producer.step() for _ in range(3)]
     windows = [order.blocks[1] for step in steps for order in step.orders.progress]
-    assert (windows[:2], len(windows[2]), windows[2].count(0)) == ([(), ()], 13, 9)
-    assert ticket(producer).remote_block_ids[1] == windows[2][9:]
+    held = ticket(producer)
+    assert held.kvferry.held_from == (0, 144)
+    assert windows == [(), (), held.remote_block_ids[1][1:]]
+    assert len(windows[2]) == 3
+
+
+@pytest.mark.parametrize(("span", "is_streamed"), [(16, True), (32, True), (64, False)])
+def test_a_prompt_is_not_streamed_where_its_window_may_not_reach_back_to_the_consumers_block(
+    make: Any, span: int, is_streamed: bool
+) -> None:
+    """Of 200 tokens, the last 40 in blocks of 16 reach back to 160, those of 64 to 128: only the step that completes
+    the prompt decides whether they are held. Then the plain ticket says it."""
+    producer: Node = make("kv_producer", max_step_tokens=64, window=40)
+    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    producer.step()
+    digest = digest_chain(Prompt(tokens=PROMPT))[-1]
+    question = Question(number=1, key=request_key("p"), num_tokens=len(PROMPT), digest=digest, spans=(span, span))
+    asked = producer.engine.connector.scheduler_side._offers._asked
+    asked.ask(b"peer", Ask(asker="consumer", questions=(question,)))
+    steps = [producer.step() for _ in range(3)]
+    assert any(step.orders and step.orders.progress for step in steps) == is_streamed
+    (answer,) = asked.ask(b"peer", Ask(asker="consumer", questions=(question,))).answers
+    assert (answer.params["kvferry"]["stream_row"], answer.params["kvferry"]["held_from"]) == (None, [0, 144])
+    assert producer.engine.counted("streams_refused", "window") == (not is_streamed)
 
 
 def test_blocks_of_a_state_are_published_when_the_request_has_ended(make_engine: Any) -> None:
-    """Its last token is the consumer's; the state is in the last block that the request has in the end."""
+    """Its last token is the consumer's; the state is in the last block that the request has then."""
     engine = make_engine(states=1, max_step_tokens=64)
     node = cast("Node", SimpleNamespace(engine=engine))
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -130,8 +152,8 @@ def test_blocks_of_a_state_are_published_when_the_request_has_ended(make_engine:
     (last,) = engine.step(over=()).orders.progress
     (hold,) = engine.connector.scheduler_side.leases.leases(LeaseState.HELD)
     assert (last.tokens, last.first_blocks, last.blocks[0]) == (199, (13, 0), ())
-    assert (len(last.blocks[1]), list(last.blocks[1][-1:])) == (13, answer["remote_block_ids"][1][-1:])
-    assert set(last.blocks[1]) - {0} <= set(hold.block_ids)
+    assert list(last.blocks[1]) == answer["remote_block_ids"][1][-1:]
+    assert set(last.blocks[1]) <= set(hold.block_ids)
 
 
 def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(make_engine: Any) -> None:

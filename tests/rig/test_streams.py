@@ -6,21 +6,24 @@ import math
 import random
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
 from hypothesis import strategies as st
 
+from kvferry.protocol.params_mac import sign_params
 from kvferry.worker.loads.streamed_load import StreamedLoad
 from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.drawn import Drawn
 from tests.geometry.effects import number_names
 from tests.geometry.feasibility import feasible
 from tests.geometry.pairs import Pair, cache_groups, pairs
-from tests.geometry.requests import span_of
+from tests.geometry.requests import Request, span_of
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.rig.handover import rig_of
 from tests.rig.test_named_pairs import POOLS, SCENES
@@ -51,6 +54,21 @@ def has_read(load: StreamedLoad, tokens: int) -> bool:
         return False
     grows = blocks is not None and blocks._spans.keys() & blocks._growing
     return not grows or stop <= load.order.first_token or any(chunk[0] >= stop for chunk in load.record.chunks)
+
+
+def listed_blocks(
+    request: Request, spans: Sequence[int], grows: Sequence[bool], draw: random.Random
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Per cache group the blocks that the row lists in the end, and the first token of them: of windows and states any
+    that are not held may be left out."""
+    lists, held_from = [], []
+    for ids, span, grown in zip(request.remote, spans, grows, strict=True):
+        count = -(-request.num_tokens // span)
+        whole = (NULL_BLOCK,) * (count - len(ids)) + ids[-count:]
+        first = 0 if grown else draw.randint(0, next(index for index, block in enumerate(whole) if block))
+        lists.append(whole[first:])
+        held_from.append(first * span)
+    return lists, tuple(held_from)
 
 
 def early_step(pair: Pair) -> int:
@@ -88,7 +106,10 @@ def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> int:
         assert lease is not None
         stream = producer.leases.streams.begin(lease)
         assert stream is not None
+        lists, held_from = listed_blocks(request, spans, grows, draw)
         params = producer.signed(lease, ((),) * num_groups, request.num_tokens, stream.row)
+        ticket = msgspec.structs.replace(params.kvferry, held_from=held_from)
+        params = sign_params(msgspec.structs.replace(params, kvferry=ticket), producer.mac_key)
         consumer.order_load(REQUEST, params, request.first_token, request.stop_token, lambda _: request.local)
         consumer.step()
         loads, records = partial(loads_of, consumer), consumer.seen.load_records
@@ -96,14 +117,9 @@ def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> int:
         has_states = any(group.policy == "state" for group in groups)
         done = read = 0
 
-        counts = [-(-request.num_tokens // span) for span in spans]
-        whole_lists = [
-            (NULL_BLOCK,) * (count - len(ids)) + ids[-count:] for ids, count in zip(request.remote, counts, strict=True)
-        ]
-
         def listed(tokens: int, *, is_last: bool) -> tuple[tuple[int, ...], ...]:
-            sides = zip(whole_lists, spans, grows, strict=True)
-            return tuple(ids[: -(-tokens // span)] if grown or is_last else () for ids, span, grown in sides)
+            sides = zip(lists, spans, grows, strict=True)
+            return tuple(ids[: -(-tokens // span)] if grown else ids * is_last for ids, span, grown in sides)
 
         while done < request.num_tokens:
             done = min(done + draw.randint(1, 15), request.num_tokens)

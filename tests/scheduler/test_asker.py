@@ -216,14 +216,14 @@ def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_n
 def test_questions_are_repeated_although_news_comes_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer forgets a question that is not repeated."""
     monkeypatch.setattr(module, "REPEAT_S", 0.05)
+    later: list[asyncio.TimerHandle] = []
 
     def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
         if not isinstance(message, Ask):
             return None
         newest = max(asked.number for asked in message.questions)
-        asyncio.get_running_loop().call_later(
-            0.005, network.asker.submit, [StartAsking(producer, question(newest + 1))]
-        )
+        command = StartAsking(producer, question(newest + 1))
+        later.append(asyncio.get_running_loop().call_later(0.005, network.asker.submit, [command]))
         is_over = asked_of(network, producer).count(1) == 3
         return answered(message, Progress.TICKET if is_over else Progress.QUEUED)
 
@@ -233,6 +233,8 @@ def test_questions_are_repeated_although_news_comes_all_the_time(monkeypatch: py
         while asked_of(network, (HOST, PORT)).count(1) < 3:
             await asyncio.sleep(0.001)
         assert network.counters.total("side_channel_errors") == 0
+        for timer in later:
+            timer.cancel()  # or one could begin a task while the loop ends
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 

@@ -125,14 +125,17 @@ def test_tokens_are_rounded_down_to_whole_blocks_of_all_workers_and_groups() -> 
 
 def test_blocks_of_a_window_are_taken_when_the_prompt_is_complete() -> None:
     plan, row = plan_of((0, Interleave()), (1, Interleave())), {0: np.arange(PAGE_IDS, dtype=np.uint32)}
-    blocks = StreamedBlocks(rows_of(5, 5), 0, plan, [*groups_of(16), WINDOW], 18)
+    blocks = StreamedBlocks(rows_of(5, 5), 0, plan, [*groups_of(16), WINDOW], 18, held_from=(0, 8))
+    assert blocks.grows
     assert blocks.has_ends
     assert [blocks.whole(tokens) for tokens in (15, 17, 18)] == [0, 16, 18], "in blocks of the other group"
     blocks.take(18, row, is_ready=False)
     assert blocks.ids(18) == [[0, 1], []]
     blocks.take(18, row, is_ready=True)
-    assert blocks.ids(18) == [[0, 1], [5, 6, 7, 8, 9]]
-    assert not StreamedBlocks(rows_of(5, 5), 0, plan_of((0, Interleave())), [*groups_of(16), WINDOW], 18).has_ends
+    assert blocks.ids(18) == [[0, 1], [5, 6, 7]]
+    for group, (grows, has_ends) in enumerate([(True, False), (False, True)]):
+        one = StreamedBlocks(rows_of(5, 5), 0, plan_of((group, Interleave())), [*groups_of(16), WINDOW], 18)
+        assert (one.grows, one.has_ends) == (grows, has_ends)
 
 
 def test_a_group_that_this_worker_does_not_read_needs_no_ids() -> None:

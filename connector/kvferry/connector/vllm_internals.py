@@ -82,16 +82,9 @@ class EngineBlocks:
         return distinct_blocks(self.table(request_id))
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """Add a reference on each block, which keeps it out of the pool. As `BlockPool.touch`, in half of its time."""
+        """Add a reference on each block, which keeps it out of the pool."""
         pool = self._bound.block_pool
-        found, unused = pool.blocks, []
-        for index in blocks:
-            block = found[index]
-            if block.ref_cnt:
-                block.ref_cnt += 1
-            else:
-                unused.append(block)
-        pool.touch(unused)
+        pool.touch(list(map(pool.blocks.__getitem__, blocks)))  # no Python loop: they may be 10,000
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each. In vLLM's order: the end of a sequence is reused before its beginning."""

@@ -30,6 +30,7 @@ from msgspec import Meta
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import BootId, Hex128, Port, Positive, Text
+from kvferry.protocol.stream_rows import MAX_ROW_GROUPS
 
 MAX_QUESTIONS = 256
 MAX_KEY = 256
@@ -53,14 +54,15 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         key: `request_key` of the asker's own request.
         num_tokens: length of the prompt.
         digest: the last of the prompt's `digest_chain`.
-        streams: whether the asker reads prompts while they are computed. If not, it gets a ticket for a complete one.
+        spans: per cache group of the asker the tokens of a block on all its ranks, if it reads prompts while they are
+            computed. `()` if not: then it gets a ticket for a complete one.
     """
 
     number: Number
     key: Annotated[str, Meta(min_length=1, max_length=MAX_KEY, pattern=r"\A[ -~]+\Z")]
     num_tokens: Positive
     digest: Hex128
-    streams: bool = True
+    spans: Annotated[tuple[Positive, ...], Meta(max_length=MAX_ROW_GROUPS)] = ()
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):

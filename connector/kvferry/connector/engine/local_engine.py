@@ -194,8 +194,13 @@ def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
 
 
 def row_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> tuple[int, ...]:
-    """Per transferred cache group, the most blocks of one prompt; empty if none can be read while it is computed."""
+    """Per transferred cache group, the most blocks of one prompt that are listed: of a window or chunk those that
+    overlap its length, of a state one. Empty if no prompt can be read while it is computed."""
     if not can_stream(vllm_config, kv_cache_config, config):
         return ()
     longest = vllm_config.model_config.max_model_len
-    return tuple(-(-longest // span) for span in block_spans(kv_cache_config, topology_of(vllm_config).dcp))
+    groups, spans = groups_of(kv_cache_config), block_spans(kv_cache_config, topology_of(vllm_config).dcp)
+    return tuple(
+        1 if group.policy == "state" else min(-(-longest // span), -(-(group.window_tokens or longest) // span) + 2)
+        for group, span in zip(groups, spans, strict=True)
+    )

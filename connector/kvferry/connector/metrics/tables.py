@@ -38,7 +38,7 @@ RECOMPUTE_REASONS = (
     "load_failed",
     "reset",
 )
-STREAM_REFUSALS = ("rows", "engine", "consumer")
+STREAM_REFUSALS = ("rows", "engine", "consumer", "window")
 RELEASE_WAYS = ("done", "release", "expired", "abandoned", "evicted", "reset", "shutdown")
 PLACINGS = ("direct", "staged", "mixed", "none")
 PEER = "peer"
@@ -132,7 +132,8 @@ COUNTERS: Mapping[str, Metric] = {
     "streams_refused": Metric(
         "kvferry_streams_refused",
         "Prompts asked for while they were computed, that could be read when complete only: all `rows` were used, or "
-        "this `engine`, or the `consumer`, cannot or is set not to.",
+        "this `engine`, or the `consumer`, cannot or is set not to, or a `window` may not reach back far enough for "
+        "the consumer's larger blocks.",
         "reason",
         STREAM_REFUSALS,
     ),

@@ -57,8 +57,8 @@ class Asking:
         failing: requests that fail as soon as vLLM has given them a block, because their prefill has failed.
     """
 
-    def __init__(self, loop: EngineLoop, *, may_wait: bool, recomputes: bool, streams: bool = True) -> None:
-        self.questions = Questions(streams=streams)
+    def __init__(self, loop: EngineLoop, *, may_wait: bool, recomputes: bool, spans: tuple[int, ...] = ()) -> None:
+        self.questions = Questions(spans)
         self.recomputes = recomputes
         self.failing: set[str] = set()
         self._fails: list[str] = []

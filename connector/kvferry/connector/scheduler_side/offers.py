@@ -141,13 +141,13 @@ class Offers:
             return None
         num_tokens = self.builder.num_complete_tokens(request, lease.use)
         is_whole = num_tokens == request.num_prompt_tokens
+        if lease.stream is not None and is_whole:
+            self._publish(lease, lease.stream, block_ids, num_tokens, is_last=True)
         digests = prefill.digests(num_tokens) if prefill is not None and is_whole else ()
         params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s, digests)
         if params is None or (lease.stream is not None and not is_whole):
             self._leases.abandon(request.request_id)
             return None
-        if lease.stream is not None:
-            self._publish(lease, lease.stream, block_ids, num_tokens, is_last=True)
         self._leases.finish(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
         return params, lease
 
@@ -193,8 +193,10 @@ class Offers:
         if asked is None or prefill.chain is None:
             return None
         stream = None
-        if not (self._streams and asked.is_streamed_to):
+        if not (self._streams and asked.spans):
             self._counters.add("streams_refused", "consumer" if self._streams else "engine")
+        elif not self.builder.windows_reach(request.num_prompt_tokens, asked.num_tokens, asked.spans):
+            self._counters.add("streams_refused", "window")
         elif (stream := self._leases.streams.begin(lease)) is not None:
             prefill.chain.know(asked.digests, request.num_prompt_tokens)  # it was asked for with those left out here
             digests = prefill.digests(request.num_prompt_tokens)

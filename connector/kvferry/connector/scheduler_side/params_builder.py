@@ -8,10 +8,9 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.plan.blocks import NULL_BLOCK
-from kvferry.plan.tokens import first_needed, held_from
+from kvferry.plan.tokens import first_needed, held_from, reaches_back
 from kvferry.protocol.asks import announced_id
 from kvferry.protocol.digests import Media, Prompt, digest_chain
-from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_params
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
@@ -158,8 +157,6 @@ class ParamsBuilder:
         Args:
             digests: of the whole prompt.
         """
-        groups = self._local.groups
-        sides = zip(groups, self._local.block_spans, strict=True)
         ticket = Ticket(
             version=PARAMS_VERSION,
             boot=self._local.boot,
@@ -168,10 +165,17 @@ class ParamsBuilder:
             lease_s=lease_s,
             digests=digests,
             mac=_NO_MAC,
-            held_from=tuple(_held_at_the_end(group, span, request.num_prompt_tokens) for group, span in sides),
+            held_from=self._held_at_the_end(request.num_prompt_tokens),
             stream_row=row,
         )
-        return self._signed(request, ((),) * len(groups), request.num_prompt_tokens, ticket)
+        return self._signed(request, ((),) * len(self._local.groups), request.num_prompt_tokens, ticket)
+
+    def windows_reach(self, num_tokens: int, prompt_tokens: int, spans: tuple[int, ...]) -> bool:
+        """Whether an engine with blocks of these spans can surely go on from what is held when the first `num_tokens`
+        tokens of a prompt are complete. More may be held then."""
+        sides = zip(self._local.groups, spans, self._held_at_the_end(num_tokens), strict=False)
+        reach = (reaches_back(group, span, first, num_tokens, prompt_tokens) for group, span, first in sides)
+        return len(spans) == len(self._local.groups) and all(reach)
 
     def blocks_of(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
         """The blocks of the first `num_tokens` tokens of a request, per transferred group."""
@@ -182,20 +186,38 @@ class ParamsBuilder:
         self, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool
     ) -> tuple[Sequence[int], ...]:
         """The blocks of the first `num_tokens` tokens of a request that a row lists, per transferred group: of windows,
-        chunks and states none before the prompt is complete; then null blocks where it holds none.
+        chunks and states none before the prompt is complete, and then those from `held_from` on.
 
         Args:
             is_last: whether the prompt is complete.
         """
-        sides = zip(self._local.groups, self._local.block_spans, self.blocks_of(block_ids, num_tokens), strict=True)
         found: list[Sequence[int]] = []
-        for group, span, ids in sides:
+        groups, firsts = self._local.groups, self._held_at_the_end(num_tokens)
+        sides = zip(groups, self._local.block_spans, firsts, self.blocks_of(block_ids, num_tokens), strict=True)
+        for group, span, first, ids in sides:
             if group.holds_every_token:
                 found.append(ids)
+            elif not is_last:
+                found.append([])
+            elif group.policy == "state":
+                found.append([next(filter(None, reversed(ids)), NULL_BLOCK)])
             else:
-                missing = -(-num_tokens // span) - len(ids)
-                found.append([NULL_BLOCK] * missing + list(ids) if is_last else [])
+                found.append(ids[first // span :])
         return tuple(found)
+
+    def _held_at_the_end(self, num_tokens: int) -> tuple[int, ...]:
+        """Per transferred group the first token that is surely held when a prompt is complete.
+
+        Before the last part vLLM frees what no token of that part needs, and it has one token at least. Where there are
+        states, the blocks are held when the request has ended: by then vLLM has freed what the next token does not
+        need.
+        """
+        groups, spans = self._local.groups, self._local.block_spans
+        next_token = num_tokens if any(group.policy == "state" for group in groups) else num_tokens - 1
+        return tuple(
+            (num_tokens - 1 if group.policy == "state" else first_needed(group, next_token)) // span * span
+            for group, span in zip(groups, spans, strict=True)
+        )
 
     def _signed(self, request: Request, blocks: Blocks, num_tokens: int, ticket: Ticket) -> RemotePrefill:
         unsigned = RemotePrefill(
@@ -223,12 +245,6 @@ class ParamsBuilder:
 def has_ended_well(request: Request) -> bool:
     """Whether a request that has ended was neither aborted nor has failed."""
     return request.status in _ENDED_WELL
-
-
-def _held_at_the_end(group: CacheGroup, block_span: int, num_tokens: int) -> int:
-    """The first token that is held when the prompt is complete: before its last part vLLM frees what no token of that
-    part needs, and that part has one token at least."""
-    return first_needed(group, num_tokens - 1) // block_span * block_span
 
 
 def _leading_nulls(ids: Sequence[int]) -> int:

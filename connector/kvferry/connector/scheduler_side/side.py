@@ -88,8 +88,8 @@ class SchedulerSide:
         self.tracing = scheduler_tracing(vllm_config, config, local)
         self.leases.observer = self.loads.observer = self.tracing
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
-        streams = config.streaming == "auto"
-        asking = Asking(EngineLoop(), may_wait=is_alone(vllm_config), recomputes=recomputes, streams=streams)
+        spans = local.block_spans if config.streaming == "auto" else ()
+        asking = Asking(EngineLoop(), may_wait=is_alone(vllm_config), recomputes=recomputes, spans=spans)
         asked = AskedPrompts(sibling_ports(vllm_config))
         self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing, asking, asked)
         builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))

@@ -64,11 +64,11 @@ class Questions:
     """All open questions of one engine. `now_s` is from any monotonic clock.
 
     Args:
-        streams: whether this engine reads prompts while they are computed.
+        spans: of this engine's blocks, if it reads prompts while they are computed (`Question`).
     """
 
-    def __init__(self, *, streams: bool = True) -> None:
-        self._streams = streams
+    def __init__(self, spans: tuple[int, ...] = ()) -> None:
+        self._spans = spans
         self._next = 0
         self._by_number: dict[int, OpenQuestion] = {}
         self._by_request: dict[str, OpenQuestion] = {}
@@ -86,8 +86,7 @@ class Questions:
         """A request has arrived whose prompt this producer prefills. False if too many questions are open."""
         if len(self._by_number) >= MAX_OPEN:
             return False
-        streams = self._streams
-        question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest, streams=streams)
+        question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest, spans=self._spans)
         self._next += 1
         opened = OpenQuestion(request_id, question, now_s)
         self.finished(request_id)  # an earlier request of this id

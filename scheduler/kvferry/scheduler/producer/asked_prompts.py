@@ -37,7 +37,7 @@ class AskedPrompt:
     Attributes:
         lease: by which it may be read, as long as that has not ended.
         claimant: whose question it answers.
-        is_streamed_to: whether who has asked reads prompts while they are computed.
+        spans: of who has asked (`Question`).
         digests: of the whole prompt; () until a question is compared with them.
     """
 
@@ -50,7 +50,7 @@ class AskedPrompt:
     lease: Lease | None = None
     reason: str = ""
     claimant: Claimant | None = None
-    is_streamed_to: bool = False
+    spans: tuple[int, ...] = ()
     digests: tuple[str, ...] = ()
 
     def agrees(self, question: Question) -> bool:
@@ -192,7 +192,7 @@ class AskedPrompts:
             claimed = next(free, None)
         if claimed is not None:
             self._claimed[claimant] = claimed
-            claimed.claimant, claimed.is_streamed_to = claimant, question.streams
+            claimed.claimant, claimed.spans = claimant, question.spans
             return claimed.answer(question.number)
         if all(asked.request_id in self._ended_s for asked in known):
             return Answer(number=question.number, progress=Progress.UNKNOWN)

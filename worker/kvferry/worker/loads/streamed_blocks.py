@@ -1,6 +1,7 @@
 """The blocks of a prompt that is being computed, as its row lists them.
 
-Groups that hold every token grow with the prompt. Blocks of windows, chunks and states are listed once it is complete.
+Groups that hold every token grow with the prompt. Of windows, chunks and states the last blocks are listed, those from
+the ticket's `held_from` on, once it is complete.
 
 What a peer's slots and rows say can be any number: nothing here depends on it, and `pair_request` checks the ids.
 """
@@ -26,15 +27,23 @@ class StreamedBlocks:
         plan: by which this worker reads.
         groups: the producer's.
         num_tokens: of the whole prompt.
+        held_from: per cache group the first token whose block is listed; `()` for 0.
 
     Raises:
         InvalidParams: the producer's workers have no such row, or it has no room for the prompt.
     """
 
     def __init__(
-        self, rows: StreamRows, row: int, plan: TransferPlan, groups: Sequence[CacheGroup], num_tokens: int
+        self,
+        rows: StreamRows,
+        row: int,
+        plan: TransferPlan,
+        groups: Sequence[CacheGroup],
+        num_tokens: int,
+        held_from: Sequence[int] = (),
     ) -> None:
         self._spans = _spans(plan, groups)
+        self._held_from = [*held_from, *[0] * len(groups)]
         self._num_tokens = num_tokens
         self._first_ids = tuple(itertools.accumulate(rows.blocks, initial=0))
         if row >= rows.rows:
@@ -50,6 +59,11 @@ class StreamedBlocks:
         spans = (span for group, span in self._spans.items() if group in self._growing)
         self._step = math.lcm(*spans, *(share.run_tokens * share.ranks for share in runs))
         self.forget()
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is something to read before the prompt is complete."""
+        return not self._growing.isdisjoint(self._spans)
 
     @property
     def has_ends(self) -> bool:
@@ -92,11 +106,14 @@ class StreamedBlocks:
         return [(first + len(ids), first + count) for first, ids, count in zip(firsts, self._ids, counts, strict=True)]
 
     def _counts(self, held: int, *, is_ready: bool) -> list[int]:
-        """Per cache group the blocks that hold so many tokens; 0 for groups that this worker does not read, or not
+        """Per cache group the listed blocks of so many tokens; 0 for groups that this worker does not read, or not
         yet."""
         listed = self._spans if is_ready else self._spans.keys() & self._growing
-        groups = range(len(self._first_ids) - 1)
-        return [-(-held // self._spans[group]) if group in listed else 0 for group in groups]
+        return [self._count(group, held) if group in listed else 0 for group in range(len(self._first_ids) - 1)]
+
+    def _count(self, group: int, held: int) -> int:
+        span = self._spans[group]
+        return max(0, -(-held // span) - self._held_from[group] // span)
 
 
 def _pages(begin: int, stop: int) -> range:

@@ -52,9 +52,10 @@ class StreamedLoad(Load):
             text = f"stream_row is {self._row}; a worker of the producer has no such row"
             raise LoadFailed(FailureReason.PARAMS, text)
         if self.rows:
-            groups, num_tokens = peer.description.groups, self.order.source.remote_num_tokens
+            groups, source = peer.description.groups, self.order.source
+            tokens, held_from = source.remote_num_tokens, source.kvferry.held_from
             try:
-                self.blocks = StreamedBlocks(self.rows[0].rows, self._row, peer.plan, groups, num_tokens)
+                self.blocks = StreamedBlocks(self.rows[0].rows, self._row, peer.plan, groups, tokens, held_from)
             except InvalidParams as invalid:
                 raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
         return {}
@@ -92,7 +93,7 @@ class StreamedLoad(Load):
                 continue
             opens_until_s, is_ready, held = -math.inf, self._is_ready(words), self.blocks.whole(complete)
             stop = min(held, self.order.stop_token)
-            if stop > done or (is_ready and self.blocks.has_ends):
+            if (stop > done and self.blocks.grows) or (is_ready and self.blocks.has_ends):
                 units = yield from self._read_chunk(peer, self.blocks, done, held, is_ready=is_ready)
                 is_whole, done = done == self.order.first_token, stop
             if is_ready:
