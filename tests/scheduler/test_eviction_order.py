@@ -134,34 +134,6 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     assert (len(references), references.num_coming(), references.num_requests) == (0, 0, 0)
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abcd"), st.sampled_from(("end", "free", "look")), st.sets(st.integers(1, 6))),
-        max_size=24,
-    )
-)
-def test_leases_that_come_and_go_between_two_looks_are_counted_as_if_each_step_had_looked(
-    steps: list[tuple[str, str, set[int]]],
-) -> None:
-    leases: dict[str, Lease] = {}
-    references = counting(lambda block: sum(block in lease.block_ids for lease in leases.values()))
-    for name, what, blocks in steps:
-        lease = leases.get(name)
-        if what == "look":
-            held = [set(lease.block_ids) for lease in references.held.values()]
-            assert len(references) == references.num_leased() == len(set().union(*held))
-            assert references.most == sum(map(len, held))
-            references.check_integrity()
-        elif lease is None:
-            leases[name] = Lease(name, block_ids=tuple(blocks))
-            references.keep(leases[name])
-        elif what == "end" and name in references.held:
-            references.end(lease)
-        else:
-            references.free(leases.pop(name))
-    references.check_integrity()
-
-
 def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_counts() -> None:
     references = counting({1: 2, 2: 1, 3: 0}.__getitem__)
     leases = [Lease("a", block_ids=(1, 2)), Lease("b", block_ids=(1,)), Lease("c", block_ids=(3,))]
@@ -181,7 +153,7 @@ def test_counts_that_differ_from_the_blocks_of_the_leases_are_reported(ends: boo
     if ends:
         references.end(lease)
     references.check_integrity()
-    counts = (references._ending if ends else references._held).by_block
+    counts = references._ending if ends else references._held
     counts[2 if by else 3] += by  # a block that no lease keeps has no entry, not even a zero
     with pytest.raises(LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by lease"):
         references.check_integrity()

@@ -5,11 +5,11 @@ has a header and block ids:
 
     header   word 0   `epoch << 4 | 1` of the lease's first epoch, which its consumers know; 0 in a free row
              word 1   the same of its present epoch, which is another one once the request was preempted
-    ids      uint32: for each cache group in turn, room for the blocks of the longest prompt, in the order of the tokens
+    ids      uint32: for each cache group in turn, room for the listed blocks of any prompt, in the order of the tokens
 
 Ids are written before the progress word (`kvferry.protocol.ids`) that makes them valid. So a consumer reads the slot,
-then the ids, then the blocks, each when the read before has ended. Blocks of windows, chunks and states are listed
-before the slot is READY, and no earlier: all of the prompt's, 0 where it holds none.
+then the ids, then the blocks, each when the read before has ended. Of windows, chunks and states the blocks from the
+ticket's `held_from` on are listed, before the slot is READY and no earlier.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StreamRows(msgspec.Struct, frozen=True, kw_only=True):
         headers: address of the headers, which follow each other.
         ids: address of the ids of row 0; those of the next rows follow.
         rows: number of rows.
-        blocks: per cache group the most blocks of one prompt.
+        blocks: per cache group the most listed blocks of one prompt.
     """
 
     headers: Address

@@ -7,7 +7,7 @@ blocks without other references. So references of leases are counted here and co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvferry.protocol.errors import LocalProtocolError
@@ -32,36 +32,6 @@ class BlockPool(Protocol):
         """The blocks of a request, each once."""
 
 
-class _Counts:
-    """The number of some leases' references on each block. They are counted when that is asked for: it takes 30 ns a
-    block, and most leases are over before.
-
-    Attributes:
-        most: at least as many as there are blocks: shared ones count for each lease.
-    """
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._counted: Counter[int] = Counter()
-        self._added: dict[str, Lease] = {}
-
-    def add(self, lease: Lease) -> None:
-        self.most += len(lease.block_ids)
-        self._added[lease.request_id] = lease
-
-    def remove(self, lease: Lease) -> None:
-        self.most -= len(lease.block_ids)
-        if self._added.pop(lease.request_id, None) is None:
-            _take(self._counted, lease.block_ids)
-
-    @property
-    def by_block(self) -> Counter[int]:
-        for lease in self._added.values():
-            self._counted.update(lease.block_ids)
-        self._added.clear()
-        return self._counted
-
-
 class BlockReferences:
     """The references that leases have on blocks; each block is in `Lease.block_ids`.
 
@@ -77,16 +47,12 @@ class BlockReferences:
         self._pool = pool
         self.held: dict[str, Lease] = {}
         self.ending: dict[str, Lease] = {}
-        self._held, self._ending = _Counts(), _Counts()
+        self._held: Counter[int] = Counter()
+        self._ending: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        """Blocks that held leases refer to, shared or not."""
-        return len(self._held.by_block)
-
-    @property
-    def most(self) -> int:
-        """Never less than `num_leased`, at no cost: shared blocks count for each held lease."""
-        return self._held.most
+        """Blocks that held leases refer to, shared or not: never less than `num_leased`."""
+        return len(self._held)
 
     @property
     def num_requests(self) -> int:
@@ -96,7 +62,7 @@ class BlockReferences:
     def keep(self, lease: Lease) -> None:
         """Take a reference on each block of a request that has ended."""
         self.held[lease.request_id] = lease
-        self._held.add(lease)
+        self._held.update(lease.block_ids)
         if self._pool is not None:
             self._pool.keep(lease.block_ids)
 
@@ -104,36 +70,34 @@ class BlockReferences:
         """The lease has ended; its blocks are freed when every worker has acknowledged it."""
         del self.held[lease.request_id]
         self.ending[lease.request_id] = lease
-        self._held.remove(lease)
-        self._ending.add(lease)
+        _take(self._held, lease.block_ids)
+        self._ending.update(lease.block_ids)
 
     def free(self, lease: Lease) -> None:
         """Drop the references; blocks without others are back in the pool."""
         if self.held.pop(lease.request_id, None) is not None:
-            self._held.remove(lease)
+            _take(self._held, lease.block_ids)
         else:
             del self.ending[lease.request_id]
-            self._ending.remove(lease)
+            _take(self._ending, lease.block_ids)
         if self._pool is not None:
             self._pool.give_back(lease.block_ids)
 
     def num_leased(self) -> int:
         """Blocks that only leases keep, at least one of which is held. Visits every held block."""
-        return sum(map(self._only_leased(), self._held.by_block))
+        return sum(map(self._is_only_leased, self._held))
 
     def num_coming(self) -> int:
         """Blocks that only ending leases keep: they return to the pool soon."""
-        held, is_only_leased = self._held.by_block, self._only_leased()
-        return sum(block not in held and is_only_leased(block) for block in self._ending.by_block)
+        return sum(block not in self._held and self._is_only_leased(block) for block in self._ending)
 
     def can_give(self, lease: Lease) -> bool:
         """Whether any block of this lease is used by leases only, so that ending leases can free it."""
-        return any(map(self._only_leased(), lease.block_ids))
+        return any(map(self._is_only_leased, lease.block_ids))
 
     def gain(self, lease: Lease) -> int:
         """The number of blocks that ending this lease alone frees."""
-        held, is_only_leased = self._held.by_block, self._only_leased()
-        return sum(held[block] == 1 and is_only_leased(block) for block in lease.block_ids)
+        return sum(self._held[block] == 1 and self._is_only_leased(block) for block in lease.block_ids)
 
     def check_integrity(self) -> None:
         """Check the sums, and that every block has at least as many references as leases that keep it.
@@ -143,11 +107,10 @@ class BlockReferences:
         """
         held = Counter(block for lease in self.held.values() for block in lease.block_ids)
         ending = Counter(block for lease in self.ending.values() for block in lease.block_ids)
-        sums = (self._held, held), (self._ending, ending)
         # Compared as dicts: faster than `Counter.__eq__`, which also ignores zero counts.
-        if any(not dict.__eq__(own, counts.by_block) or own.total() != counts.most for counts, own in sums):
+        if not (dict.__eq__(held, self._held) and dict.__eq__(ending, self._ending)):
             raise LocalProtocolError(
-                f"block references: {self._held.by_block.total()} held + {self._ending.by_block.total()} ending, "
+                f"block references: {self._held.total()} held + {self._ending.total()} ending, "
                 f"{held.total()} + {ending.total()} by lease"
             )
         if self._pool is None:
@@ -160,12 +123,8 @@ class BlockReferences:
                     f"block {block}: {count} leases keep it, the pool counts {referred} references"
                 )
 
-    def _only_leased(self) -> Callable[[int], bool]:
-        """Tells whether only leases refer to a block."""
-        if self._pool is None:
-            return lambda _: True
-        count, held, ending = self._pool.reference_count, self._held.by_block, self._ending.by_block
-        return lambda block: count(block) == held[block] + ending[block]
+    def _is_only_leased(self, block: int) -> bool:
+        return self._pool is None or self._pool.reference_count(block) == self._held[block] + self._ending[block]
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:

@@ -207,7 +207,7 @@ class LeaseEviction:
             self._missed_since_s = None
             return
         found = candidates(self._leases)
-        leased = references.most
+        leased = len(references)  # at least as many as leases alone keep
         if leased > demand.cap:
             self._recheck_s = clock_s + leased * _COUNT_S
             leased = references.num_leased()
@@ -232,7 +232,7 @@ class LeaseEviction:
         offers_turns = self._local.offers_turns
         cap = int((num_blocks - 1) * self._fraction)  # without the null block
         reserve = num_blocks // _RESERVED if offers_turns else 0
-        free, leased = self._blocks.num_free, references.most
+        free, leased = self._blocks.num_free, len(references)
         slots_short = False
         if offers_turns:
             slots_short = self._leases.slots.free + len(references.ending) < self._leases.slots.count / _RESERVED

@@ -67,7 +67,7 @@ class Streams:
         """The next step completes the first `tokens` tokens of a prompt.
 
         Args:
-            blocks: all blocks of these tokens, per cache group; they go on with those published before.
+            blocks: all blocks of these tokens that are listed, per cache group; they go on with those before.
         """
         first = tuple(map(len, stream.blocks)) or (0,) * len(blocks)
         stream.tokens, stream.blocks = tokens, blocks
