@@ -228,3 +228,22 @@ def test_a_row_that_two_leases_use_is_found() -> None:
     streams[1].row = streams[0].row
     with pytest.raises(LocalProtocolError):
         ledger.check_integrity()
+
+
+def test_a_lease_that_comes_and_goes_in_a_slot_after_one_that_was_preempted_is_not_sent_at_all() -> None:
+    """All within one step: the workers know the first lease and must end it, and never hear of the second."""
+    ledger = ProducerLedger(1, 30.0, Counters(), draw_epoch=iter(map(Epoch, range(1, 9))).__next__)
+    assert ledger.open("a", LeaseUse.PROMPT)
+    lease = ledger.running("a")
+    assert lease is not None
+    ledger.take_orders(0.0)
+    stream = ledger.streams.begin(lease)
+    assert stream is not None
+    ledger.streams.publish(lease, stream, SPAN, ([1],))
+    ledger.streams.restart(lease, stream)
+    assert ledger.release(lease.origin)
+    assert ledger.open("b", LeaseUse.PROMPT)
+    ledger.abandon("b")
+    orders = ledger.take_orders(0.0)
+    assert [(opened.row, opened.epoch) for opened in orders.opens] == [(stream.row, lease.name.epoch)]
+    assert [(end.request_id, end.epoch) for end in orders.ends] == [("a", lease.name.epoch)]

@@ -149,10 +149,11 @@ class LeaseOrders:
         """Drop what is not sent for the lease of a slot, which is over. Returns whether the workers know of the lease
         all the same, or will: then they must end it."""
         self.progress = [order for order in self.progress if order.slot != slot]
-        first = next((order for order in self.opens if order.slot == slot), None)
-        if first is None or first.row is not None:
+        # A lease's first open has no row. Before it may be those of the slot's earlier lease, which the workers end.
+        own = [at for at, order in enumerate(self.opens) if order.slot == slot and order.row is None]
+        if not own:
             return True
-        self.opens = [order for order in self.opens if order.slot != slot]
+        self.opens = [order for at, order in enumerate(self.opens) if order.slot != slot or at < own[-1]]
         return False
 
 
