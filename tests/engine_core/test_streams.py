@@ -156,6 +156,24 @@ def test_blocks_of_a_state_are_published_when_the_request_has_ended(make_engine:
     assert set(last.blocks[1]) <= set(hold.block_ids)
 
 
+@pytest.mark.parametrize(("length", "window"), [(136, 8), (152, 40), (200, 40)])
+def test_a_ticket_promises_no_more_of_a_window_than_is_held_when_the_request_has_ended(
+    make_engine: Any, length: int, window: int
+) -> None:
+    """Where there are states: by then vLLM has freed what the next token does not need."""
+    engine, prompt = make_engine(states=1, window=window, max_step_tokens=64), PROMPT[:length]
+    node = cast("Node", SimpleNamespace(engine=engine))
+    engine.add("p", prompt, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    ask(node, "p", prompt)
+    engine.step()
+    promised = ticket(node, "p", prompt).kvferry
+    assert promised.stream_row is not None
+    engine.run()
+    held = engine.answers["p"].params["kvferry"]["held_from"]
+    assert held[1] <= promised.held_from[1]
+
+
 def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(make_engine: Any) -> None:
     engine = make_engine(states=1, max_step_tokens=64)
     node = cast("Node", SimpleNamespace(engine=engine))

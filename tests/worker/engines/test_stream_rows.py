@@ -93,6 +93,15 @@ def test_ids_come_with_the_orders_and_tokens_when_the_device_has_finished_the_st
     assert (shown(producer), row_of(producer)[0]) == ((EMPTY, 0), [0, 0])
 
 
+def test_a_lease_whose_last_part_does_not_fit_is_reported_although_the_same_step_holds_it(rig: Rig) -> None:
+    """An order before it was lost. Without the report the engine would keep the blocks for ever."""
+    producer, _ = streaming_producer(rig)
+    order(producer, opens=(opened(FIRST),))
+    order(producer, progress=(progress(FIRST, 3, 14, tokens=64),), holds=(hold(FIRST),))
+    wait_until(lambda: "r" in producer.worker.take_results().sent, "it is reported")
+    assert shown(producer)[0] == EMPTY
+
+
 def test_a_step_that_was_never_launched_reports_no_tokens(rig: Rig) -> None:
     producer, clock = streaming_producer(rig)
     clock.reach()

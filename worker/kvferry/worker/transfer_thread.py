@@ -233,8 +233,9 @@ class TransferThread:
     def _change_leases(self, orders: StepOrders, mark: DeviceMark) -> None:
         if orders.ends:
             self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
+        # Before the holds: an order that does not fit ends its lease, which `hold` then reports.
         self._ending = [order for order in orders.progress if self._table.publish(order)]
-        sent = [self._table.hold(hold, mark) for hold in orders.holds]  # after what it ends: that may be refused
+        sent = [self._table.hold(hold, mark) for hold in orders.holds]
         sent += [self._table.hold(hold, None) for hold in orders.completions]
         self._ending += orders.completions
         sent += [self._table.end(end) for end in orders.ends]

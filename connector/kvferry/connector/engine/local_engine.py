@@ -15,6 +15,7 @@ from vllm import envs
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
+from kvferry.plan.tokens import reaches_back
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
@@ -134,6 +135,23 @@ class LocalEngine:
     def is_all_or_nothing(self) -> bool:
         """Whether a part of a sequence's cache is useless: a window or a state belongs to the sequence's end."""
         return not all(group.holds_every_token for group in self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent states."""
+        return any(group.policy == "state" for group in self.groups)
+
+    def windows_reach(
+        self, spans: Sequence[int], held_from: Sequence[int], num_tokens: int, prompt_tokens: int
+    ) -> bool:
+        """Whether an engine of this model can continue a prompt; see `reaches_back`.
+
+        Args:
+            spans: per cache group the tokens of that engine's blocks.
+            held_from: per cache group the first of `num_tokens` tokens that the producer holds.
+        """
+        sides = zip(self.groups, spans, held_from, strict=False)
+        return all(reaches_back(group, span, first, num_tokens, prompt_tokens) for group, span, first in sides)
 
     def without_scratch(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
         """The blocks of a request per cache group; of a state, only those for the first `num_tokens` tokens, because

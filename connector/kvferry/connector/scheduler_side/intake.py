@@ -11,7 +11,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.asking import Asking, Settled, is_ticket
 from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
-from kvferry.plan.tokens import held_from, reaches_back
+from kvferry.plan.tokens import held_from
 from kvferry.protocol.asks import request_key
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
@@ -275,10 +275,7 @@ class RequestIntake:
         if len(reported) != len(self._local.groups):
             sides = zip(self._local.block_spans, source.remote_block_ids, strict=False)
             reported = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
-        return all(
-            reaches_back(group, span, first, num_tokens, prompt_tokens)
-            for group, span, first in zip(self._local.groups, self._local.block_spans, reported, strict=False)
-        )
+        return self._local.windows_reach(self._local.block_spans, reported, num_tokens, prompt_tokens)
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:
         self._counters.add("local_recomputes", reason)

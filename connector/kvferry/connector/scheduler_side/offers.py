@@ -88,7 +88,7 @@ class Offers:
         self._leases = leases
         self._blocks = blocks
         self._media_scope = local.media_scope
-        self._holds_early = not any(group.policy == "state" for group in local.groups)
+        self._holds_early = not local.has_states
         self._counters = counters
         self._streams = streams
         self._prefilling: dict[str, _Prefill] = {}

@@ -8,7 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.plan.blocks import NULL_BLOCK
-from kvferry.plan.tokens import first_needed, held_from, reaches_back
+from kvferry.plan.tokens import first_needed, held_from
 from kvferry.protocol.asks import announced_id
 from kvferry.protocol.digests import Media, Prompt, digest_chain
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
@@ -173,9 +173,8 @@ class ParamsBuilder:
     def windows_reach(self, num_tokens: int, prompt_tokens: int, spans: tuple[int, ...]) -> bool:
         """Whether an engine with blocks of these spans can surely go on from what is held when the first `num_tokens`
         tokens of a prompt are complete. More may be held then."""
-        sides = zip(self._local.groups, spans, self._held_at_the_end(num_tokens), strict=False)
-        reach = (reaches_back(group, span, first, num_tokens, prompt_tokens) for group, span, first in sides)
-        return len(spans) == len(self._local.groups) and all(reach)
+        firsts = self._held_at_the_end(num_tokens)
+        return len(spans) == len(firsts) and self._local.windows_reach(spans, firsts, num_tokens, prompt_tokens)
 
     def blocks_of(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
         """The blocks of the first `num_tokens` tokens of a request, per transferred group."""
@@ -213,7 +212,7 @@ class ParamsBuilder:
         need.
         """
         groups, spans = self._local.groups, self._local.block_spans
-        next_token = num_tokens if any(group.policy == "state" for group in groups) else num_tokens - 1
+        next_token = num_tokens if self._local.has_states else num_tokens - 1
         return tuple(
             (num_tokens - 1 if group.policy == "state" else first_needed(group, next_token)) // span * span
             for group, span in zip(groups, spans, strict=True)
