@@ -23,6 +23,8 @@ if (($#)); then
     exit
 fi
 
+# All that tests draw follows from it (tests/seeds.py).
+export KVFERRY_SEED="${KVFERRY_SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
 
@@ -45,23 +47,40 @@ status=0
 tests -n 3 --no-loadscope-reorder --max-worker-restart=0 | tee "$logs/tests" || status=$?
 wait
 
-# Up to three tests that failed beside others are run once more by themselves. Processes of three workers share the
-# machine, and one of them may miss a bound for that; a bug fails again. Failures that are no test's are not looked at again:
-# pytest would run all tests for them.
-mapfile -t failed < <(sed -n 's/^ *"\(.*\)": true,\?$/\1/p' "$logs/cache/v/cache/lastfailed" 2>/dev/null)
+# The tests that a run left in pytest's cache under this name.
+named() { sed -n 's/^ *"\(.*\)": true,\?$/\1/p' "$logs/cache/v/$1" 2>/dev/null; }
+# Whether the first name is one of the others.
+among() {
+    local name="$1" other
+    shift
+    for other; do [[ $other != "$name" ]] || return 0; done
+    return 1
+}
+
+# Up to three tests that failed beside others are run once more by themselves, with the same seed. Processes of three
+# workers share the machine, and one of them may miss a bound for that; a bug fails again. Two failures count in any case:
+# of tests that draw, since what they drew is seldom drawn again, and of what is no test, since pytest would run all tests.
+mapfile -t failed < <(named cache/lastfailed)
+mapfile -t drawn < <(named kvferry/drawn_failures)
 totals="$(tail -n 1 "$logs/tests")"
 unsteady=()
 others=0
 for failure in "${failed[@]}"; do [[ $failure == *::* ]] || others=1; done
 if ((status == 1 && ${#failed[@]} > 0 && ${#failed[@]} <= 3 && others == 0)) && tests --lf --lfnf=none; then
-    status=0 unsteady=("${failed[@]}") failed=()
-    totals="$(sed -E 's/[0-9]+ (failed|errors?)/& beside others and passed alone/g' <<<"$totals")"
+    for test in "${failed[@]}"; do among "$test" "${drawn[@]}" || unsteady+=("$test"); done
+    failed=("${drawn[@]}")
+    if ((${#drawn[@]} == 0)); then
+        status=0
+        totals="$(sed -E 's/[0-9]+ (failed|errors?)/& beside others and passed alone/g' <<<"$totals")"
+    fi
 fi
 
 printf '\n== summary\n'
 for test in "${failed[@]}"; do echo "FAILED $test"; done
 for test in "${unsteady[@]}"; do echo "UNSTEADY $test failed beside other tests and passed alone"; done
+for test in "${drawn[@]}"; do echo "DRAWN $test: the same again by KVFERRY_SEED=$KVFERRY_SEED"; done
 cat "$logs/failed checks" 2>/dev/null || echo "all checks passed"
 ((status == 0)) || echo "tests failed: pytest's exit status is $status"
+echo "drawn with KVFERRY_SEED=$KVFERRY_SEED"
 echo "$totals"
 [[ $status == 0 && ! -e "$logs/failed checks" ]]

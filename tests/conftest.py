@@ -1,5 +1,5 @@
-"""Settings of every test: hypothesis prints what reproduces a failure, and times nothing on a shared machine. No test
-leaves a thread of kvferry behind."""
+"""Settings of every test: one seed for all that a run draws, and no time limit by hypothesis on a shared machine. No
+test leaves a thread of kvferry behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import seeds
 from tests.waiting import deadline_s
 
 _ENDING_S = 30.0
@@ -41,6 +42,19 @@ def _no_thread_outlives_its_module() -> Iterator[None]:
 
 def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("kvferry-")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Before hypothesis reads its options."""
+    seeds.choose_seed(config)
+    config.pluginmanager.register(seeds.DrawnFailures(config))
+
+
+@pytest.fixture(scope="session")
+def run_seed() -> int:
+    """The seed for what a test draws by itself, without hypothesis."""
+    return seeds.seed_of_this_run()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,15 +1,13 @@
 """Two engines under a random life: short leases, small caches, aborts, replays, siblings, preemptions. Whatever
 happens, every answer is right, and in the end every block of both is free.
 
-A failure prints the seed: `KVFERRY_SEED=<seed> pytest tests/engine_core/test_soak.py` runs that life again; threads
-make it similar, not equal.
+A failure prints the command that runs that life again, by its seed; threads make it similar, not equal.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -164,10 +162,8 @@ class Life:
 
 
 @pytest.mark.parametrize("kind", LIVES)
-def test_whatever_happens_answers_are_right_and_every_block_comes_back(kind: str) -> None:
-    seed = int(os.environ.get("KVFERRY_SEED", secrets.randbelow(10**6)))
-    print(f"KVFERRY_SEED={seed}")
-    life = Life(seed, **LIVES[kind])
+def test_whatever_happens_answers_are_right_and_every_block_comes_back(kind: str, run_seed: int) -> None:
+    life = Life(run_seed, **LIVES[kind])
     try:
         start_s = time.monotonic()
         while time.monotonic() < start_s + (_SECONDS if life.has_loaded() else _LONGEST_S):

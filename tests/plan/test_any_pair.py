@@ -4,12 +4,11 @@ cannot work."""
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import event, given, note, seed, settings
+from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 
 from kvferry.plan.blocks import RequestBlocks, pair_request
@@ -92,18 +91,14 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
 
 
 @pytest.mark.slow
-def test_any_pair_is_planned_as_a_brute_force_model_says(
-    pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As many random pairs as DRAWS says; a failure names the seed that draws them again: `--hypothesis-seed=N`."""
-    chosen = pytestconfig.getoption("--hypothesis-seed") or secrets.randbits(32)
+def test_any_pair_is_planned_as_a_brute_force_model_says(run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many random pairs as DRAWS says; a failure names the seed that draws them again: `KVFERRY_SEED=N`."""
     seen: Counter[str] = Counter()
 
-    @seed(int(chosen))
+    @seed(run_seed)
     @settings(max_examples=DRAWS, database=None)
     @given(drawn(), COSTS, CHUNKS)
     def hold(case: Drawn, costs: Costs, chunks: int) -> None:
-        note(f"--hypothesis-seed={chosen}")
         seen["drawn"] += 1
         plans = plans_of(case, costs)
         if plans is None:
@@ -118,11 +113,11 @@ def test_any_pair_is_planned_as_a_brute_force_model_says(
     hold()
     accepted, draws = seen["accepted"], seen["drawn"]
     with capsys.disabled():
-        print(f"\n{draws} pairs drawn, {accepted} accepted (--hypothesis-seed={chosen})")
+        print(f"\n{draws} pairs drawn, {accepted} accepted (KVFERRY_SEED={run_seed})")
     assert draws >= DRAWS
     assert accepted >= LEAST_ACCEPTED * draws
     rare = {name: seen[name] / draws for name in FEATURES if seen[name] < LEAST_OF_EACH_FEATURE * draws}
-    assert not rare, f"too few draws have these, --hypothesis-seed={chosen}"
+    assert not rare, f"too few draws have these, KVFERRY_SEED={run_seed}"
 
 
 @pytest.mark.parametrize("wide", ["producer", "consumer"])

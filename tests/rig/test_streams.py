@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import cast
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.params_mac import sign_params
@@ -151,17 +150,15 @@ def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> tuple[list
 
 
 @pytest.mark.slow
-def test_any_pair_is_byte_exact_part_by_part(pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pairs with a cache that grows with the prompt, windows and states beside it too. `--hypothesis-seed=N` draws them
+def test_any_pair_is_byte_exact_part_by_part(run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pairs with a cache that grows with the prompt, windows and states beside it too. `KVFERRY_SEED=N` draws them
     again."""
-    chosen = int(pytestconfig.getoption("--hypothesis-seed") or secrets.randbits(32))
     seen: Counter[str] = Counter()
 
-    @seed(chosen)
+    @seed(run_seed)
     @settings(max_examples=DRAWS, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
     @given(pairs(), st.sampled_from((0, 1 << 16)), st.integers(0, 1 << 16))
     def hold(pair: Pair, pool: int, number: int) -> None:
-        note(f"--hypothesis-seed={chosen}")
         policies = {group.policy for group in pair.model.groups}
         pair = replace(pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer))
         request = pair.request
@@ -175,6 +172,6 @@ def test_any_pair_is_byte_exact_part_by_part(pytestconfig: pytest.Config, capsys
 
     hold()
     with capsys.disabled():
-        print(f"\n{dict(seen)} (--hypothesis-seed={chosen})")
+        print(f"\n{dict(seen)} (KVFERRY_SEED={run_seed})")
     assert seen["hybrids"]
     assert seen["early bytes"] > DRAWS

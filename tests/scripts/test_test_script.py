@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("pyproject.toml", "scripts/test.sh", "scripts/find_python.sh", "tests/conftest.py", "tests/waiting.py")
+COPIED = ("pyproject.toml", "scripts/test.sh", "scripts/find_python.sh", "tests/conftest.py")
+HELPERS = ("tests/seeds.py", "tests/waiting.py")
 CHECKS = ("ruff", "mypy", "lint-imports")
 
 PASSES = "def test_fine(): pass\n"
@@ -32,6 +33,22 @@ TELLS_ITS_WORKER = """
 import os, pathlib
 def test_where(): pathlib.Path(__file__).with_suffix(".worker").write_text(os.environ["PYTEST_XDIST_WORKER"])
 """
+DRAWS_AND_FAILS_AT_FIRST = """
+import pathlib
+from hypothesis import given, strategies as st
+@given(st.integers())
+def test_drawn(number):
+    been = pathlib.Path(__file__).with_suffix(".been")
+    assert been.exists() or been.touch(), "not the first time"
+"""
+DRAWS_BY_ITSELF = """
+import pathlib, random
+def test_drawn(run_seed):
+    drawn = pathlib.Path(__file__).with_suffix(".drawn")
+    with drawn.open("a") as file:
+        print(random.Random(run_seed).random(), file=file)
+    assert False
+"""
 IS_NOT_COLLECTED = "raise ValueError\n"
 HANGS_WITH_THE_LOCK = "import ctypes\ndef test_hangs(): ctypes.PyDLL(None).sleep(1000)\n"
 
@@ -42,9 +59,9 @@ class Tree:
     def __init__(self, folder: Path, tests: dict[str, str]) -> None:
         self.folder = folder
         programs = folder / ".venv" / "bin"
-        for name in (*COPIED, *(f"tests/{name}.py" for name in tests)):
+        for name in (*COPIED, *HELPERS, *(f"tests/{name}.py" for name in tests)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        for name in COPIED:
+        for name in (*COPIED, *HELPERS):
             shutil.copy(ROOT / name, folder / name)
         for name, text in tests.items():
             (folder / "tests" / f"{name}.py").write_text(text)
@@ -84,7 +101,7 @@ class Tree:
 def test_one_that_fails_beside_others_and_passes_alone_is_named_and_fails_nothing(tmp_path: Path) -> None:
     engines = dict.fromkeys(("vllm/test_one", "vllm/test_two"), TELLS_ITS_WORKER)
     tree = Tree(tmp_path, {"test_odd": FAILS_AT_FIRST, "test_good": PASSES, **engines})
-    status, (unsteady, checks, totals) = tree.run()
+    status, (unsteady, checks, _, totals) = tree.run()
     assert status == 0
     assert unsteady == "UNSTEADY tests/test_odd.py::test_unsteady failed beside other tests and passed alone"
     assert checks == "all checks passed"
@@ -100,10 +117,32 @@ def test_one_that_fails_again_fails_the_run(tmp_path: Path) -> None:
     assert summary[-1].startswith("1 failed, 1 passed in ")
 
 
+def test_one_that_draws_fails_the_run_although_it_passes_alone(tmp_path: Path) -> None:
+    """What it drew is seldom drawn again, so that it passes says nothing."""
+    tree = Tree(tmp_path, {"test_life": DRAWS_AND_FAILS_AT_FIRST, "test_odd": FAILS_AT_FIRST, "test_good": PASSES})
+    status, summary = tree.run()
+    failed, unsteady, drawn, checks, _, seed, totals = summary
+    assert status == 1
+    assert failed == "FAILED tests/test_life.py::test_drawn"
+    assert unsteady.startswith("UNSTEADY tests/test_odd.py::test_unsteady ")
+    assert drawn.startswith("DRAWN tests/test_life.py::test_drawn: the same again by KVFERRY_SEED=")
+    assert checks == "all checks passed"
+    assert seed.removeprefix("drawn with ") == drawn.rpartition(" ")[2]
+    assert totals.startswith("2 failed, 1 passed in ")
+
+
+def test_the_second_run_draws_what_the_first_one_drew(tmp_path: Path) -> None:
+    tree = Tree(tmp_path, {"test_life": DRAWS_BY_ITSELF})
+    assert tree.run()[0] == 1
+    drawn = (tmp_path / "tests" / "test_life.drawn").read_text().split()
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+
+
 def test_a_check_that_fails_fails_the_run(tmp_path: Path) -> None:
     tree = Tree(tmp_path, {"test_good": PASSES})
     tree.program("ruff", '[ "$1" = check ]')
-    status, (failed, totals) = tree.run()
+    status, (failed, _, totals) = tree.run()
     assert (status, failed) == (1, "FAILED ruff format --check .")
     assert totals.startswith("1 passed in ")
 
