@@ -206,3 +206,43 @@ def test_threads_exist_only_while_handshakes_are_under_way(scene: Scene) -> None
 def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts_are_under_way() -> None:
     """A look-up outlasts its handshake: resolvers give up after 10 s by default, handshakes after 5."""
     assert 2 * (FOR_LOADS.unverified_at_once + AHEAD.unverified_at_once) <= MAX_LOOKUPS
+
+
+def test_prewarms_that_loads_take_over_are_no_more_threads_for_one_host_than_the_limits(scene: Scene) -> None:
+    """Each takeover freed a place for the next prewarm: 240 handshakes with one host were under way at once."""
+    for number in range(100):
+        scene.handshakes.ask_ahead(_key("dark", number))
+        scene.ask("dark", number)
+    most = FOR_LOADS.per_unverified_host + AHEAD.per_unverified_host
+    scene.is_asked("dark", most)
+    assert _threads() == scene.asked_of("dark") == most
+    assert scene.ask("live") is None
+    scene.has_ended("live")
+    assert _threads() <= most
+
+
+def test_a_prewarm_that_a_load_waits_for_arrives_before_the_others_although_it_has_no_place_of_a_load(
+    scene: Scene,
+) -> None:
+    for number in range(FOR_LOADS.per_unverified_host):
+        scene.ask("dark", number)
+    scene.is_asked("dark", FOR_LOADS.per_unverified_host)
+    scene.handshakes.ask_ahead(_key("dark", 100))
+    scene.is_asked("dark", FOR_LOADS.per_unverified_host + 1)
+    assert scene.ask("dark", 100) is None
+    for _ in range(2):
+        scene.handshakes.ask_ahead(_key("dark-ahead"))
+    scene.let_go.set()
+    wait_until(lambda: scene.handshakes._arrived.qsize() == FOR_LOADS.per_unverified_host + 2, "all have ended", 60.0)
+    arrived = [key for key, _ in scene.handshakes.arrivals()]
+    assert arrived[-1].host == "dark-ahead"
+    assert _key("dark", 100) in arrived
+
+
+def test_a_host_that_has_answered_leaves_places_for_others_however_many_of_its_ports_are_named(scene: Scene) -> None:
+    scene.handshakes._answered["dark"] = None
+    refused = [why for number in range(300) if (why := scene.ask("dark", number)) is not None]
+    assert len(scene.handshakes) == FOR_LOADS.asked // 2
+    assert refused[0] == "128 engines of this host have not answered yet"
+    assert scene.ask("live") is None
+    scene.has_ended("live")

@@ -8,10 +8,16 @@ to other hosts:
 - So with up to 48 handshakes to silent hosts under way a live host is asked at once. With more of them it waits for
   at most one handshake's timeout for every 48 that were named before it. A host that has answered before does not
   wait for unverified ones at all.
-- At most 256 handshakes wait or are under way, 32 of them with any one unverified host. More are refused, not queued.
+- At most 256 handshakes wait or are under way, 32 of them with any one unverified host, and with any host no more than
+  there are places free. More are refused, not queued.
+
+The last rule is for hosts that have answered: one of which 256 ports were named, most of them closed, would otherwise
+have all places, and no other engine would be connected until they have failed.
 
 These limits are for peers that a load waits for. Peers to be prewarmed have limits of their own, so that they take no
-place from a load; a load that needs one of them takes over its handshake, waiting or under way.
+place from a load. A load that needs one of them does not ask again; the handshake gets a load's place if there is one,
+and keeps its own otherwise. (It always got one at first. Then each takeover freed a place for the next prewarm, and 240
+threads waited for one host.)
 
 Each thread makes one handshake and ends.
 """
@@ -21,7 +27,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from kvferry.plan.refusals import PlanRefused
@@ -65,10 +71,48 @@ _HOSTS_REMEMBERED = 4096
 
 @dataclass(slots=True)
 class _Asked:
-    """A handshake that waits or is under way, and the limits that it shares."""
+    """A handshake that waits or is under way.
+
+    Attributes:
+        limits: in which it has a place.
+        is_awaited: whether a load waits for it.
+    """
 
     limits: HandshakeLimits
+    is_awaited: bool
     is_under_way: bool = False
+
+
+class _UnderWay:
+    """The handshakes under way that share these limits, counted by host.
+
+    Args:
+        answered: the verified hosts.
+    """
+
+    def __init__(self, limits: HandshakeLimits, answered: Container[str]) -> None:
+        self._limits = limits
+        self._answered = answered
+        self._of_host: Counter[str] = Counter()
+        self._all = 0
+        self._unverified = 0
+
+    def add(self, host: str) -> None:
+        self._of_host[host] += 1
+        self._all += 1
+        self._unverified += host not in self._answered
+
+    def is_full(self) -> bool:
+        return self._all >= self._limits.at_once
+
+    def has_place(self, host: str) -> bool:
+        """Whether one more handshake with this host may begin."""
+        if self.is_full():
+            return False
+        if host in self._answered:
+            return self._of_host[host] < self._limits.per_host
+        is_crowded = self._unverified >= self._limits.unverified_at_once
+        return not is_crowded and self._of_host[host] < self._limits.per_unverified_host
 
 
 Found = tuple[EngineDescription, TransferPlan] | Exception
@@ -106,21 +150,23 @@ class Handshakes:
         asked = self._asked.get(key)
         if asked is not None and asked.limits is FOR_LOADS:
             return None
+        full = self._why_full(key.host, FOR_LOADS)
         if asked is not None and asked.is_under_way:
-            asked.limits = FOR_LOADS
+            asked.is_awaited = True
+            if full is None and self._under_way(FOR_LOADS).has_place(key.host):
+                asked.limits = FOR_LOADS
+        elif full is not None:
+            return full
         else:
-            full = self._why_full(key.host, FOR_LOADS)
-            if full is not None:
-                return full
             self._asked.pop(key, None)
-            self._asked[key] = _Asked(FOR_LOADS)
+            self._asked[key] = _Asked(FOR_LOADS, is_awaited=True)
         self._begin()
         return None
 
     def ask_ahead(self, key: PeerKey) -> None:
         """Request the handshake with a peer that no load waits for yet, if there is a place."""
         if key not in self._asked and self._why_full(key.host, AHEAD) is None:
-            self._asked[key] = _Asked(AHEAD)
+            self._asked[key] = _Asked(AHEAD, is_awaited=False)
             self._begin()
 
     def arrivals(self) -> Iterator[tuple[PeerKey, Found]]:
@@ -128,8 +174,8 @@ class Handshakes:
         while not self._arrived.empty():
             key, found = self._arrived.get()
             self._found[key] = found
-        awaited = [key for key in self._found if self._asked[key].limits is FOR_LOADS]
-        others = [key for key in self._found if self._asked[key].limits is AHEAD]
+        awaited = [key for key in self._found if self._asked[key].is_awaited]
+        others = [key for key in self._found if not self._asked[key].is_awaited]
         for key in (*awaited, *others[:1]):
             found = self._found.pop(key)
             del self._asked[key]
@@ -152,8 +198,10 @@ class Handshakes:
         hosts = [key.host for key, asked in self._asked.items() if asked.limits is limits]
         if len(hosts) >= limits.asked:
             return f"{len(hosts)} other engines have not answered yet"
-        if host not in self._answered and hosts.count(host) >= limits.asked_of_unverified_host:
-            return f"{hosts.count(host)} engines of this host have not answered yet"
+        of_host = hosts.count(host)
+        is_over = host not in self._answered and of_host >= limits.asked_of_unverified_host
+        if is_over or of_host >= limits.asked - len(hosts):
+            return f"{of_host} engines of this host have not answered yet"
         return None
 
     def _begin(self) -> None:
@@ -167,21 +215,22 @@ class Handshakes:
 
     def _next(self, limits: HandshakeLimits) -> list[PeerKey]:
         """The peers to ask now."""
-        asked = [(key, one.is_under_way) for key, one in self._asked.items() if one.limits is limits]
-        hosts = Counter(key.host for key, is_under_way in asked if is_under_way)
-        unverified = sum(count for host, count in hosts.items() if host not in self._answered)
+        under_way = self._under_way(limits)
         begun: list[PeerKey] = []
-        for key in (key for key, is_under_way in asked if not is_under_way):
-            if hosts.total() >= limits.at_once:
+        for key, asked in self._asked.items():
+            if under_way.is_full():
                 break
-            is_unverified = key.host not in self._answered
-            if is_unverified and unverified >= limits.unverified_at_once:
-                continue
-            if hosts[key.host] < (limits.per_unverified_host if is_unverified else limits.per_host):
-                hosts[key.host] += 1
-                unverified += is_unverified
+            if asked.limits is limits and not asked.is_under_way and under_way.has_place(key.host):
+                under_way.add(key.host)
                 begun.append(key)
         return begun
+
+    def _under_way(self, limits: HandshakeLimits) -> _UnderWay:
+        counted = _UnderWay(limits, self._answered)
+        for key, asked in self._asked.items():
+            if asked.limits is limits and asked.is_under_way:
+                counted.add(key.host)
+        return counted
 
     def _run(self, key: PeerKey) -> None:
         try:
