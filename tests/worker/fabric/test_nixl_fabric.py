@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvferry.worker.fabric import nixl_handles
 from kvferry.worker.fabric.agent import AgentConfig, load_bindings, open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricUnavailable, InvalidMetadata, PeerLost
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.nixl_handles import NixlPeers
+from kvferry.worker.fabric.nixl_handles import MOST_PARTED, NixlPeers
 from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region
+from kvferry.worker.peers.registry import PeerRegistry
 from tests.worker.fabric.harness import NixlHarness, arrivals, finish, indices, random_bytes, region, row, rows, until
 from tests.worker.fabric.scenes import Pair
 from tests.worker.fabric.test_nixl_agent import answer_of
@@ -230,6 +233,31 @@ def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all
     assert scene.calls == ["+a", "+b", "+c", "-a"]
     scene.peers.clear()
     assert scene.calls[4:] == ["-b", "-c"]
+
+
+def test_a_rotation_of_as_many_living_peers_as_a_worker_knows_leaves_no_connection() -> None:
+    """Each one that is forgotten while it lives leaves a file open. Beyond 256 a rotation leaked one a contact."""
+    scene = Scene(MOST_PARTED)
+    most_peers = signature(PeerRegistry).parameters["most_peers"].default
+    for _ in range(3):
+        for number in range(most_peers):
+            scene.part(PeerAgent(f"peer-{number}"))
+    assert len(scene.calls) == most_peers
+
+
+def test_no_new_peer_is_added_when_most_files_are_open_and_known_ones_are_used_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene()
+    scene.part(A)
+    monkeypatch.setattr(nixl_handles, "MOST_OPEN_FILES", 0.0)
+    with pytest.raises(FabricUnavailable, match="files of this process are open"):
+        scene.peers.add(B, b"1")
+    scene.peers.add(A, b"1")
+    assert scene.calls == ["+a"]
+    monkeypatch.undo()
+    scene.peers.add(B, b"1")
+    assert scene.calls == ["+a", "+b"]
 
 
 def test_one_whose_requests_failed_is_forgotten_at_once() -> None:
