@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -18,6 +20,7 @@ from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, P
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
 from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.protocol.side_channel.connection import Connection
 from tests.protocol.raw_listener import answer_of, end_after_the_request
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
@@ -151,6 +154,33 @@ def test_no_socket_outlives_a_failed_handshake_and_no_thread_the_client(host: st
         wait_until(lambda: alive() <= ready, "the sockets are given back")
     client.close()
     wait_until(lambda: alive() <= before, "the threads have ended")
+
+
+def test_files_bound_the_number_of_connections_and_not_the_sockets_that_zmq_gives_by_default(
+    client: SideChannelClient,
+) -> None:
+    """With 1,023 sockets, three a connection, the 342nd failed: "Too many open files"."""
+    count = 400
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+
+    async def connect() -> list[Connection]:
+        return await asyncio.gather(*(client.connect("127.0.0.1", port, 1000) for _ in range(count)))
+
+    async def close(connections: list[Connection]) -> None:
+        for each in connections:
+            each.close()
+
+    try:
+        connected = client.wait_for(connect())
+        assert len(connected) == count
+        client.wait_for(close(connected))
+    finally:
+        context.destroy(linger=0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelClient) -> None:

@@ -48,6 +48,9 @@ class SideChannelClient:
         self._lock = threading.Lock()
         self._is_closing = False
         self._context = zmq.asyncio.Context(io_threads=1)
+        # By default a context has 1,023 sockets, which were 341 connections of three each. Beyond that renewals failed
+        # with "Too many open files", whatever `ulimit -n` said. Files are what bounds the number of connections.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
         try:
