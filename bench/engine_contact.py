@@ -85,7 +85,7 @@ def contact_specs(setup: Setup, model: str, consumers: int) -> list[EngineSpec]:
             devices=(core,),
             block_size=32,
             max_model_len=1024,
-            cache_gib=2.0,
+            cache_gib=2,
             transfer=Transfer(role, setup.module),
             extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", str(BLOCKS)),
         )

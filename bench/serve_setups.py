@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serve_clock import FILE_VARIABLE, AnswerClock, Answers
-from scripts.accuracy.devices import hand_out_gpus
+from scripts.accuracy.devices import hand_out_gpus, visible_gpus
 from scripts.accuracy.engines import Engine, EngineSpec, Router, Transfer
 from scripts.accuracy.processes import Server
 
@@ -79,8 +79,8 @@ class Running:
 
 def specs_of(setup: Setup, model: str, logs: Path, device: str = "cpu") -> tuple[EngineSpec, ...]:
     """One core, or GPU, for every engine, the single one included: the one that the decoder has in the others. With
-    CUDA_VISIBLE_DEVICES=0,0 all share a GPU."""
-    here, there = hand_out_gpus((1, 1), os.environ) if device == "cuda" else (("0",), ("1",))
+    one GPU, or CUDA_VISIBLE_DEVICES=0,0, all share it."""
+    here, there = hand_out_gpus((1, 1), visible_gpus(os.environ)) if device == "cuda" else (("0",), ("1",))
     if not setup.module:
         return (_spec(setup, "engine", model, there, logs, device),)
     return _spec(setup, "producer", model, here, logs, device), _spec(setup, "consumer", model, there, logs, device)

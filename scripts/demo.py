@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.accuracy.client import Answer, Client
 from scripts.accuracy.engines import Engine, EngineSpec, Router
 from scripts.accuracy.fleet import plan_fleet
-from scripts.accuracy.model import ConversionFailed, prepare
+from scripts.accuracy.model import NoModel, prepare
 from scripts.accuracy.processes import ServerFailed
 from scripts.accuracy.prompts import Case
 from scripts.accuracy.settings import BadSetting, Settings, read_settings
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     except BadSetting as error:
         print(error, file=sys.stderr)
         return 2
-    except (ServerFailed, ConversionFailed) as error:
+    except (ServerFailed, NoModel) as error:
         print(f"\n{error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:

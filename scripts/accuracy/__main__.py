@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from scripts.accuracy.settings import BadSetting, Settings, help_text, read_settings
+from scripts.accuracy.settings import BadSetting, Settings, help_text, notes, read_settings
 from scripts.console import STOPPED, Progress, raise_when_stopped, shown
 
 _ABOUT = """\
@@ -34,9 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, variable in _FLAGS.items():
         about = f"the same as the variable {variable}, before it"
         parser.add_argument(name, dest=variable, metavar=variable, default="", help=about)
+    parser.add_argument(
+        "--enable-cross-layers",
+        dest="CROSS_LAYERS",
+        action="store_const",
+        const="1",
+        default="",
+        help="the same as the variable CROSS_LAYERS",
+    )
     chosen = vars(parser.parse_args(arguments))
+    given = (*_FLAGS.values(), "CROSS_LAYERS")
     try:
-        settings = read_settings({**os.environ, **{name: chosen[name] for name in _FLAGS.values() if chosen[name]}})
+        settings = read_settings({**os.environ, **{name: chosen[name] for name in given if chosen[name]}})
         if chosen["check"]:
             print(settings.device)
             return 0
@@ -52,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(settings: Settings) -> int:
     import asyncio
 
-    from scripts.accuracy.model import ConversionFailed
+    from scripts.accuracy.model import NoModel
     from scripts.accuracy.processes import ServerFailed
     from scripts.accuracy.report import save, show, verdict
     from scripts.accuracy.run import Run
@@ -62,12 +71,14 @@ def _run(settings: Settings) -> int:
     log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
     reports = []
     print(f"logs: {shown(log_dir)}", flush=True)
+    for note in notes(settings, os.environ):
+        progress.say(note)
     for name in settings.models:
         try:
             with ExitStack() as stack:
                 run = Run(settings, name, log_dir / Path(name).name, stack)
                 reports.append(asyncio.run(run.go()))
-        except (ServerFailed, ConversionFailed) as error:
+        except (ServerFailed, NoModel) as error:
             print(f"\n{error}\nFAILED; logs: {shown(log_dir)}", file=sys.stderr)
             return 3
         save(reports, log_dir / "report.json")

@@ -7,24 +7,33 @@ import random
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import cycle, islice
 
 # Below the range from which kernels commonly take ports for outgoing connections: an engine needs a minute to start,
 # and a port of that range could be gone by then.
 _LOWEST, _HIGHEST = 12000, 32000
 
 
-def count_gpus(environment: Mapping[str, str]) -> int:
-    """Number of NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES if it is set, else the driver's list.
+def visible_gpus(environment: Mapping[str, str], listed: int | None = None) -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, else their indices.
 
-    One that is named twice counts twice: two engines may share it.
+    As CUDA does, the first index that the driver does not list ends the list. A GPU may be named twice: then two
+    engines have it before any other is used.
+
+    Args:
+        listed: how many GPUs the driver lists; None to ask it.
     """
+    known = _listed_gpus() if listed is None else listed
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    listed = _listed_gpus()
     if visible is None:
-        return listed
-    names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    return len(names) if len(set(names)) <= listed else listed
+        return tuple(map(str, range(known)))
+    names: list[str] = []
+    for name in map(str.strip, visible.split(",")):
+        is_unknown_index = name.isdecimal() and int(name) >= known
+        if not known or not name or name.startswith("-") or is_unknown_index:
+            break
+        names.append(name)
+    return tuple(names)
 
 
 def _listed_gpus() -> int:
@@ -36,12 +45,26 @@ def _listed_gpus() -> int:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def hand_out_gpus(needs: Sequence[int], environment: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Consecutive GPUs for each engine: indices, or the names in CUDA_VISIBLE_DEVICES. `read_settings` has
-    checked that there are enough."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "").strip()
-    names = iter(visible.split(",") if visible else map(str, range(sum(needs))))
-    return [tuple(islice(names, need)) for need in needs]
+def hand_out_gpus(needs: Sequence[int], gpus: Sequence[str]) -> list[tuple[str, ...]]:
+    """The GPUs of each engine, in turn. Where there are fewer than workers, engines share them.
+
+    The workers of one engine never do: NCCL refuses two ranks on one GPU.
+
+    Raises:
+        ValueError: an engine has more workers than there are GPUs.
+    """
+    if max(needs) > len(set(gpus)):
+        raise ValueError(f"an engine has {max(needs)} workers, and there are {len(set(gpus))} GPUs")
+    names = cycle(gpus)
+    shares: list[tuple[str, ...]] = []
+    for need in needs:
+        share: list[str] = []
+        while len(share) < need:
+            name = next(names)
+            if name not in share:
+                share.append(name)
+        shares.append(tuple(share))
+    return shares
 
 
 def hand_out_cores(needs: Sequence[int], cores: Sequence[int] | None = None) -> list[tuple[str, ...]]:
@@ -64,6 +87,16 @@ def free_ports(count: int) -> list[int]:
     if len(found) < count:
         raise OSError(f"only {len(found)} free ports were found from {_LOWEST} to {_HIGHEST}; {count} are needed")
     return found
+
+
+def free_port_range(count: int) -> int:
+    """The first of so many consecutive ports on which no process listens now: each data parallel rank of an engine
+    takes the next one for its side channel. Raises like `free_ports`."""
+    starts = range(_LOWEST, _HIGHEST - count + 1)
+    for first in random.Random().sample(starts, min(2000, len(starts))):
+        if all(map(_is_free, range(first, first + count))):
+            return first
+    raise OSError(f"no {count} consecutive free ports were found from {_LOWEST} to {_HIGHEST}")
 
 
 def _is_free(port: int) -> bool:

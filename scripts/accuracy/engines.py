@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.devices import free_ports
+from scripts.accuracy.devices import free_port_range, free_ports
 from scripts.accuracy.metrics import Scrape, scrape
 from scripts.accuracy.processes import Server
 from scripts.accuracy.settings import STOCK
@@ -89,7 +89,7 @@ class EngineSpec:
     block_size: int | None = None
     max_model_len: int = 2048
     max_num_seqs: int = 16
-    cache_gib: float = 1.0
+    cache_gib: int = 1
     gpu_memory_utilization: float = 0.2
     layout: str = ""
     attention_backend: str = ""
@@ -129,6 +129,10 @@ class EngineSpec:
     def _traced(self) -> bool:
         return self.device == "cpu" and self.pp > 1
 
+    def shares_gpu_with(self, other: EngineSpec) -> bool:
+        """Whether a GPU is used by both."""
+        return self.device == "cuda" == other.device and not set(self.devices).isdisjoint(other.devices)
+
     def environment(self, side_channel_port: int) -> dict[str, str]:
         """Variables that are added to the environment.
 
@@ -142,7 +146,7 @@ class EngineSpec:
             added["HF_HUB_OFFLINE"] = "1"
         if self.device == "cpu":
             added["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(self.devices)
-            added["VLLM_CPU_KVCACHE_SPACE"] = f"{self.cache_gib:g}"
+            added["VLLM_CPU_KVCACHE_SPACE"] = str(self.cache_gib)
             added["THP_MEM_ALLOC_ENABLE"] = "1"
             if not self._traced:
                 added["TORCH_COMPILE_DISABLE"] = "1"
@@ -161,8 +165,9 @@ class Engine(Server):
 
     def __init__(self, spec: EngineSpec, log_dir: Path) -> None:
         self.spec = spec
-        port, self.side_channel_port = free_ports(2)
-        self.port = spec.port or port
+        first = free_port_range(1 + spec.dp)
+        self.port = spec.port or first
+        self.side_channel_port = first + 1
         super().__init__(
             name=f"engine {spec.name}",
             command=spec.arguments(self.port),

@@ -38,7 +38,7 @@ def plan_fleet(
     """
     decoders = settings.decode_instances
     needs = [settings.decode_workers] * decoders + [settings.prefill_workers] * settings.prefill_instances
-    shares = hand_out_gpus(needs, environment) if settings.device == "cuda" else hand_out_cores(needs)
+    shares = hand_out_gpus(needs, settings.gpus) if settings.device == "cuda" else hand_out_cores(needs)
     common = EngineSpec(
         name="",
         model=model,

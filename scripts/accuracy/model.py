@@ -14,15 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, ROOT, TINY_MODEL, TINY_MODELS, BadSetting
+from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, ROOT, TINY_MODELS, BadSetting
 
 _MADE = (DEFAULT_MODEL, *RANDOM_MODELS)
+_WEIGHTS, _OLD_WEIGHTS = ".safetensors", ".bin"
+"""The files that vLLM loads, in its order of preference; repositories may hold others of the same weights."""
+_ALL_WEIGHTS = (_WEIGHTS, _OLD_WEIGHTS, ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 _FORMAT = 1
 """Counts changes of how they are made: another number, another folder."""
 
 
-class ConversionFailed(Exception):
-    """A model could not be made; the text has the reason."""
+class NoModel(Exception):
+    """A model could not be made or downloaded; the text has the reason."""
 
 
 def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
@@ -30,9 +33,11 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
 
     Raises:
         BadSetting: the package of the default model is not installed.
-        ConversionFailed: it could not be converted.
+        NoModel: it could not be converted or downloaded.
     """
     if name not in _MADE:
+        if not Path(name).is_dir():
+            _download(name, say)
         return name
     gguf = _packaged_gguf(name)
     folders = {each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MADE}
@@ -46,8 +51,29 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
         quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ConversionFailed(f"{gguf} could not be converted:\n{done.stderr[-4000:]}")
+            raise NoModel(f"{gguf} could not be converted:\n{done.stderr[-4000:]}")
     return str(folders[name])
+
+
+def _download(name: str, say: Callable[[str], None]) -> None:
+    """Bring a model of the hub into its local cache before any engine starts.
+
+    Engines would do it too, but all at once, and within START_TIMEOUT_S, which a large model's download exceeds.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if constants.HF_HUB_OFFLINE or os.environ.get("VLLM_USE_MODELSCOPE"):
+        return  # what is there must do, or vLLM asks elsewhere
+    say(f"download {name}, or check that it is complete")
+    try:
+        files = HfApi().list_repo_files(name)
+        wanted = _WEIGHTS if any(file.endswith(_WEIGHTS) for file in files) else _OLD_WEIGHTS
+        ignored = [f"*{end}" for end in _ALL_WEIGHTS if end != wanted]
+        snapshot_download(name, ignore_patterns=[*ignored, "original/*", "*.gguf"])
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
+        raise NoModel(f"{name} cannot be downloaded: {error}\nMODEL_NAMES may name a folder instead.") from error
 
 
 def default_cache_dir() -> Path:
@@ -110,22 +136,6 @@ def config_of(model: str) -> dict[str, Any]:
 def has_states(config: Mapping[str, Any]) -> bool:
     """Whether layers keep recurrent states, by the names of the settings."""
     return any(name.startswith(("mamba_", "linear_")) for name in config)
-
-
-def check_sizes(name: str, config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Tensor parallel sizes must divide the attention heads, or the engine ends while it starts.
-
-    Args:
-        sizes: by the name of the variable.
-
-    Raises:
-        BadSetting: one does not.
-    """
-    heads = config.get("num_attention_heads")
-    for variable, size in sizes.items():
-        if heads and heads % size:
-            more = f"; MODEL_NAMES={TINY_MODEL} has sizes 1, 2, 4 and 8" if name in _MADE else ""
-            raise BadSetting.of(variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}")
 
 
 def token_size(config: Mapping[str, Any], tp: int, dtype: str) -> tuple[int, str] | None:

@@ -16,11 +16,11 @@ from scripts.accuracy.client import Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec, Router
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.judging import Expected, ThroughTheRouter, judge_router
-from scripts.accuracy.model import check_sizes, config_of, has_states, prepare, token_size
+from scripts.accuracy.model import config_of, has_states, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import CaseSet, make_cases
 from scripts.accuracy.report import Report
-from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, TINY_MODELS, Settings
+from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, TINY_MODELS, Settings, check_heads
 from scripts.console import Progress
 
 _SENTENCES = 2000
@@ -42,8 +42,7 @@ class Run:
         self._questions = scores.questions()
         self._sums = scores.cases(self._questions)
         self._model = prepare(name, settings.cache_dir, self._say)
-        sizes = {"PREFILLER_TP_SIZE": settings.prefill_tp, "DECODER_TP_SIZE": settings.decode_tp}
-        check_sizes(name, config_of(self._model), sizes)
+        check_heads(name, config_of(self._model).get("num_attention_heads"), settings)
         self._streams = settings.ferry and name in (DEFAULT_MODEL, *TINY_MODELS)
         self._fleet = plan_fleet(settings, self._model, os.environ, _SMALL_STEPS if self._streams else ())
         workers = sum(len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode))
@@ -68,9 +67,7 @@ class Run:
 
     async def _go(self) -> None:
         # The prefill engines start beside the baseline: they have devices of their own, and starting takes longest.
-        baseline = self._start(self._fleet.baseline)
-        prefill = [self._start(spec) for spec in self._fleet.prefill]
-        self._await([baseline, *prefill])
+        baseline, *prefill = self._start_all([self._fleet.baseline, *self._fleet.prefill])
         timeout_s = self._settings.request_timeout_s
         always = {"likeliest": checks.LIKELIEST}
         async with Client(self._fleet.baseline.served_name, timeout_s, always=always) as client:
@@ -82,8 +79,7 @@ class Run:
             cases = make_cases(tokens, blocks[1], longest, self._settings.concurrency, shortest)
             expected = await self._baseline(client, baseline, cases)
             self._stop(baseline)
-            decode = [self._start(spec) for spec in self._fleet.decode]
-            self._await(decode)
+            decode = self._start_all(self._fleet.decode)
             urls = [engine.base_url for engine in prefill], [engine.base_url for engine in decode]
             router = Router(*urls, self._log_dir, timeout_s)
             self._enter(router)
@@ -181,8 +177,7 @@ class Run:
         self._say("restart the prefill engine with a connector that overwrites its cache")
         for engine in prefill:
             self._stop(engine)
-        poisoner = self._start(self._fleet.poisoner)
-        self._await([poisoner])
+        (poisoner,) = self._start_all([self._fleet.poisoner])
         await phases.warm_up(client, [poisoner.base_url], cases)
         decoders = phases.Decoders([decode])
         asking = client.hand_over_all(poisoner.base_url, decode.base_url, cases.poisoned)
@@ -204,6 +199,24 @@ class Run:
         return Formula(math.gcd(*blocks), *size, staged)
 
     # Servers.
+
+    def _start_all(self, specs: Sequence[EngineSpec]) -> list[Engine]:
+        """Start engines beside each other and wait until all are ready.
+
+        Those that share a GPU start one after the other: vLLM measures its free memory at the start, and ends when
+        another engine takes some meanwhile.
+        """
+        engines: list[Engine] = []
+        starting: list[Engine] = []
+        for spec in specs:
+            if any(spec.shares_gpu_with(engine.spec) for engine in starting):
+                self._await(starting)
+                starting = []
+            engine = self._start(spec)
+            engines.append(engine)
+            starting.append(engine)
+        self._await(starting)
+        return engines
 
     def _start(self, spec: EngineSpec) -> Engine:
         engine = Engine(spec, self._log_dir)

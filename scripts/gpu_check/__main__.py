@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts import markdown
-from scripts.accuracy.devices import count_gpus
+from scripts.accuracy.devices import visible_gpus
 from scripts.accuracy.settings import ROOT, VARIABLES, BadSetting
 from scripts.console import STOPPED, Progress, raise_when_stopped, show_results, shown
 from scripts.gpu_check.gpus import Gpu, find_gpus
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device, log_dir = (VARIABLES[name].read(os.environ) for name in ("device", "log_dir"))
     except BadSetting as error:
         parser.error(str(error))
-    if device != "cpu" and not count_gpus(os.environ):
+    if device != "cpu" and not visible_gpus(os.environ):
         parser.error("no GPU was found by nvidia-smi; KVFERRY_DEVICE=cpu puts the CPU in its place")
     device = "cuda" if device == "auto" else device
     gpus = find_gpus(device, os.environ)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy import devices, fleet
-from scripts.accuracy.devices import count_gpus, free_ports, hand_out_cores, hand_out_gpus
+from scripts.accuracy.devices import free_port_range, free_ports, hand_out_cores, hand_out_gpus, visible_gpus
+from scripts.accuracy.engines import Engine, EngineSpec
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.settings import read_settings
 
@@ -66,7 +67,9 @@ def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
 
 
 def test_with_dp_ep_decoders_and_baseline_are_data_parallel_with_experts_shared_out() -> None:
-    settings = read_settings({"DP_EP": "1", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=4)
+    settings = read_settings(
+        {"DP_EP": "1", "MODEL_NAMES": "m", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=4
+    )
     planned = plan_fleet(settings, "m", {})
     for spec in (planned.decode[0], planned.baseline):
         assert "--tensor-parallel-size 1 --data-parallel-size 2" in " ".join(spec.arguments(1))
@@ -96,25 +99,60 @@ def test_nvidia_smi_lists_gpus_with_their_partitions_which_are_not_counted(
     program.write_text("#!/bin/sh\necho 'GPU 0: A'\necho '  MIG 1g.10gb     Device  0:'\necho 'GPU 1: A'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert count_gpus({}) == 2
+    assert visible_gpus({}) == ("0", "1")
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert count_gpus({}) == 0
+    assert visible_gpus({}) == ()
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [(None, 4), ("", 0), ("2,3", 2), ("-1", 0), ("0,1,2,3,4,5", 4), ("GPU-1,GPU-3", 2)]
+    ("visible", "names"),
+    [
+        (None, "0 1 2 3"),
+        ("", ""),
+        ("2,3", "2 3"),
+        ("-1", ""),
+        ("0, 1,4,2", "0 1"),
+        ("GPU-1,GPU-3", "GPU-1 GPU-3"),
+        ("0,0", "0 0"),
+    ],
 )
-def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
-    monkeypatch.setattr(devices, "_listed_gpus", lambda: 4)
-    assert count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
+def test_only_visible_gpus_count_and_an_unknown_one_ends_the_list(visible: str | None, names: str) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_gpus(environment, 4) == tuple(names.split())
+    assert visible_gpus(environment, 0) == ()
 
 
-def test_devices_are_consecutive_and_cores_are_shared_only_when_there_are_too_few() -> None:
-    assert hand_out_gpus([2, 1, 1], {}) == [("0", "1"), ("2",), ("3",)]
-    assert hand_out_gpus([1, 2], {"CUDA_VISIBLE_DEVICES": "5,7,GPU-x"}) == [("5",), ("7", "GPU-x")]
+def test_engines_have_gpus_of_their_own_while_there_are_enough_and_share_them_otherwise() -> None:
+    assert hand_out_gpus([2, 1, 1], "0123") == [("0", "1"), ("2",), ("3",)]
+    assert hand_out_gpus([1, 2], ["5", "7", "GPU-x"]) == [("5",), ("7", "GPU-x")]
+    assert hand_out_gpus([1, 1], ["0"]) == [("0",), ("0",)]
+    assert hand_out_gpus([1, 1, 1], ["0", "0", "1"]) == [("0",), ("0",), ("1",)]
+    assert hand_out_gpus([2, 2], ["0", "1"]) == [("0", "1"), ("0", "1")]
+    assert hand_out_gpus([1, 2], ["0", "1"]) == [("0",), ("1", "0")]
+    with pytest.raises(ValueError, match="2 workers, and there are 1 GPUs"):
+        hand_out_gpus([1, 2], ["0", "0"])
+
+
+def test_cores_are_shared_only_when_there_are_too_few() -> None:
     assert hand_out_cores([1, 1], [0, 1]) == [("0",), ("1",)]
     assert hand_out_cores([1, 2], [0, 1]) == [("0",), ("1", "0")]
+
+
+def test_every_rank_of_a_data_parallel_engine_has_a_free_port_for_its_side_channel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank n listens on the engine's port + n: one free port is not enough."""
+    first = free_port_range(7)
+    monkeypatch.setattr(devices, "_LOWEST", first)
+    monkeypatch.setattr(devices, "_HIGHEST", first + 7)
+    spec = EngineSpec("d", "m", devices=("0", "1", "2"), dp=3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 2))
+        engine = Engine(spec, tmp_path)
+        assert (engine.port, engine.side_channel_port) == (first + 3, first + 4)
+        with pytest.raises(OSError, match="no 5 consecutive free ports"):
+            free_port_range(5)
 
 
 def test_ports_differ_and_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

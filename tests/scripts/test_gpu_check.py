@@ -74,18 +74,6 @@ def test_the_accuracy_test_knows_the_variables_of_every_part(device: str) -> Non
         assert settings.prefill_workers + settings.decode_workers == part.workers, part.name
 
 
-def test_two_engines_may_share_a_gpu_that_is_named_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_listed_gpus", lambda: 1)
-    assert [devices.count_gpus({"CUDA_VISIBLE_DEVICES": names}) for names in ("0,0", "0", "", "0,1", "-1")] == [
-        2,
-        1,
-        0,
-        1,
-        0,
-    ]
-    assert devices.hand_out_gpus([1, 1], {"CUDA_VISIBLE_DEVICES": "0,0"}) == [("0",), ("0",)]
-
-
 def test_a_part_sees_its_gpus_only_and_writes_into_its_own_folder(tmp_path: Path) -> None:
     one = planned_on(79, 79)["accuracy: equal"]
     environment = environment_of(one, "cuda", tmp_path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HFValidationError
 
-from scripts.accuracy.model import check_sizes, has_states, token_size
-from scripts.accuracy.settings import DEFAULT_MODEL, BadSetting
+from scripts.accuracy.model import NoModel, has_states, prepare, token_size
 
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,8 +46,47 @@ def test_other_caches_are_not_predicted(change: dict[str, Any]) -> None:
     assert token_size({**SMOLLM2, **change}, 1, "float32") is None
 
 
-def test_tensor_parallel_sizes_must_divide_the_heads() -> None:
-    check_sizes(DEFAULT_MODEL, SMOLLM2, {"PREFILLER_TP_SIZE": 3, "DECODER_TP_SIZE": 1})
-    check_sizes("unknown", {}, {"PREFILLER_TP_SIZE": 7})
-    with pytest.raises(BadSetting, match=r"DECODER_TP_SIZE='2' .* a divisor of 9, .*MODEL_NAMES=tiny-llama"):
-        check_sizes(DEFAULT_MODEL, SMOLLM2, {"PREFILLER_TP_SIZE": 3, "DECODER_TP_SIZE": 2})
+class Hub:
+    """A hub with one model, of these files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *files: str) -> None:
+        self.ignored: list[str] = []
+        self.downloads: list[str] = []
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda _, name: list(files))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self._download)
+
+    def _download(self, name: str, ignore_patterns: list[str]) -> None:
+        if " " in name:
+            raise HFValidationError(name)
+        self.downloads.append(name)
+        self.ignored = ignore_patterns
+
+
+@pytest.mark.parametrize(("end", "other"), [(".safetensors", ".bin"), (".bin", ".safetensors")])
+def test_a_model_is_downloaded_before_engines_start_once_in_one_format(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str, other: str
+) -> None:
+    hub = Hub(monkeypatch, "config.json", f"model{end}", "model.pth")
+    said: list[str] = []
+    assert prepare("some/model", tmp_path, said.append) == "some/model"
+    assert hub.downloads == ["some/model"]
+    assert f"*{end}" not in hub.ignored
+    assert {f"*{other}", "*.pth"} <= set(hub.ignored)
+    assert "download some/model" in said[0]
+
+
+def test_nothing_is_downloaded_for_a_folder_or_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = Hub(monkeypatch)
+    assert prepare(str(tmp_path), tmp_path, print) == str(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert prepare("some/model", tmp_path, print) == "some/model"
+    assert hub.downloads == []
+
+
+def test_a_model_that_cannot_be_downloaded_ends_the_run_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Hub(monkeypatch)
+    with pytest.raises(NoModel, match="MODEL_NAMES may name a folder"):
+        prepare("not a name of a model", tmp_path, print)
