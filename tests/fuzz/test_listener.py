@@ -6,7 +6,9 @@ import contextlib
 import logging
 import socket
 import struct
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
+from kvferry.scheduler.side_channel import connections
 from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
@@ -117,6 +120,9 @@ def raw_connection(port: int) -> socket.socket:
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32))
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    received = b""
+    while b"READY" not in received:  # ZMQ ends a connection that goes on before it has said this
+        received += connection.recv(4096)
     return connection
 
 
@@ -137,6 +143,73 @@ def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_co
         wait_until(lambda: counters.total("bad_frames") > attacks / 2, "they are counted", timeout_s=60)
         assert isinstance(ask(port), EngineDescription)
         assert resident_bytes() - before < attacks / 2 * parts * _PART_BYTES
+
+
+EMPTY = b"\x01\x00"
+"""An empty frame that is not its message's last."""
+LAST = b"\x00\x00"
+
+
+def wait_for_the_end(connection: socket.socket) -> None:
+    """Read until the other end has closed it."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(1 << 16):
+            pass
+
+
+def test_a_message_of_many_empty_frames_never_holds_the_listener_up() -> None:
+    """ZMQ hands all of them over at once. Received in one turn they took 1.5 s of the thread's time."""
+    counters, turns_s = Counters(), [0.0]
+    port = free_port()
+    listener = SideChannelListener(HOST, port, counters, tick=lambda: turns_s.append(time.thread_time()))
+    with contextlib.closing(listener), raw_connection(port) as connection:
+        listener.publish(make_description())
+        connection.sendall(EMPTY * 400_000 + LAST)
+        wait_for_the_end(connection)
+        assert isinstance(ask(port), EngineDescription)
+    assert counters.total("bad_frames") == 1
+    assert max(after - before for before, after in pairwise(turns_s[1:])) < 0.2
+
+
+def test_a_message_of_few_frames_is_dropped_and_its_connection_stays() -> None:
+    counters = Counters()
+    with listening(counters, description=make_description()) as (_, port), client(port) as sock:
+        for count in (1, 3, 50):
+            sock.send_multipart([b""] * count)
+        sock.send_multipart([b"", encode(Hello(engine_id="prefill-0", asker="the same connection"))])
+        assert sock.recv_multipart() == [b"", encode(make_description())]
+    assert counters.total("bad_frames") == 3
+
+
+def test_an_endless_message_is_ended_although_zmq_has_read_every_part_of_it_before_anyone_looks() -> None:
+    part = EMPTY * 16_384
+    with listening(description=make_description()) as (_, port), raw_connection(port) as connection:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 4 * MAX_UNFINISHED_BYTES:
+                connection.sendall(part)
+                sent += len(part)
+                assert isinstance(ask(port), EngineDescription), "by now ZMQ has read it"
+        assert sent < 4 * MAX_UNFINISHED_BYTES
+
+
+def test_of_many_messages_without_an_end_those_with_the_most_bytes_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_UNFINISHED_IN_ALL_BYTES", 1 << 20)
+    counters = Counters()
+    with (
+        listening(counters, description=make_description()) as (_, port),
+        raw_connection(port) as short,
+        raw_connection(port) as long,
+        raw_connection(port) as longest,
+    ):
+        short.sendall(EMPTY * (100 << 10))
+        long.sendall(EMPTY * (200 << 10))
+        longest.sendall(EMPTY * (300 << 10))
+        wait_for_the_end(longest)
+        assert counters.total("bad_frames") == 1
+        for left in (short, long):
+            left.sendall(LAST)
+        wait_until(lambda: counters.total("bad_frames") == 3, "the others are received and dropped")
 
 
 def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None:

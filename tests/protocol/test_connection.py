@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -80,13 +83,32 @@ def test_a_listener_that_answers_without_end_is_cut_off(
 ) -> None:
     """ZMQ keeps all frames of a message until the last arrives."""
     monkeypatch.setattr(connections, "_SPARE_BYTES", 1 << 16)
-    monkeypatch.setattr(connections, "_LOOK_S", 0.02)
     monkeypatch.setattr(clients, "MAX_REPLY_BYTES", 1 << 16)
     asked = ask()
     endless = 1 << 30
     assert [answer_without_end(server, endless) < endless for _ in range(3)] == [True] * 3
     with pytest.raises(HandshakeFailed, match="ended 3 connections without an answer"):
         asked.result()
+
+
+def test_an_answer_of_many_empty_frames_is_refused_at_its_third_and_never_holds_the_loop_up(
+    server: socket.socket,
+) -> None:
+    """ZMQ hands all of them over at once. Renewals of leases use the same loop."""
+    answer = b"\x01\x00" * 250_000 + b"\x00\x00"
+    turns_s: list[float] = []
+
+    async def turn() -> None:
+        while True:
+            turns_s.append(time.thread_time())
+            await asyncio.sleep(0.001)
+
+    with SideChannelClient() as client, ThreadPoolExecutor(1) as threads:
+        client.call_soon(lambda: asyncio.ensure_future(turn()))
+        threads.submit(end_after_the_request, server, answer)
+        with pytest.raises(HandshakeFailed, match="another number of frames than one"):
+            client.fetch_description("127.0.0.1", server.getsockname()[1], "prefill-0", "decode-0", NEVER_S)
+    assert max(after - before for before, after in pairwise(turns_s)) < 0.1
 
 
 def test_a_request_whose_connection_ends_is_sent_again_at_once(server: socket.socket, ask: Ask) -> None:

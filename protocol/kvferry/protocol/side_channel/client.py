@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import MAX_REPLY_BYTES, EngineDescription, Hello, Refused, decode_reply, encode
-from kvferry.protocol.side_channel.connection import Connection, within
+from kvferry.protocol.side_channel.connection import Connection, EndlessMessages, within
 from kvferry.protocol.side_channel.host_names import HostNames
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
@@ -52,11 +52,13 @@ class SideChannelClient:
         # with "Too many open files", whatever `ulimit -n` said. Files are what bounds the number of connections.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._loop = asyncio.SelectorEventLoop()
+        self._endless = EndlessMessages()
         self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
             self._context.term()
+            self._endless.close()
             self._loop.close()
             raise
 
@@ -145,7 +147,7 @@ class SideChannelClient:
         if address is None:
             raise HandshakeFailed("cannot be looked up")
         try:
-            return await Connection.open(self._context, address, port, self._secrets, max_answer_bytes)
+            return await Connection.open(self._context, address, port, self._secrets, max_answer_bytes, self._endless)
         except (zmq.ZMQError, ValueError) as refused:
             raise HandshakeFailed(f"cannot be connected: {refused}") from None
 
@@ -174,10 +176,12 @@ class SideChannelClient:
         try:
             with contextlib.suppress(zmq.ZMQError):
                 self._context.socket(zmq.PAIR).close(linger=0)  # starts ZMQ's threads now, not with the first message
+            self._loop.call_soon(self._endless.begin)
             self._loop.run_forever()
         finally:
             self._loop.run_until_complete(_cancel_others())
             self._context.destroy()
+            self._endless.close()
             self._loop.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import zmq
@@ -15,25 +15,58 @@ from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefuse
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, unpack_event, watch
-from kvferry.protocol.side_channel.tcp import TcpConnection
+from kvferry.protocol.side_channel.tcp import LOOK_S, RECEIVE_BUFFER_BYTES, Arrivals, TcpConnection
 
 _TRIES_IN_PLAIN = 3
 """A restarting listener cuts a connection once; one that has a secret cuts it every time."""
 
-_SPARE_BYTES = 8 << 20
-"""Bytes that a connection may bring beyond its longest answer: 6 MiB in TCP's buffer, and what is in ZMQ's queue. An
-empty frame takes 2 bytes on the wire and 64 in ZMQ's memory, so a handshake can cost 2.3 GiB at worst."""
-
-_LOOK_S = 0.5
-"""Interval of the check for an endless message."""
+_SPARE_BYTES = 8 * RECEIVE_BUFFER_BYTES
+"""Bytes that a connection may bring beyond its longest answer: what is in TCP's buffer, and short answers behind it."""
 
 T = TypeVar("T")
+
+
+class EndlessMessages:
+    """Looks at the connections of one client that bring bytes, at most every `LOOK_S`. Used on the client's loop."""
+
+    def __init__(self) -> None:
+        self._arrivals = Arrivals()
+        self._looks: dict[int, Callable[[], None]] = {}  # by file
+
+    def begin(self) -> None:
+        """Look at connections from now on."""
+        asyncio.get_running_loop().add_reader(self._arrivals.fileno(), self._look)
+
+    def add(self, file: int, look: Callable[[], None]) -> None:
+        """Call this when the connection has brought bytes. ZMQ may have closed another one with this file number."""
+        self._looks[file] = look
+        self._arrivals.watch(file)
+
+    def remove(self, file: int, look: Callable[[], None]) -> None:
+        """The connection is closed; its file number may be another's already."""
+        if self._looks.get(file) == look:
+            del self._looks[file]
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        self._arrivals.close()
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._arrivals.fileno())
+        loop.call_later(LOOK_S, self.begin)
+        for file in self._arrivals.take():
+            look = self._looks.get(file)
+            if look is not None:
+                look()
 
 
 class Connection:
     """Made by `open`, which returns once both ends have proved that they have the same secret, or both have none.
 
-    Nothing is sent before that. One that has ended is of no more use. An endless message ends it.
+    Nothing is sent before that. One that has ended is of no more use. An endless message ends it, and so does one of
+    several frames: ZMQ has all of them already (`tcp.py`), and frees them on a thread of its own when its socket is
+    closed. (Received by Python, 11 million empty frames took the loop 27 s and 760 MB.)
 
     Args:
         file: its TCP connection's.
@@ -41,13 +74,23 @@ class Connection:
     """
 
     def __init__(
-        self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, file: int, max_answer_bytes: int
+        self,
+        socket: zmq.asyncio.Socket,
+        monitor: zmq.asyncio.Socket,
+        file: int,
+        max_answer_bytes: int,
+        endless: EndlessMessages,
     ) -> None:
-        self._socket, self._monitor = socket, monitor
+        self._socket = socket
+        self._monitor = monitor
+        # The same socket, for frames that have certainly arrived.
+        self._frames: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._file = file
         self._tcp = TcpConnection(file)
         self._most_bytes = max_answer_bytes + _SPARE_BYTES
         self._ended = asyncio.ensure_future(monitor.recv_multipart())  # after the handshake nothing else is reported
-        self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_endless)
+        self._endless = endless
+        endless.add(file, self._end_endless)
 
     @property
     def has_ended(self) -> bool:
@@ -56,7 +99,13 @@ class Connection:
 
     @classmethod
     async def open(
-        cls, context: zmq.asyncio.Context, address: str, port: int, secrets: Secrets, max_answer_bytes: int
+        cls,
+        context: zmq.asyncio.Context,
+        address: str,
+        port: int,
+        secrets: Secrets,
+        max_answer_bytes: int,
+        endless: EndlessMessages,
     ) -> Connection:
         """Connect, and wait for a listener as long as there is none.
 
@@ -77,7 +126,7 @@ class Connection:
             zmq.ZMQError: the address is none, or there are no more sockets.
         """
         for secret in secrets or (None,) * _TRIES_IN_PLAIN:
-            opened = await cls._try(context, address, port, secret, max_answer_bytes)
+            opened = await cls._try(context, address, port, secret, max_answer_bytes, endless)
             if isinstance(opened, Connection):
                 return opened
             if opened is ConnectionEvent.ONE_SIDED:
@@ -86,7 +135,7 @@ class Connection:
                 raise HandshakeFailed("does not keep to the protocol of ZMQ")
         if not secrets:
             raise _listener_has_one("cuts every connection, most likely because it has a secret")
-        opened = await cls._try(context, address, port, None, max_answer_bytes)
+        opened = await cls._try(context, address, port, None, max_answer_bytes, endless)
         if isinstance(opened, Connection):
             opened.close()
             raise _listener_has_none()
@@ -97,7 +146,13 @@ class Connection:
 
     @classmethod
     async def _try(
-        cls, context: zmq.asyncio.Context, address: str, port: int, secret: Secret | None, max_answer_bytes: int
+        cls,
+        context: zmq.asyncio.Context,
+        address: str,
+        port: int,
+        secret: Secret | None,
+        max_answer_bytes: int,
+        endless: EndlessMessages,
     ) -> Connection | ConnectionEvent:
         """The connection, or why there is none."""
         with contextlib.ExitStack() as undo:
@@ -111,7 +166,7 @@ class Connection:
             if event is not ConnectionEvent.THROUGH:
                 return event
             undo.pop_all()
-            return cls(socket, monitor, file, max_answer_bytes)
+            return cls(socket, monitor, file, max_answer_bytes, endless)
 
     def close_at_end(self) -> None:
         """Close it as soon as it has ended, for a connection that only sends: ZMQ would connect again."""
@@ -129,14 +184,14 @@ class Connection:
 
         Raises:
             ConnectionEnded: it has ended before one came.
-            HandshakeFailed: the message has more or fewer frames than one.
+            HandshakeFailed: the message has more or fewer frames than one; the connection is closed.
         """
-        received = asyncio.ensure_future(self._socket.recv_multipart())
+        received = asyncio.ensure_future(self._socket.recv())
         try:
             await asyncio.wait((received, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if received.done():  # ZMQ reports a message before the end that came with it
+            if received.done() and not self._socket.closed:  # ZMQ reports a message before the end that came with it
                 self._tcp.message_received()
-                return _body(received.result())
+                return self._body(received.result())
         finally:
             received.cancel()
         raise ConnectionEnded("has closed the connection")
@@ -144,7 +199,7 @@ class Connection:
     def close(self, linger_ms: int = 0) -> None:
         """Close it; messages in its queue have `linger_ms` to be sent. Idempotent."""
         self._ended.cancel()
-        self._look.cancel()
+        self._endless.remove(self._file, self._end_endless)
         if not self._socket.closed:
             _close_monitor(self._socket, self._monitor)
             self._socket.close(linger=linger_ms)
@@ -152,8 +207,14 @@ class Connection:
     def _end_endless(self) -> None:
         if self._tcp.unfinished_bytes() > self._most_bytes:
             self._tcp.shut_down()  # the monitor reports the end
-            return
-        self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_endless)
+
+    def _body(self, envelope: bytes) -> bytes:
+        """The one frame after the envelope. All frames of a message arrive together."""
+        body = self._frames.recv(copy=False) if self._frames.getsockopt(zmq.RCVMORE) else None
+        if envelope or body is None or body.more:
+            self.close()
+            raise HandshakeFailed("answered in another number of frames than one")
+        return body.bytes
 
 
 async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -178,12 +239,6 @@ def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
 def _close_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
     socket.disable_monitor()
     monitor.close(linger=0)
-
-
-def _body(frames: list[bytes]) -> bytes:
-    if len(frames) != 2 or frames[0]:
-        raise HandshakeFailed(f"answered in {len(frames) - 1} frames; kvferry answers in one")
-    return frames[1]
 
 
 def _listener_has_none() -> PeerRefused:

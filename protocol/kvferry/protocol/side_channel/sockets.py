@@ -21,6 +21,7 @@ from zmq.utils import z85
 
 from kvferry.protocol.errors import InvalidSecretFile
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
+from kvferry.protocol.side_channel.tcp import RECEIVE_BUFFER_BYTES
 
 S = TypeVar("S", bound=zmq.Socket[Any])
 
@@ -33,8 +34,11 @@ MAX_UNSENT = 64
 
 _MAX_RECONNECT_MS = 1000
 """Longest interval of attempts to connect, which begins at 100 ms and doubles."""
-_QUEUE = 8
-"""Most queued messages of one connection, in either direction."""
+REQUESTS_QUEUED = 2
+"""Most messages of one connection that wait to be received. Few: their bytes count like those of a message without an
+end (`connections.py`)."""
+_ANSWERS_QUEUED = 8
+"""Most answers that wait for one connection."""
 _HANDSHAKE_MS = 10_000
 """Deadline of a connection's ZMTP handshake."""
 _MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
@@ -105,8 +109,9 @@ def listening_socket(
     socket.setsockopt(zmq.IPV6, int(":" in host))
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + (CURVE_OVERHEAD_BYTES if secrets else 0))
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    socket.setsockopt(zmq.RCVHWM, _QUEUE)
-    socket.setsockopt(zmq.SNDHWM, _QUEUE)
+    socket.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED)
+    socket.setsockopt(zmq.SNDHWM, _ANSWERS_QUEUED)
+    socket.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)
     if secrets:  # ZAP decides which peers to admit
@@ -128,6 +133,7 @@ def asking_socket(context: zmq.Context[S], address: str, secret: Secret | None, 
     socket.setsockopt(zmq.MAXMSGSIZE, max_answer_bytes + (CURVE_OVERHEAD_BYTES if secret is not None else 0))
     socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
     socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)

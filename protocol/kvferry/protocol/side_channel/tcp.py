@@ -1,19 +1,33 @@
 """TCP connections of ZMQ's sockets, to bound the bytes of a message.
 
 ZMQ bounds the bytes of a frame and the number of queued messages, but not the frames of one message: it keeps all of
-them until the last arrives. So both ends of a side channel read from the system how many bytes a connection has brought
-(`TCP_INFO`), and end one that has brought too many.
+them until the last arrives, and hands them over together. An empty frame takes 2 bytes on the wire and 64 in ZMQ's
+memory. No option of its releases bounds that: `ZMQ_IN_BATCH_SIZE` and the sockets without multipart messages are
+drafts, which PyPI's pyzmq is built without. So both ends of a side channel read from the system how many bytes a
+connection has brought (`TCP_INFO`), and end one that has brought too many.
+
+They look while bytes arrive, every `LOOK_S`. At most 35 MB/s of empty frames were seen to pass ZMQ's I/O thread, which
+is one for all connections: they bring about 350 kB between two looks, 11 MB in ZMQ's memory. Looking four times a
+second cost 450 MB, and an idle process its rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+LOOK_S = 0.01
+"""Shortest interval between two looks at connections that bring bytes."""
+
+RECEIVE_BUFFER_BYTES = 128 << 10
+"""Of TCP, for each connection. The kernel doubles it; without it a connection may have 6 MiB there, which count as
+received although ZMQ has not read them."""
 
 _RECEIVED_AT, _INFO_BYTES = 128, 136  # `tcpi_bytes_received` in Linux's `struct tcp_info`
 
@@ -74,3 +88,32 @@ class TcpConnection:
             raise
         with connection:
             yield connection
+
+
+class Arrivals:
+    """Reports which of many connections have brought bytes. Those that are silent cost nothing.
+
+    It watches ZMQ's own files, beside ZMQ, whose thread may have read the bytes before anyone looks: epoll then reports
+    nothing to read. So it watches for the edge of either kind: a connection that can be written to is reported all the
+    same when bytes come.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+
+    def fileno(self) -> int:
+        """A file that is readable when there is something to `take`."""
+        return self._epoll.fileno()
+
+    def watch(self, file: int) -> None:
+        """Report this connection whenever it has brought bytes, until ZMQ closes it."""
+        with contextlib.suppress(OSError):  # it has
+            self._epoll.register(file, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+
+    def take(self) -> list[int]:
+        """The connections that have brought bytes since the last call, and perhaps others."""
+        return [file for file, _ in self._epoll.poll(0)]
+
+    def close(self) -> None:
+        """Watch nothing any more. Idempotent."""
+        self._epoll.close()

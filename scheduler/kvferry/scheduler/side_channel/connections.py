@@ -1,6 +1,7 @@
 """The connections of a listening socket: refused ones are counted, endless messages and too many connections ended.
 
-A connection that has sent too many bytes since its last whole message is closed (`tcp.py`). When there are too many
+A connection that has sent too many bytes since its last whole message is closed (`tcp.py`), and so are those with the
+most of them when all together have sent too many. When there are too many
 connections, the one that has been silent for longest is closed: an engine connects again when needed, and the process
 needs its files.
 
@@ -15,19 +16,21 @@ import resource
 
 import zmq
 
+from kvferry.protocol.handshake import MAX_REQUEST_BYTES
 from kvferry.protocol.rate_limited_log import RateLimitedLog
-from kvferry.protocol.side_channel.sockets import unpack_event, watch
-from kvferry.protocol.side_channel.tcp import TcpConnection
+from kvferry.protocol.side_channel.sockets import REQUESTS_QUEUED, unpack_event, watch
+from kvferry.protocol.side_channel.tcp import RECEIVE_BUFFER_BYTES, Arrivals, TcpConnection
 from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
 
-MAX_UNFINISHED_BYTES = 10 << 20
-"""More than whole messages can have in flight: 8 of 256 KiB in ZMQ's queue, and 6 MiB in TCP's buffer. An empty frame
-takes 2 bytes on the wire and 64 in ZMQ's memory, so a connection can cost 320 MiB at worst."""
+MAX_UNFINISHED_BYTES = (REQUESTS_QUEUED + 1) * MAX_REQUEST_BYTES + 4 * RECEIVE_BUFFER_BYTES
+"""More than whole messages can have in flight: those in ZMQ's queue, one that waits to enter it, and what is in TCP's
+buffer. Of empty frames it is 40 MB in ZMQ's memory."""
 
-LOOK_MS = 250
-"""Interval of the check of all connections."""
+MAX_UNFINISHED_IN_ALL_BYTES = 16 << 20
+"""Of all connections together: 512 MB of empty frames at worst. A thousand consumers that renew a hundred leases each
+at the same moment send a third of it."""
 
 MAX_CONNECTIONS = 8192
 """More than the workers of 1,000 engines of 8 that ask at the same time; half of the process's file limit if that is
@@ -67,6 +70,7 @@ class Connections:
 
     Attributes:
         monitor: to be polled; when it is readable, call `on_event`.
+        arrivals: to be polled; when it is readable, call `end_endless`, at most every `LOOK_S`.
         most: connections that are kept.
     """
 
@@ -75,6 +79,8 @@ class Connections:
         self._listener = listener
         self._counters = counters
         self._known: dict[int, TcpConnection] = {}  # the latest to send is last
+        self.arrivals = Arrivals()
+        self._unfinished_bytes: dict[int, int] = {}  # by file, when it was last looked at
         self._reason: str | None = None
         self._logs = {
             reason: RateLimitedLog(logger, _UNFINISHED_LINE_S if reason == "unfinished" else _LINE_S)
@@ -82,17 +88,13 @@ class Connections:
         }
         self.monitor = watch(listener, _EVENTS)
 
-    def __len__(self) -> int:
-        """The number of connections."""
-        return len(self._known)
-
     def on_event(self) -> None:
         """Process one event of the monitor. That of a failed handshake comes before its connection's end."""
         event, value = unpack_event(self.monitor.recv_multipart())
         if event == zmq.EVENT_ACCEPTED:
             self.accepted(value)
         elif event == zmq.EVENT_DISCONNECTED:
-            ended = self._known.pop(value, None)
+            ended = self._forget(value)
             reason, self._reason = self._reason, None
             if reason is not None:
                 self.refused(reason, ended.peer if ended is not None else "")
@@ -101,24 +103,45 @@ class Connections:
 
     def accepted(self, file: int) -> None:
         """Add a new connection, in place of the one that was silent for longest if there are too many."""
-        self._known.pop(file, None)
+        self._forget(file)
         self._known[file] = TcpConnection(file)
+        self.arrivals.watch(file)
         if len(self._known) > self.most:
-            silent = self._known.pop(next(iter(self._known)))
-            silent.shut_down()
+            silent_file, silent = next(iter(self._known.items()))
+            self.end(silent_file)
             self.refused("too_many", silent.peer)
 
     def delivered(self, file: int) -> None:
         """A whole message of it was received: reset its byte count."""
+        self._unfinished_bytes.pop(file, None)
         connection = self._known.pop(file, None)
         if connection is not None:
             connection.message_received()
             self._known[file] = connection
 
+    def end(self, file: int) -> bool:
+        """Close a connection. Returns whether it was there."""
+        connection = self._forget(file)
+        return connection is not None and connection.shut_down()
+
     def end_endless(self) -> int:
-        """Close the connections that have sent too many bytes of one message. Returns how many."""
-        endless = [file for file, one in self._known.items() if one.unfinished_bytes() > MAX_UNFINISHED_BYTES]
-        return sum(self._known.pop(file).shut_down() for file in endless)
+        """Look at the connections that have sent bytes, and close those with too many bytes of one message. Returns how
+        many."""
+        for file in self.arrivals.take():
+            if file in self._known:
+                self._unfinished_bytes[file] = self._known[file].unfinished_bytes()
+        num_ended = 0
+        in_all = sum(self._unfinished_bytes.values())
+        for file, unfinished in sorted(self._unfinished_bytes.items(), key=lambda entry: entry[1], reverse=True):
+            if unfinished <= MAX_UNFINISHED_BYTES and in_all <= MAX_UNFINISHED_IN_ALL_BYTES:
+                break
+            in_all -= unfinished
+            num_ended += self.end(file)
+        return num_ended
+
+    def _forget(self, file: int) -> TcpConnection | None:
+        self._unfinished_bytes.pop(file, None)
+        return self._known.pop(file, None)
 
     def refused(self, reason: str, peer: str) -> None:
         """Count a refusal and log it."""
@@ -132,3 +155,4 @@ class Connections:
             self.monitor.recv_multipart()
         self._listener.disable_monitor()
         self.monitor.close()
+        self.arrivals.close()
