@@ -9,7 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.protocol.asks import Answer, Ask, Progress, Question, Unask
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.scheduler.consumer.questions import UNKNOWN_S, Questions, StartAsking, StopAsking
+from kvferry.scheduler.consumer import questions as questions_module
+from kvferry.scheduler.consumer.questions import (
+    ENDED_S,
+    ENDED_UNKNOWN_S,
+    UNKNOWN_S,
+    Questions,
+    StartAsking,
+    StopAsking,
+)
 from kvferry.scheduler.producer import asked_prompts
 from kvferry.scheduler.producer.asked_prompts import KEPT_S, SUBSCRIPTION_S, AskedPrompts
 
@@ -208,3 +216,91 @@ def test_a_question_keeps_its_prompt_when_an_equal_one_of_the_same_id_arrives() 
     for name in ("p1", "p2"):
         asked.ticket(name, {"name": name})
     assert [answer(1), answer(2)] == [(Progress.TICKET, {"name": "p1"}), (Progress.TICKET, {"name": "p2"})]
+
+
+def opened(questions: Questions, count: int, host: str = "host", first: int = 0) -> list[str]:
+    """As many questions of requests that wait, at the time 0."""
+    names = [f"{host}-{number}" for number in range(first, first + count)]
+    for name in names:
+        assert questions.ask(name, (host, 1), "x", 5, DIGESTS[0], 0.0)
+    return names
+
+
+def numbers(questions: Questions) -> list[int]:
+    return [command.question.number for command in questions.take_commands() if isinstance(command, StartAsking)]
+
+
+def test_questions_of_ended_requests_leave_room_for_others_whatever_their_producer_answers() -> None:
+    """16,384 aborted requests whose producer answers `queued` stopped streaming for as long as it answered."""
+    open_questions = Questions()
+    names = opened(open_questions, questions_module.MAX_OPEN)
+    for number in numbers(open_questions):
+        open_questions.answered(PRODUCER, number, Progress.QUEUED, 1.0)
+    for name in names:
+        open_questions.finished(name)
+    assert len(open_questions._by_number) <= questions_module.MAX_ENDED
+    opened(open_questions, questions_module.MAX_OPEN, "other")
+    assert len(open_questions) == questions_module.MAX_OPEN
+    assert not list(open_questions.give_up(1.0)), "a request that waits has lost its place to one that has ended"
+
+
+@pytest.mark.parametrize(("progress", "kept_s"), [(Progress.QUEUED, ENDED_S), (Progress.UNKNOWN, ENDED_UNKNOWN_S)])
+def test_a_question_ends_soon_after_its_request(progress: Progress, kept_s: float) -> None:
+    open_questions = Questions()
+    ends, waits = opened(open_questions, 2)
+    ended, waiting = numbers(open_questions)
+    for number in (ended, waiting):
+        open_questions.answered(PRODUCER, number, progress, 0.0)
+    open_questions.finished(ends)
+    assert not list(open_questions.give_up(2.0))
+    assert open_questions.next_s() == 2.0 + kept_s
+    open_questions.answered(PRODUCER, ended, progress, 2.0 + kept_s / 2)  # it is repeated
+    assert not list(open_questions.give_up(2.0 + kept_s * 0.99))
+    (given_up,) = open_questions.give_up(2.0 + kept_s)
+    assert given_up.question.number == ended
+    assert open_questions.take_commands() == (StopAsking(ended),)
+    assert waits in open_questions
+
+
+def test_a_producer_that_forgets_the_prompt_of_an_ended_request_is_asked_for_a_moment_only() -> None:
+    open_questions = Questions()
+    (name,) = opened(open_questions, 1)
+    (number,) = numbers(open_questions)
+    open_questions.answered(PRODUCER, number, Progress.QUEUED, 0.0)
+    open_questions.finished(name)
+    assert not list(open_questions.give_up(0.0))
+    open_questions.answered(PRODUCER, number, Progress.UNKNOWN, 1.0)
+    assert not list(open_questions.give_up(1.0))
+    assert len(list(open_questions.give_up(1.0 + ENDED_UNKNOWN_S))) == 1
+
+
+def test_a_host_with_all_places_gives_its_newest_up_for_a_host_with_fewer_and_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(questions_module, "MAX_OPEN", 8)
+    open_questions = Questions()
+    opened(open_questions, 8)
+    assert not open_questions.ask("more", PRODUCER, "x", 5, DIGESTS[0], 0.0)
+    opened(open_questions, 4, "other")
+    assert not open_questions.ask("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
+    crowded_out = list(open_questions.give_up(0.0))
+    assert [one.request_id for one in crowded_out] == ["host-7", "host-6", "host-5", "host-4"]
+    assert all(one.waits and one.is_crowded_out for one in crowded_out)
+    assert len(open_questions) == len(open_questions._by_number) == 8
+
+
+def test_the_largest_host_is_found_among_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions_module, "MAX_OPEN", 1000)
+    open_questions = Questions()
+    opened(open_questions, 301, "large")
+    for number in range(699):
+        opened(open_questions, 1, f"host{number}")
+    opened(open_questions, 150, "other")
+    assert {one.host for one in open_questions.give_up(0.0)} == {"large"}
+    assert not open_questions.ask("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
+    for number in range(699):
+        open_questions.finished(f"host{number}-0")
+    opened(open_questions, 699, "other", 150)
+    assert not list(open_questions.give_up(0.0))
+    opened(open_questions, 100, "third")
+    assert {one.host for one in open_questions.give_up(0.0)} == {"other"}

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.connector.scheduler_side.parking import Parking
@@ -24,6 +26,10 @@ from kvferry.scheduler.consumer.questions import SETTLING, OpenQuestion, Produce
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+MOST_AT_ONCE = 32
+"""Most answers, and most questions that are given up, in one call of `take`; the others are for the next calls. Clients
+choose how many questions are open, and a producer can answer all of them at any moment."""
+
 LONGEST_WAIT_S = 15.0
 """Longest time that the engine's loop waits for answers between two steps; the connector's other work in an idle engine
 can wait that long."""
@@ -34,14 +40,50 @@ class Settled(NamedTuple):
 
     Attributes:
         waits: whether its request waits for the answer; if not, a ticket is to be given back.
-        answer: a ticket or `OVER`; None if no producer knows of the prompt.
+        answer: a ticket or `OVER`; None if no producer knows of the prompt, or the question was crowded out.
         digest: of the whole prompt.
+        is_crowded_out: see `OpenQuestion`.
     """
 
     request_id: str
     waits: bool
     answer: Answer | None
     digest: str = ""
+    is_crowded_out: bool = False
+
+
+class _Answers:
+    """Answers that no step has taken yet. Of those to one question the latest is kept, or the one that settles it,
+    however many come during a step.
+
+    Those that settle a question are taken first: a producer that changes its mind about all others delays none.
+    """
+
+    def __init__(self) -> None:
+        self._settling: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()  # by number of the question
+        self._others: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._settling) + len(self._others)
+
+    def put(self, producer: Producer, answer: Answer) -> None:
+        number = answer.number
+        if number in self._settling:
+            return
+        if answer.progress in SETTLING:
+            self._settling[number] = producer, answer
+            self._others.pop(number, None)
+            return
+        earlier = self._others.get(number)
+        if earlier is not None and earlier[0] != producer and answer.progress is Progress.UNKNOWN:
+            return  # the other data-parallel ranks of an engine do not know what one of them has in its queue
+        self._others[number] = producer, answer
+
+    def take_first(self, most: int) -> list[tuple[Producer, Answer]]:
+        taken: list[tuple[Producer, Answer]] = []
+        for answers in (self._settling, self._others):
+            taken += [answers.pop(number) for number in list(islice(answers, most - len(taken)))]
+        return taken
 
 
 class Asking:
@@ -67,16 +109,18 @@ class Asking:
         self._parking = Parking()
         self._wait_until_s: float | None = None
         self._lock = threading.Lock()
-        self._answers: dict[tuple[Producer, int], Answer] = {}
+        self._answers = _Answers()
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there is more to `take` at once."""
+        return bool(self._answers)
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
-        """Called on the side channel's thread. Of a producer's answers to one question the latest is kept, or the one
-        that settles it, however many come during a step."""
+        """Called on the side channel's thread."""
         with self._lock:
             is_first = not self._answers
-            earlier = self._answers.get((producer, answer.number))
-            if earlier is None or earlier.progress not in SETTLING:
-                self._answers[producer, answer.number] = answer
+            self._answers.put(producer, answer)
         if is_first:
             self._loop.wake()
 
@@ -132,21 +176,22 @@ class Asking:
         return bool(self._answers) or timeout_s <= 0 or self._loop.wait(timeout_s)
 
     def take(self) -> Iterator[Settled]:
-        """The questions that were settled since the last call."""
+        """The questions that were settled since the last call, or the first of them: a step is not to take longer the
+        more are open."""
         now_s = time.monotonic()
         with self._lock:
-            answers, self._answers = self._answers, {}
-        for (producer, _), answer in answers.items():
+            answers = self._answers.take_first(MOST_AT_ONCE)
+        for producer, answer in answers:
             opened = self.questions.answered(producer, answer.number, answer.progress, now_s)
             if opened is not None:
                 yield self._settled(opened, answer)
-        for opened in self.questions.give_up(now_s):
+        for opened in islice(self.questions.give_up(now_s), MOST_AT_ONCE):
             yield self._settled(opened, None)
 
     def _settled(self, opened: OpenQuestion, answer: Answer | None) -> Settled:
         if opened.waits:
             self._parking.leave(opened.request_id)
-        return Settled(opened.request_id, opened.waits, answer, opened.question.digest)
+        return Settled(opened.request_id, opened.waits, answer, opened.question.digest, opened.is_crowded_out)
 
 
 def is_ticket(answer: Answer | None) -> bool:

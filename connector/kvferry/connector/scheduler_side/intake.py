@@ -102,6 +102,8 @@ class RequestIntake:
                 self._accept_remote_prompt(request, params)
             elif is_ticket(answer):
                 self._compute_here(request, "invalid_params", "the producer's ticket has no params of a remote prefill")
+            elif settled.is_crowded_out:
+                self._compute_here(request, "too_many_questions", "hosts with fewer open questions need the place")
             elif answer is None:
                 self._compute_here(request, "prompt_unknown", "no producer has said that it prefills it")
             elif answer.reason == "other_prompt":

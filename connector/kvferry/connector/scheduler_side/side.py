@@ -253,7 +253,7 @@ class SchedulerSide:
         Answers need no step: an idle engine gives the tickets of requests that have ended back at once.
         """
         self._take_answers()
-        return self.channel.poll() or self._idle.must_step()
+        return self.channel.poll() or self.channel.asking.has_answers or self._idle.must_step()
 
     def reset(self) -> bool:
         """The weights have changed or are about to: caches of the old weights must not be used with the new ones.

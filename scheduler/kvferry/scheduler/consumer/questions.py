@@ -4,10 +4,17 @@ No I/O, no clock. Commands for the side channel are returned in order: `StartAsk
 
 A request that ends before its question is settled leaves the question open for a while: the producer may still prefill
 the prompt, and its blocks would be held, unread, until their lease runs out.
+
+Clients choose how many requests there are, whose producers they name, and when they leave. So
+
+- no call looks at all open questions: what runs out next is first in a table of its own (`_Timers`);
+- questions of ended requests are few, and end soon, whatever their producer answers;
+- when all places are taken, the host with the most open questions loses its newest one to a host that has fewer.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,8 +22,15 @@ from kvferry.protocol.asks import Progress, Question
 
 UNKNOWN_S = 10.0
 """How long a producer may not know of a prompt: its leg may still be on the way, or is lost."""
+ENDED_S = 10.0
+"""How long the question of an ended request stays open while a producer has the prompt in its queue. Its leg is aborted
+too, as a rule; if not, the blocks are held until the lease runs out."""
+ENDED_UNKNOWN_S = 1.0
+"""The same while no producer has said that it knows the prompt: time for one answer to arrive."""
 MAX_OPEN = 1 << 14
 """Most open questions; the prompts of further requests are computed here."""
+MAX_ENDED = 1 << 10
+"""Most of them whose requests have ended; of more the first that ended is given up."""
 
 SETTLING = (Progress.TICKET, Progress.OVER)
 """Answers that settle a question."""
@@ -48,16 +62,86 @@ class OpenQuestion:
     """One question.
 
     Attributes:
+        host: of the producer that the request names.
         waits: whether its request waits for the answer; False when it has ended.
-        known_by: the producers that have the prompt in their queue: one, or none.
-        unknown_since_s: when `known_by` became empty.
+        known_by: the producer that was the last to say that it has the prompt in its queue, or none.
+        is_crowded_out: it was given up for the question of another host.
     """
 
     request_id: str
+    host: str
     question: Question
-    unknown_since_s: float
     waits: bool = True
     known_by: set[Producer] = field(default_factory=set)
+    is_crowded_out: bool = False
+
+
+class _Timers:
+    """Since when each of some questions is in a state, the one that is in it for longest first.
+
+    An `OrderedDict`: to find the first entry of a `dict`, Python skips all places of those that were removed before it.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: OrderedDict[int, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._since_s)
+
+    def start(self, number: int, now_s: float) -> None:
+        self._since_s[number] = now_s
+        self._since_s.move_to_end(number)
+
+    def stop(self, number: int) -> None:
+        self._since_s.pop(number, None)
+
+    def first(self) -> int:
+        """There is one."""
+        return next(iter(self._since_s))
+
+    def next_s(self, after_s: float) -> float | None:
+        """When the first of them has been in its state for `after_s`; None if there is none."""
+        return self._since_s[self.first()] + after_s if self._since_s else None
+
+
+class _ByHost:
+    """The numbers of the open questions of each host, and the host with the most of them without looking at all."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, OrderedDict[int, None]] = {}  # the newest one is last
+        self._hosts: dict[int, OrderedDict[str, None]] = {}  # by how many they have
+        self._most = 0
+
+    def count(self, host: str) -> int:
+        return len(self._numbers.get(host, ()))
+
+    def add(self, host: str, number: int) -> None:
+        before = self.count(host)
+        self._numbers.setdefault(host, OrderedDict())[number] = None
+        self._moved(host, before, before + 1)
+        self._most = max(self._most, before + 1)
+
+    def remove(self, host: str, number: int) -> None:
+        before = self.count(host)
+        del self._numbers[host][number]
+        if before == 1:
+            del self._numbers[host]
+        self._moved(host, before, before - 1)
+        if before == self._most and before not in self._hosts:
+            self._most -= 1  # this host has as many
+
+    def newest_of_largest(self) -> tuple[int, int]:
+        """How many questions the host with the most has, and the newest of them. There is an open one."""
+        host = next(iter(self._hosts[self._most]))
+        return self._most, next(reversed(self._numbers[host]))
+
+    def _moved(self, host: str, before: int, after: int) -> None:
+        if before:
+            del self._hosts[before][host]
+            if not self._hosts[before]:
+                del self._hosts[before]
+        if after:
+            self._hosts.setdefault(after, OrderedDict())[host] = None
 
 
 class Questions:
@@ -72,6 +156,12 @@ class Questions:
         self._next = 0
         self._by_number: dict[int, OpenQuestion] = {}
         self._by_request: dict[str, OpenQuestion] = {}
+        self._by_host = _ByHost()
+        self._unknown = _Timers()
+        self._ended = _Timers()
+        self._ended_unknown = _Timers()
+        self._leaving: deque[OpenQuestion] = deque()  # whose requests have ended since the last `give_up`
+        self._crowded_out: deque[OpenQuestion] = deque()
         self._commands: list[AskCommand] = []
 
     def __len__(self) -> int:
@@ -84,13 +174,16 @@ class Questions:
 
     def ask(self, request_id: str, producer: Producer, key: str, num_tokens: int, digest: str, now_s: float) -> bool:
         """A request has arrived whose prompt this producer prefills. False if too many questions are open."""
-        if len(self._by_number) >= MAX_OPEN:
+        host, _ = producer
+        if len(self._by_number) >= MAX_OPEN and not self._make_room(host):
             return False
         question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest, spans=self._spans)
         self._next += 1
-        opened = OpenQuestion(request_id, question, now_s)
+        opened = OpenQuestion(request_id, host, question)
         self.finished(request_id)  # an earlier request of this id
         self._by_number[question.number] = self._by_request[request_id] = opened
+        self._by_host.add(host, question.number)
+        self._unknown.start(question.number, now_s)
         self._commands.append(StartAsking(producer, question))
         return True
 
@@ -108,37 +201,96 @@ class Questions:
             self._settle(opened)
             return opened
         if progress is Progress.QUEUED:
-            opened.known_by.add(producer)
+            opened.known_by = {producer}
+            self._unknown.stop(number)
+            self._ended_unknown.stop(number)
         elif producer in opened.known_by:
-            opened.known_by.discard(producer)
-            opened.unknown_since_s = now_s
+            opened.known_by.clear()
+            self._unknown.start(number, now_s)
+            if not opened.waits:
+                self._ended_unknown.start(number, now_s)
         return None
 
     def give_up(self, now_s: float) -> Iterator[OpenQuestion]:
-        """Settle the questions about prompts that no producer has known for `UNKNOWN_S`."""
-        for opened in list(self._by_number.values()):
-            if not opened.known_by and now_s >= opened.unknown_since_s + UNKNOWN_S:
-                self._settle(opened)
-                yield opened
+        """Settle the questions about prompts that no producer has known for `UNKNOWN_S`, those of requests that have
+        ended a while ago, and those that others have crowded out. Who takes the first few only gets the others from the
+        next call."""
+        for opened in self._leaving:
+            number = opened.question.number
+            if number in self._by_number:
+                self._ended.start(number, now_s)
+                if not opened.known_by:
+                    self._ended_unknown.start(number, now_s)
+        self._leaving.clear()
+        while self._crowded_out:
+            yield self._crowded_out.popleft()
+        for timers, after_s in self._timers():
+            while (next_s := timers.next_s(after_s)) is not None and now_s >= next_s:
+                yield self._give_up_first(timers)
 
     def next_s(self) -> float | None:
-        """When `give_up` has something to do next, at the earliest; None if nothing is open."""
-        times_s = [x.unknown_since_s + UNKNOWN_S for x in self._by_number.values() if not x.known_by]
-        return min(times_s, default=None)
+        """When `give_up` has something to do next, at the earliest; None if nothing runs out."""
+        if self._crowded_out or self._leaving:
+            return 0.0
+        times_s = [timers.next_s(after_s) for timers, after_s in self._timers()]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def finished(self, request_id: str) -> None:
-        """The request has ended without an answer. Its question stays open, so that a ticket can be given back."""
+        """The request has ended without an answer. Its question stays open for a while, so that a ticket can be given
+        back."""
         opened = self._by_request.pop(request_id, None)
-        if opened is not None:
-            opened.waits = False
+        if opened is None:
+            return
+        opened.waits = False
+        self._leaving.append(opened)
+        if len(self._leaving) + len(self._ended) > MAX_ENDED:
+            self._give_up_ended()
 
     def take_commands(self) -> tuple[AskCommand, ...]:
         """Commands for the side channel since the last call, in order."""
         commands, self._commands = self._commands, []
         return tuple(commands)
 
+    def _timers(self) -> tuple[tuple[_Timers, float], ...]:
+        return (self._unknown, UNKNOWN_S), (self._ended, ENDED_S), (self._ended_unknown, ENDED_UNKNOWN_S)
+
+    def _make_room(self, host: str) -> bool:
+        """Give up one question for one of this host. False if no other has less right to its place."""
+        if self._give_up_ended():
+            return True
+        most, newest = self._by_host.newest_of_largest()
+        if most <= self._by_host.count(host) + 1:
+            return False
+        opened = self._by_number[newest]
+        opened.is_crowded_out = True
+        self._settle(opened)
+        self._crowded_out.append(opened)
+        return True
+
+    def _give_up_ended(self) -> bool:
+        """Settle the question whose request was the first to end. Nobody waits for it. False if there is none."""
+        if len(self._ended):
+            self._give_up_first(self._ended)
+            return True
+        while self._leaving:
+            opened = self._leaving.popleft()
+            if opened.question.number in self._by_number:
+                self._settle(opened)
+                return True
+        return False
+
+    def _give_up_first(self, timers: _Timers) -> OpenQuestion:
+        opened = self._by_number[timers.first()]
+        self._settle(opened)
+        return opened
+
     def _settle(self, opened: OpenQuestion) -> None:
-        del self._by_number[opened.question.number]
+        number = opened.question.number
+        del self._by_number[number]
+        self._by_host.remove(opened.host, number)
+        for timers, _ in self._timers():
+            timers.stop(number)
+        opened.known_by.clear()
         if opened.waits:  # otherwise a later request may have its id
             self._by_request.pop(opened.request_id, None)
-        self._commands.append(StopAsking(opened.question.number))
+        self._commands.append(StopAsking(number))
