@@ -22,11 +22,11 @@ def offered(engine: Engine, request_id: str) -> RemotePrefill:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one step", "overlapping steps"])
-@pytest.mark.parametrize(("length", "max_tokens"), [(40, 1), (40, 2), (40, 7), (40, 10), (300, 1)])
-def test_an_answer_offers_all_tokens_but_the_one_that_was_sampled_last(
+@pytest.mark.parametrize(("length", "max_tokens"), [(40, 1), (40, 2), (40, 7), (40, 10), (300, 1), (300, 9)])
+def test_an_answer_offers_its_prompt_however_many_tokens_it_has(
     make_engine: Any, length: int, max_tokens: int, overlap: bool
 ) -> None:
-    """300 tokens are computed in three chunks; a token of a step in flight is never offered."""
+    """300 tokens are computed in three chunks. The decoder's prompt lacks what the prefill has generated."""
     engine = make_engine(overlap=overlap)
     engine.add("p", tokens(length), REMOTE_DECODE, max_tokens=max_tokens)
     steps = [engine.schedule()]
@@ -34,9 +34,9 @@ def test_an_answer_offers_all_tokens_but_the_one_that_was_sampled_last(
         steps += [engine.schedule()] if overlap else []
         engine.finish(steps.pop(0))
         steps += [] if steps else [engine.schedule()]
-    params, held = offered(engine, "p"), length + max_tokens - 1
-    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (held, -(-held // 256))
-    assert len(params.remote_block_ids[0]) == -(-held // BLOCK_TOKENS)
+    params = offered(engine, "p")
+    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (length, -(-length // 256))
+    assert len(params.remote_block_ids[0]) == -(-length // BLOCK_TOKENS)
 
 
 def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_that_completes_the_prompt(

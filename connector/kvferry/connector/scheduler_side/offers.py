@@ -6,8 +6,12 @@ A prompt that a consumer has asked for is streamed from the next step on that co
 blocks of each part with its step, and report it when the step has ended. Those of windows, chunks and states follow
 when the blocks are held.
 
+A prefill is not always capped at one token. What it generates is its own: the offer is of the prompt, from the step on
+that completes it. Holding the blocks at its end instead would name the answer's tokens too, which the decoder's prompt
+lacks, and lack what has left a window since.
+
 A model with recurrent states moves them between blocks when a request ends, so there, as for turns, they are held from
-then on.
+then on. Such a prefill is always capped (`leave_out`).
 """
 
 from __future__ import annotations
@@ -100,8 +104,8 @@ class Offers:
         if lease is None:
             self._asked.over(request.request_id, "no_lease")
             return
-        is_prefill = lease.use is LeaseUse.PROMPT and request.max_tokens == 1
-        if is_prefill and (self._holds_early or self._streams):
+        # Also if it may generate more than one token: its prompt is all that a decoder can compare with its own.
+        if lease.use is LeaseUse.PROMPT and (self._holds_early or self._streams):
             prompt = prompt_of(request, request.num_prompt_tokens, self._media_scope)
             chain = GrowingChain(prompt) if prompt is not None else None
             self._prefilling.setdefault(request.request_id, _Prefill(request, chain))

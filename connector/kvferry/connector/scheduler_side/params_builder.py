@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NO_MAC = "0" * 64
-_ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_ENDED_WELL = (
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
 
 
 def leave_out(request: Request, num_tokens: int) -> bool:
