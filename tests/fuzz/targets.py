@@ -166,8 +166,7 @@ def use_params(raw: Any) -> None:
     if not isinstance(found, RemotePrefill):
         return None
     assert len(raw) <= MAX_KEYS
-    opens_within_s = found.kvferry.opens_within_s
-    plain = found.to_json(at_once=found.transfer_mode == "push", opens_within_s=opens_within_s)
+    plain = found.to_json(at_once=found.transfer_mode == "push")
     again = read_params(json.loads(json.dumps(plain), parse_int=float))
     assert again == found
     prompt = Prompt(tokens=range(300))
@@ -180,8 +179,9 @@ def use_params(raw: Any) -> None:
     covered = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_num_tokens")
     assert all(getattr(found, name) == getattr(SIGNED, name) for name in covered), "a MAC of other params"
     assert round(found.kvferry.lease_s * 1000) == round(SIGNED.kvferry.lease_s * 1000)
+    assert round(found.kvferry.opens_within_s * 1000) == 0
     assert found.kvferry == msgspec.structs.replace(
-        SIGNED.kvferry, lease_s=found.kvferry.lease_s, opens_within_s=opens_within_s
+        SIGNED.kvferry, lease_s=found.kvferry.lease_s, opens_within_s=found.kvferry.opens_within_s
     )
     return None
 

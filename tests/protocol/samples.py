@@ -152,7 +152,11 @@ QUESTIONS = tuple(Question(number=n, key=f"cmpl-{n}", num_tokens=300, digest="ab
 ASKS: tuple[Ask | Unask, ...] = (Ask(asker="decode-3", questions=QUESTIONS), Unask(asker="decode-3", numbers=(5, 6)))
 ANSWERS = Answers(
     answers=(
-        Answer(number=5, progress=Progress.TICKET, params=make_params().to_json(opens_within_s=10.0)),
+        Answer(
+            number=5,
+            progress=Progress.TICKET,
+            params=make_params(ticket=make_ticket(opens_within_s=10.0)).to_json(),
+        ),
         Answer(number=6, progress=Progress.OVER, reason="no_lease"),
     ),
     siblings=(5601, 5602),

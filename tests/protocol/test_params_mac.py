@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import SHORTEST_LEASE_S, RemotePrefill, Ticket, read_params
-from kvferry.protocol.params_mac import check_params_mac, sign_params
+from kvferry.protocol.params_mac import check_params_mac, sign_early, sign_params
 from tests.protocol.samples import KEY, make_params, make_ticket
 from tests.protocol.test_params import remote_prefills
 
@@ -21,7 +21,6 @@ NOT_COVERED = {
     "do_remote_prefill": "its type allows one value",
     "do_remote_decode": "its type allows one value",
     "transfer_mode": "it is for routers; the reader treats all values alike",
-    "kvferry.opens_within_s": "it bounds how long a reader waits for the slot, which alone it believes",
     "kvferry.mac": "it is the MAC",
 }
 
@@ -56,6 +55,7 @@ OTHERS: dict[str, list[Any]] = {
     ],
     "kvferry.held_from": [(0,), (16, 0), (1 << 40,)],
     "kvferry.stream_row": [0, 63],
+    "kvferry.opens_within_s": [0.001, 10.0, 60.0],
 }
 
 
@@ -124,6 +124,19 @@ def test_any_lease_time_keeps_its_mac_through_a_router_that_prints_fifteen_digit
     check_params_mac(arrived, KEY)
 
 
+@given(st.floats(0.001, 60.0))
+def test_a_ticket_made_of_signed_params_is_signed_with_its_time(opens_within_s: float) -> None:
+    early = sign_early(sign_params(make_params(), KEY), KEY, opens_within_s)
+    check_params_mac(early, KEY)
+    assert early.kvferry.opens_within_s == pytest.approx(opens_within_s, abs=0.0005)
+    arrived = read_params(json.loads(json.dumps(early.to_json())))
+    assert isinstance(arrived, RemotePrefill)
+    check_params_mac(arrived, KEY)
+    for other_s in (0.0, opens_within_s + 1.0):
+        with pytest.raises(InvalidParams, match=r"kvferry\.mac"):
+            check_params_mac(changed(early, "kvferry.opens_within_s", other_s), KEY)
+
+
 def test_the_mac_of_another_key_or_no_mac_is_refused() -> None:
     signed = sign_params(make_params(), KEY)
     for key in (bytes(32), KEY[::-1], KEY[:-1]):
@@ -169,9 +182,14 @@ def slow_mac(params: RemotePrefill, key: bytes) -> str:
     what = (params.remote_block_ids, params.remote_num_tokens, ticket.lease_slot, ticket.lease_epoch)
     lasts = (round(ticket.lease_s * 1000), ticket.digests, ticket.held_from)
     row = () if ticket.stream_row is None else (ticket.stream_row,)
+    mac = slow_hmac(packed(("kvferry-ticket-1", *own, *where, *what, *lasts, *row)), key)
+    opens_ms = round(ticket.opens_within_s * 1000)
+    return slow_hmac(packed(("kvferry-early-ticket-1", mac, opens_ms)), key) if opens_ms else mac
+
+
+def slow_hmac(message: bytes, key: bytes) -> str:
     block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
     inner, outer = (bytes(byte ^ pad for byte in block) for pad in (0x36, 0x5C))
-    message = packed(("kvferry-ticket-1", *own, *where, *what, *lasts, *row))
     return hashlib.sha256(outer + hashlib.sha256(inner + message).digest()).hexdigest()
 
 

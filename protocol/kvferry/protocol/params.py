@@ -50,7 +50,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         mac: `kvferry.protocol.params_mac.sign_params` over the params, all fields of the ticket included.
         held_from: per cache group the first token that its blocks hold; empty if the producer does not give it.
         stream_row: where the blocks of a prompt that is being computed are listed, in place of `remote_block_ids`.
-        opens_within_s: how long after the ticket the workers may open the slot; 0 if they have. Outside the mac.
+        opens_within_s: how long after the ticket the workers may open the slot; 0 if they have.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31)]
@@ -99,7 +99,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         """The producer."""
         return engine_of(self.remote_engine_id)
 
-    def to_json(self, *, is_turn: bool = False, at_once: bool = False, opens_within_s: float = 0.0) -> dict[str, Any]:
+    def to_json(self, *, is_turn: bool = False, at_once: bool = False) -> dict[str, Any]:
         """Plain objects (dict, list, int, float, str) for the HTTP answer.
 
         Args:
@@ -108,7 +108,6 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         """
         ticket = msgspec.structs.asdict(self.kvferry)
         ticket |= {"digests": list(self.kvferry.digests), "held_from": list(self.kvferry.held_from)}
-        ticket["opens_within_s"] = opens_within_s
         plain = msgspec.structs.asdict(self)
         plain |= {
             "do_remote_prefill": not is_turn,

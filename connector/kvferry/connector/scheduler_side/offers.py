@@ -25,6 +25,7 @@ from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_e
 from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.params_mac import sign_early
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -92,6 +93,7 @@ class Offers:
         self._leases = leases
         self._blocks = blocks
         self._media_scope = local.media_scope
+        self._mac_key = local.mac_key
         self._holds_early = not local.has_states
         self._counters = counters
         self._streams = streams
@@ -205,7 +207,7 @@ class Offers:
             prefill.chain.know(asked.digests, request.num_prompt_tokens)  # it was asked for with those left out here
             digests = prefill.digests(request.num_prompt_tokens)
             params = self.builder.build_stream(request, lease, stream.row, digests, self._leases.lease_s)
-            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S), lease)
+            self._give_ticket(request, params, lease)
         prefill.is_refused = stream is None
         return stream
 
@@ -217,4 +219,9 @@ class Offers:
         if params is not None:
             self._leases.complete(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
             self._built[request.request_id] = params, lease
-            self._asked.ticket(request.request_id, params.to_json(opens_within_s=_OPENS_WITHIN_S), lease)
+            self._give_ticket(request, params, lease)
+
+    def _give_ticket(self, request: Request, params: RemotePrefill, lease: Lease) -> None:
+        """For a prompt that this step, or a later one, completes."""
+        ticket = sign_early(params, self._mac_key, _OPENS_WITHIN_S)
+        self._asked.ticket(request.request_id, ticket.to_json(), lease)
