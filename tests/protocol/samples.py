@@ -156,6 +156,7 @@ ANSWERS = Answers(
             number=5,
             progress=Progress.TICKET,
             params=make_params(ticket=make_ticket(opens_within_s=10.0)).to_json(),
+            cached_tokens=256,
         ),
         Answer(number=6, progress=Progress.OVER, reason="no_lease"),
     ),

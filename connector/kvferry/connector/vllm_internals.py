@@ -8,9 +8,10 @@
 | a status of waiting requests that are skipped (`scheduler_side/parking.py`) | no | every step costs more |
 | the number of blocks that a request lacks (`EngineBlocks.lacking`) | no | leases are not evicted |
 | the engine's loop (`EngineLoop`) | no | an idle engine is not woken, and no pause is seen |
+| a request's count of cached tokens (`report_cached_tokens`) | no | with both legs at once, usage is the decoder's |
 
 All are tried before they are relied on: the first three at the start, when vLLM binds its KV cache manager and
-registers its caches; the last when the engine has no request for the first time, with its loop running.
+registers its caches; the loop when the engine has no request for the first time; the count with each request.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.metrics.stats import PrefillStats
+
 from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +184,40 @@ def cpu_attention_isa(layer: Any) -> str:
         return str(_get_attn_isa(dtype, block_size, layer.head_size, getattr(layer, "kv_cache_dtype", None)))
     except Exception as error:
         raise UnsupportedVllm("cpu_attn._get_attn_isa", repr(error), _AS_TESTED) from error
+
+
+def cached_tokens_of(request: Request) -> int | None:
+    """The prompt's tokens that were in this engine's cache when the request was first scheduled. None if this vLLM does
+    not tell, or the request has had its first token."""
+    cached = getattr(getattr(request, "prefill_stats", None), "num_cached_tokens", None)
+    return cached if isinstance(cached, int) else None
+
+
+class _ReportedStats(PrefillStats):
+    """A request's `PrefillStats` that report another number of cached tokens when they are complete.
+
+    vLLM may set the counts again until the first token (a load that fails), and completes them just before it sends
+    them. The number of tokens that are new in the cache is derived from the true count, as in a sequential handover.
+    """
+
+    cached_elsewhere: int
+
+    def finalize(self, num_cached_tokens: int) -> None:
+        super().finalize(num_cached_tokens)
+        self.num_cached_tokens = min(self.cached_elsewhere, self.num_prompt_tokens)
+
+
+def report_cached_tokens(request: Request, cached_tokens: int) -> None:
+    """Have a response's usage report as many cached tokens as the producer had, instead of what was loaded from it.
+
+    In a sequential handover vLLM's front end reads the number in the params of the request when it arrives. With both
+    legs at once it comes later, and the engine has no other way to the front end than a request's own counts.
+    """
+    counted = getattr(request, "prefill_stats", None)
+    if type(counted) is PrefillStats:
+        reported = _ReportedStats(**vars(counted))
+        reported.cached_elsewhere = cached_tokens
+        request.prefill_stats = reported
 
 
 class EngineLoop:

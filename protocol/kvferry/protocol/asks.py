@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import BootId, Hex128, Port, Positive, Text
+from kvferry.protocol.ids import BootId, Count, Hex128, Port, Positive, Text
 from kvferry.protocol.stream_rows import MAX_ROW_GROUPS
 
 MAX_QUESTIONS = 256
@@ -110,12 +110,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         progress: how far the prompt is.
         params: with a ticket, the params of the producer's response, to be read as those of a router.
         reason: why it is over, as a label of metrics.
+        cached_tokens: with a ticket, the prompt's tokens that the producer had in its cache. vLLM adds them to the
+            params of a response, for the usage that the decoder's response reports.
     """
 
     number: Number
     progress: Progress
     params: dict[str, Any] = {}
     reason: Annotated[str, Meta(max_length=64, pattern=r"\A[a-z_]*\Z")] = ""
+    cached_tokens: Count | None = None
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):

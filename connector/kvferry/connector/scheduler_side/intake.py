@@ -11,6 +11,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.asking import Asking, Settled, is_ticket
 from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
+from kvferry.connector.vllm_internals import report_cached_tokens
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.asks import request_key
 from kvferry.protocol.digests import Prompt, shared_tokens
@@ -95,6 +96,8 @@ class RequestIntake:
         answer = settled.answer
         try:
             params = read_params(answer.params) if answer is not None and is_ticket(answer) else None
+            if request is not None and answer is not None and answer.cached_tokens is not None:
+                report_cached_tokens(request, answer.cached_tokens)
             if request is None or not settled.waits:
                 if isinstance(params, RemotePrefill) and self._is_allowed(params.remote_host):
                     self._loads.decline(params)

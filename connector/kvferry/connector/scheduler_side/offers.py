@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_ended_well, prompt_of
-from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
+from kvferry.connector.vllm_internals import EngineBlocks, cached_tokens_of, distinct_blocks
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_early
@@ -54,11 +54,13 @@ class _Prefill:
     Attributes:
         chain: its digests so far: all of a long prompt's would take too long in one step. None for embeddings.
         is_refused: whether it is asked for and cannot be streamed.
+        cached_tokens: see `Answer`; vLLM's own count of it is gone when the request ends.
     """
 
     request: Request
     chain: GrowingChain | None
     is_refused: bool = False
+    cached_tokens: int | None = None
 
     def digests(self, num_tokens: int) -> tuple[str, ...]:
         """Of the first tokens; empty for embeddings."""
@@ -107,10 +109,11 @@ class Offers:
             self._asked.over(request.request_id, "no_lease")
             return
         # Also if it may generate more than one token: its prompt is all that a decoder can compare with its own.
-        if lease.use is LeaseUse.PROMPT and (self._holds_early or self._streams):
+        if lease.use is LeaseUse.PROMPT:
             prompt = prompt_of(request, request.num_prompt_tokens, self._media_scope)
             chain = GrowingChain(prompt) if prompt is not None else None
-            self._prefilling.setdefault(request.request_id, _Prefill(request, chain))
+            prefill = self._prefilling.setdefault(request.request_id, _Prefill(request, chain))
+            prefill.cached_tokens = cached_tokens_of(request)
 
     def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str]) -> None:
         """Hold the blocks of the prompts that this step completes, and publish those of streamed ones.
@@ -136,7 +139,8 @@ class Offers:
         else:
             offer = self._finish(request, block_ids, prefill)
             if offer is not None:
-                self._asked.ticket(request.request_id, offer[0].to_json(), offer[1])
+                cached_tokens = prefill.cached_tokens if prefill is not None else None
+                self._asked.ticket(request.request_id, offer[0].to_json(), offer[1], cached_tokens=cached_tokens)
         reason = "no_lease" if has_ended_well(request) else "ended"
         self._asked.over(request.request_id, reason if offer is None else "")
         return offer
@@ -207,7 +211,7 @@ class Offers:
             prefill.chain.know(asked.digests, request.num_prompt_tokens)  # it was asked for with those left out here
             digests = prefill.digests(request.num_prompt_tokens)
             params = self.builder.build_stream(request, lease, stream.row, digests, self._leases.lease_s)
-            self._give_ticket(request, params, lease)
+            self._give_ticket(prefill, params, lease)
         prefill.is_refused = stream is None
         return stream
 
@@ -219,9 +223,10 @@ class Offers:
         if params is not None:
             self._leases.complete(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
             self._built[request.request_id] = params, lease
-            self._give_ticket(request, params, lease)
+            self._give_ticket(prefill, params, lease)
 
-    def _give_ticket(self, request: Request, params: RemotePrefill, lease: Lease) -> None:
+    def _give_ticket(self, prefill: _Prefill, params: RemotePrefill, lease: Lease) -> None:
         """For a prompt that this step, or a later one, completes."""
         ticket = sign_early(params, self._mac_key, _OPENS_WITHIN_S)
-        self._asked.ticket(request.request_id, ticket.to_json(), lease)
+        request_id = prefill.request.request_id
+        self._asked.ticket(request_id, ticket.to_json(), lease, cached_tokens=prefill.cached_tokens)

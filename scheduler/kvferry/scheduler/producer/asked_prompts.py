@@ -36,6 +36,7 @@ class AskedPrompt:
 
     Attributes:
         lease: by which it may be read, as long as that has not ended.
+        cached_tokens: see `Answer`.
         claimant: whose question it answers.
         spans: of who has asked (`Question`).
         digests: of the whole prompt; () until a question is compared with them.
@@ -49,6 +50,7 @@ class AskedPrompt:
     params: dict[str, Any] = field(default_factory=dict)
     lease: Lease | None = None
     reason: str = ""
+    cached_tokens: int | None = None
     claimant: Claimant | None = None
     spans: tuple[int, ...] = ()
     digests: tuple[str, ...] = ()
@@ -63,7 +65,13 @@ class AskedPrompt:
     def answer(self, number: int) -> Answer:
         if self.lease is not None and self.lease.ended_by:
             return Answer(number=number, progress=Progress.OVER, reason=self.reason or "no_lease")
-        return Answer(number=number, progress=self.progress, params=self.params, reason=self.reason)
+        return Answer(
+            number=number,
+            progress=self.progress,
+            params=self.params,
+            reason=self.reason,
+            cached_tokens=self.cached_tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -120,12 +128,24 @@ class AskedPrompts:
                 self._drop(next(iter(self._by_request)))
             self._note(key)
 
-    def ticket(self, request_id: str, params: dict[str, Any], lease: Lease | None = None) -> None:
-        """The prompt may be read with these params as soon as its slot is READY, until the lease ends."""
+    def ticket(
+        self,
+        request_id: str,
+        params: dict[str, Any],
+        lease: Lease | None = None,
+        *,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """The prompt may be read with these params as soon as its slot is READY, until the lease ends.
+
+        Args:
+            cached_tokens: see `Answer`.
+        """
         with self._lock:
             asked = self._by_request.get(request_id)
             if asked is not None:
                 asked.progress, asked.params, asked.lease = Progress.TICKET, params, lease
+                asked.cached_tokens = cached_tokens
                 self._note(asked.key)
 
     def waiting(self, request_id: str) -> AskedPrompt | None:
