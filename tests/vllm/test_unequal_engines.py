@@ -97,7 +97,7 @@ def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(answers: Ans
             found, read = hand_over_all(producer, consumer)
             assert found == answers.of(model), f"{producer.spec.name} to {consumer.spec.name}"
             assert read == [needed(model, prompt, 128) for prompt in PROMPTS]
-    (plan,) = set(re.findall(r"plan producer=\S+ (tp0 reads .*)", target.log_path.read_text()))
+    (plan,) = set(re.findall(r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text()))
     assert re.findall(r"reads (\S+): ", plan) in (["tp0/pp0…1"], ["tp0", "tp0/pp1"])  # stages that are equal are one
 
 
@@ -115,7 +115,7 @@ def test_blocks_of_another_size_are_filled(theirs: int, ours: int, answers: Answ
             with ForkedEngine(spec, logs) as target:
                 found, read = hand_over_all(source, target)
             assert found == answers.of(model, block_size=ours), spec.name
-            plans = re.findall(r"plan producer=\S+ (tp0 reads .*)", target.log_path.read_text())
+            plans = re.findall(r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text())
             assert ["staged" in plan for plan in plans] == [spec is consumer]
             # What is staged may be read in whole blocks of the producer.
             assert all(low <= moved <= high for low, moved, high in zip(least, read, allowed, strict=True)), spec.name

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvferry.plan.assignment import Assignment, Lack, assign
 from kvferry.plan.conversion import is_convertible, lacks_scales, needs_conversion
 from kvferry.plan.cost import PUBLISHED, Costs
+from kvferry.plan.engine_shape import EngineShape
 from kvferry.plan.placing import TokenMaps, parts_of, place
 from kvferry.plan.refusals import PlanRefused, Reason, check_description
 from kvferry.plan.run_merger import bundle
@@ -94,7 +95,8 @@ def _plan(
         Route(index, producer.workers[index].place, (), (), (), assignment.expected(index))
         for index in assignment.released[worker]
     ]
-    return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
+    shapes = (EngineShape.of(consumer), EngineShape.of(producer))
+    return TransferPlan(producer.engine_id, here.place, worker, tuple(routes), shapes)
 
 
 def _check_sizes(rows: int, descriptors: int, bundles: Sequence[Bundle]) -> tuple[int, int]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.plan.engine_shape import EngineShape
 from kvferry.plan.runs import Bundle
 from kvferry.plan.staged_layout import Source
 from kvferry.plan.tokens import TokenMap, shared_part
+from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 
-MAX_LINE = 600
-"""Characters of a plan's line in the log, from which on further kinds of reads are counted only."""
-_MOST_PARTS = 3
+MAX_LINE = 800
+"""Characters of a plan's line in the log; what does not fit follows at DEBUG."""
 _MOST_UNITS = 4
+_MOST_RANKS_NAMED = 4
+_NAMED_A_LINE = 16
 
 
 class Placing(str, enum.Enum):
@@ -99,21 +103,31 @@ class Route:
         return Range(min(heads.start for heads in held), max(heads.stop for heads in held)) if held else None
 
     def phrases(self) -> tuple[str, ...]:
-        """The reads without place and heads: tensors, bytes, runs and placing; empty for a release."""
+        """The reads without place and heads: tensors, bytes, placing, runs; empty for a release."""
         if not self.slices:
             return ()
-        tensors = [f"{len(self.slices)} tensors", f"{sum(item.token_bytes for item in self.slices):g} B/token"]
-        if state_bytes := sum(item.state_bytes for item in self.slices):
-            tensors.append(f"{state_bytes} B/request")
-        units = sorted({bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state})
-        parts = ["+".join(sorted({item.placing.value for item in self.slices}))]
+        phrases = [f"{len(self.slices)} tensors"]
+        token_bytes = sum(item.token_bytes for item in self.slices)
+        state_bytes = sum(item.state_bytes for item in self.slices)
+        if token_bytes:
+            phrases.append(f"{token_bytes:g} B/token")
+        if state_bytes:
+            phrases.append(f"{state_bytes} B/request")
+        placings = "+".join(sorted({item.placing.value for item in self.slices}))
+        reasons = "; ".join(self._reasons_for_staging())
+        phrases.append(f"{placings} ({reasons})" if reasons else placings)
         runs = f"runs of {_lengths(bundle.run_bytes for bundle in self.bundles)} B"
         if self.sources:
             runs += f" read in runs of {_lengths(source.bundle.run_bytes for source in self.sources)} B"
-        parts.append(runs)
+        phrases.append(runs)
+        units = sorted({bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state})
         if units:
-            parts.append(f"units of {'/'.join(str(unit) for unit in units[:_MOST_UNITS])} tokens")
-        return (*tensors, *parts, f"{self.unit_descriptors:g} descriptors a unit")
+            phrases.append(f"units of {'/'.join(str(unit) for unit in units[:_MOST_UNITS])} tokens")
+        return (*phrases, f"{self.unit_descriptors:g} descriptors a unit")
+
+    def _reasons_for_staging(self) -> list[str]:
+        reasons = [item.reason for item in self.slices if item.placing is Placing.STAGED]
+        return list(dict.fromkeys(reasons))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,94 +139,107 @@ class TransferPlan:
         place: the consumer worker's place.
         worker: the consumer worker's index in its engine.
         routes: one per producer worker to be read from or notified.
+        shapes: sizes of the consumer and of the producer, for the log.
     """
 
     producer: str
     place: Place
     worker: int
     routes: tuple[Route, ...]
+    shapes: tuple[EngineShape, EngineShape]
 
     def describe(self) -> str:
-        """The plan in one line, for the log: producer, places, bytes and runs.
+        """The plan in one line, for the log at INFO: both engines, and as many kinds of reads as `MAX_LINE` allows."""
+        return self.describe_all()[0]
 
-        Workers that are read alike are described together, and the line has at most `MAX_LINE` characters.
+    def describe_all(self) -> tuple[str, ...]:
+        """The whole plan in lines: that of `describe`, and those at DEBUG of what it has no room for.
+
+        Workers that are read alike, but for their heads, are one kind of reads.
         """
+        here, there = self.shapes
+        start = f"plan producer={self.producer} {self.place}"
+        line = f"{start} of [{here}] from [{there}]: "
+        if not self.routes:
+            return (f"{line}needs nothing",)
         alike: dict[tuple[str, ...], list[Route]] = {}
         for route in self.routes:
             alike.setdefault(route.phrases(), []).append(route)
-        described = [_describe(phrases, routes) for phrases, routes in alike.items()]
-        line = f"plan producer={self.producer} {self.place} "
-        if not described:
-            return f"{line}needs nothing"
-        for index, one in enumerate(described):
-            if len(line) + len(one) > MAX_LINE and index:
-                return f"{line}and {len(described) - index} more kinds of reads"
-            line += f"{one}; " if index + 1 < len(described) else one
-        return line
+        told: list[str] = []
+        more: list[str] = []
+        for phrases, routes in alike.items():
+            text, rest = _describe(phrases, routes)
+            if len(line) + len("; ".join([*told, text])) > MAX_LINE and told:
+                more += [text, *rest]
+                continue
+            told.append(text)
+            more += rest
+        if more:
+            told.append(f"{len(more)} more lines at DEBUG")
+        return (line + "; ".join(told), *(f"{start} {text}" for text in more))
 
 
-def _describe(phrases: tuple[str, ...], routes: Sequence[Route]) -> str:
-    """Routes that differ only in place and heads."""
-    places = format_places(route.place for route in routes)
+def _describe(phrases: tuple[str, ...], routes: Sequence[Route]) -> tuple[str, list[str]]:
+    """Routes that differ only in place and heads: their text, and lines of what it leaves out."""
+    places = [route.place for route in routes]
+    text = format_places(places)
+    # Places that are many and without order are only counted: each is named in further lines.
+    is_short = " of tp" in text
     if not phrases:
-        return f"releases {places}"
-    held = [route.heads for route in routes]
-    numbers = sorted({head for heads in held if heads is not None for head in range(heads.start, heads.stop)})
-    heads = [f"head{'s' if len(numbers) > 1 else ''} {format_numbers(numbers)}"] if numbers else []
+        return f"releases {text}", _each("releases", map(str, places)) if is_short else []
     tensors, *others = phrases
-    each = f"each {tensors}" if len(routes) > 1 else tensors
-    return f"reads {places}: " + ", ".join([each, *heads, *others])
+    reads = f"reads {text}: {tensors}"
+    if len(routes) == 1:
+        return ", ".join([reads, *map(_format_heads, filter(None, [routes[0].heads])), *others]), []
+    reads = f"reads {text}: each {tensors}"
+    heads, is_whole = _format_heads_of_many(routes)
+    named = [f"{route.place} ({_format_heads(route.heads)})" if route.heads else str(route.place) for route in routes]
+    rest = [] if is_whole and not is_short else _each("reads", named)
+    return ", ".join([reads, *heads, *others]), rest
 
 
-def format_places(places: Iterable[Place]) -> str:
-    """The places of several workers, bounded in length: `tp0…7`, `tp0…56 by 8/pp0…1`.
+def _format_heads_of_many(routes: Sequence[Route]) -> tuple[list[str], bool]:
+    """Which heads come from which of several workers, and whether that says it of each.
 
-    The decode context parallel rank, which follows from the others, is left out if there are several.
+    Numbers of tensor parallel ranks and of heads usually rise together: then the first to the last head, and how many
+    come from each rank, say it.
     """
-    found = list(dict.fromkeys(places))
-    if len(found) == 1:
-        return str(found[0])
-    ranks: dict[tuple[int, int], list[int]] = {}
-    for place in found:
-        ranks.setdefault((place.pp, place.pcp), []).append(place.tp)
-    alike: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for (pp, pcp), held in ranks.items():
-        alike.setdefault(tuple(sorted(held)), {}).setdefault(pcp, []).append(pp)
-    parts = []
-    for tps, by_pcp in alike.items():
-        for pcp, stages in by_pcp.items():
-            pps = _formatted(sorted(stages)) if any(stages) else [""]
-            ends = [f"{f'/pp{pp}' if pp else ''}{f'/pcp{pcp}' if pcp else ''}" for pp in pps]
-            parts += [f"tp{ranks}{end}" for ranks in _formatted(tps) for end in ends]
-    last = max(place.tp for place in found)
-    return ", ".join(parts) if len(parts) <= _MOST_PARTS else f"{len(found)} of tp{min(map(min, alike))}…{last}"
+    of_rank: dict[int, Range] = {}
+    for route in routes:
+        if route.heads is None:
+            return [], True
+        if of_rank.setdefault(route.place.tp, route.heads) != route.heads:
+            return [_format_all_heads(routes)], False
+    held = [of_rank[rank] for rank in sorted(of_rank)]
+    first = held[0]
+    if all(heads == first for heads in held):
+        return [f"{_format_heads(first)} of each"], True
+    is_in_order = all(
+        heads.start == before.stop and len(heads) == len(before) for before, heads in itertools.pairwise(held)
+    )
+    if is_in_order:
+        return [f"{_format_heads(Range(first.start, held[-1].stop))} ({len(first)} of each rank, in order)"], True
+    if len(held) <= _MOST_RANKS_NAMED:
+        named = [f"{_format_heads(of_rank[rank])} of tp{rank}" for rank in sorted(of_rank)]
+        return [", ".join(named)], True
+    return [_format_all_heads(routes)], False
 
 
-def format_numbers(numbers: Sequence[int]) -> str:
-    """Ascending numbers, bounded in length: `0…7`, `0…56 by 8`, `1, 4…6`, `30 of 1…63`."""
-    parts = _formatted(numbers)
-    return ", ".join(parts) if len(parts) <= _MOST_PARTS else f"{len(numbers)} of {numbers[0]}…{numbers[-1]}"
+def _format_all_heads(routes: Sequence[Route]) -> str:
+    heads = sorted({head for route in routes if route.heads for head in range(route.heads.start, route.heads.stop)})
+    return f"heads {format_numbers(heads)}"
 
 
-def progressions(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Ascending numbers as (first, last, step): single ones, ranges, and three or more with a step above 1."""
-    found, left = [], list(numbers)
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 1
-        count = 1
-        while count < len(left) and left[count] == left[0] + step * count:
-            count += 1
-        count, step = (1, 1) if count == 2 and step > 1 else (count, step)
-        found.append((left[0], left[count - 1], step))
-        del left[:count]
-    return found
+def _format_heads(heads: Range) -> str:
+    last = heads.stop - 1
+    return f"head {last}" if len(heads) == 1 else f"heads {heads.start}…{last}"
 
 
-def _formatted(numbers: Sequence[int]) -> list[str]:
-    return [
-        f"{first}" if first == last else f"{first}…{last}{f' by {step}' if step > 1 else ''}"
-        for first, last, step in progressions(numbers)
-    ]
+def _each(verb: str, named: Iterable[str]) -> list[str]:
+    """Lines that name every worker."""
+    names = list(named)
+    starts = range(0, len(names), _NAMED_A_LINE)
+    return [f"{verb} {', '.join(names[start : start + _NAMED_A_LINE])}" for start in starts]
 
 
 def _lengths(found: Iterable[int]) -> str:

@@ -34,12 +34,24 @@ def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
 
 def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
     producer, consumer = read_pair(EIGHT, f"{FOUR},layout=NHD")
-    wanted = [plan.describe() for plan in plan_engine(consumer, producer, costs_of(consumer))]
+    wanted = [plan.describe_all() for plan in plan_engine(consumer, producer, costs_of(consumer))]
     printed = run("plan", EIGHT, f"{FOUR},layout=NHD").out
     assert (
-        " ".join(printed.partition("in the log of consumer tp0, one of 4 (--json has all):\n")[2].split()) == wanted[0]
+        " ".join(printed.partition("in the log of consumer tp0, one of 4 (--json has all):\n")[2].split())
+        == wanted[0][0]
     )
-    assert [worker.log for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers] == wanted
+    found = [(worker.log, *worker.log_debug) for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers]
+    assert found == wanted
+
+
+def test_what_the_line_of_the_log_has_no_room_for_is_printed_too() -> None:
+    sides = ("layers=2,heads=8,dim=16,tp=64", "layers=2,heads=8,dim=16,tp=3")
+    producer, consumer = read_pair(*sides)
+    (first, *_) = plan_engine(consumer, producer)
+    _, *more = first.describe_all()
+    assert more
+    printed = " ".join(run("plan", *sides).out.split())
+    assert printed.endswith(" ".join(f"DEBUG {line}" for line in more))
 
 
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvferry.cli.formatting import decimal_bytes, digits, milliseconds, rounded_count
 from kvferry.cli.plan.rows import Row, cells_of, fold, rows_of
-from kvferry.plan.transfer_plan import MAX_LINE, format_numbers, format_places
+from kvferry.plan.transfer_plan import MAX_LINE
+from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import Place, Range
 from tests.cli.command import run
 from tests.cli.plan.forms import short_forms
@@ -119,10 +121,30 @@ def test_numbers_have_three_significant_digits_without_an_exponent() -> None:
     assert [milliseconds(value) for value in (22.191, 999.7, 64425)] == ["22.2 ms", "1 s", "64.4 s"]
 
 
-def test_a_workers_line_in_the_log_is_bounded() -> None:
-    """Also where the workers that are read differ, as stages of ten sizes do."""
+@pytest.mark.parametrize(
+    "producer", ["tp=64", "tp=61,pp=4", "tp=8,pp=8,layout=NHD", "stages=1+2+3+4+5+6+7+8+9+10,tp=3", "tp=7,pp=5"]
+)
+def test_a_workers_line_in_the_log_is_bounded_and_the_rest_is_said_in_lines_at_debug(producer: str) -> None:
+    """Also where the workers that are read differ, as stages of ten sizes do. Every worker is named, with its heads."""
     model = "layers=55,heads=61,dim=8"
-    for producer in ("tp=64", "tp=61,pp=4", "tp=8,pp=8,layout=NHD", "stages=1+2+3+4+5+6+7+8+9+10,tp=3"):
-        (worker,) = summary_of(f"{model},{producer}", model).workers
-        assert len(worker.log) < MAX_LINE + 60
-    assert worker.log.endswith(" more kinds of reads")
+    (worker,) = summary_of(f"{model},{producer}", model).workers
+    assert len(worker.log) < MAX_LINE + 60
+    if worker.log_debug:
+        assert worker.log.endswith(f"; {len(worker.log_debug)} more lines at DEBUG")
+    assert all(len(line) < MAX_LINE for line in worker.log_debug)
+    told = places_in([worker.log.partition("]: ")[2], *worker.log_debug])
+    assert told == {flow.producer for flow in worker.flows}
+
+
+def places_in(lines: Iterable[str]) -> set[Place]:
+    """The workers that these lines name."""
+    found = set()
+    for ranks, step, stages in re.findall(r"tp(\d+(?:…\d+)?)( by \d+)?(?:/pp(\d+(?:…\d+)?))?", " ".join(lines)):
+        for tp in range_of(ranks, step):
+            found |= {Place(tp=tp, pp=pp) for pp in range_of(stages or "0")}
+    return found
+
+
+def range_of(text: str, step: str = "") -> range:
+    first, _, last = text.partition("…")
+    return range(int(first), int(last or first) + 1, int(step.removeprefix(" by ") or 1))

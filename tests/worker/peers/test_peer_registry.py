@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
+from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peers.handshakes import Backoff
 from kvferry.worker.peers.peer import Peer
@@ -31,6 +33,18 @@ def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.M
     scene.registry.lost(peer, "the test wanted it", now_s)
     assert isinstance(scene.registry.get(KEY, now_s + 0.99), Unavailable)
     assert scene.registry.get(KEY, now_s + 1.0) is None, "after a success the back-off starts anew"
+
+
+def test_a_plan_is_logged_whole_with_what_the_line_has_no_room_for_at_debug(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TransferPlan, "describe_all", lambda _: ("plan: 2 more lines at DEBUG", "one", "two"))
+    caplog.set_level(logging.DEBUG, "kvferry.worker.peers.registry")
+    assert isinstance(scene.connect(0.0), Peer)
+    first, *more = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert first[0] == logging.INFO
+    assert first[1].endswith(": plan: 2 more lines at DEBUG")
+    assert more == [(logging.DEBUG, f"peer={KEY} {line}") for line in ("one", "two")]
 
 
 def test_a_restart_is_not_held_up_by_the_backoff_of_the_former_life(scene: Scene) -> None:

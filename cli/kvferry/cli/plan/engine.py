@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
-from kvferry.cli.formatting import counted
+from kvferry.plan.engine_shape import EngineShape, layer_order
 from kvferry.protocol.geometry import Interleave, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, WorkerDescription
 
@@ -35,29 +33,17 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 def side_of(engine: EngineDescription) -> Side:
     """One engine, as it is displayed."""
-    tensors = [tensor for worker in engine.workers for tensor in worker.tensors]
+    shape = EngineShape.of(engine)
     order = layer_order(engine)
-    shards = tuple(_shard(engine, worker, order) for worker in engine.workers)
     return Side(
         engine_id=engine.engine_id,
-        topology=engine.topology,
-        layers=len(order),
-        heads=max((shard.heads.stop for shard in shards), default=0),
-        dtypes=tuple(sorted({tensor.format.dtype for tensor in tensors})),
-        groups=engine.groups,
-        workers=shards,
+        topology=shape.topology,
+        layers=shape.layers,
+        heads=shape.heads,
+        dtypes=shape.dtypes,
+        groups=shape.groups,
+        workers=tuple(_shard(engine, worker, order) for worker in engine.workers),
     )
-
-
-def layer_order(engine: EngineDescription) -> dict[str, int]:
-    """The index of every layer name among all layers of the engine."""
-    names = {tensor.layer for worker in engine.workers for tensor in worker.tensors}
-    return {name: index for index, name in enumerate(sorted(names, key=natural))}
-
-
-def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """A key that sorts `layers.2` before `layers.10`."""
-    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
 
 
 def _shard(engine: EngineDescription, worker: WorkerDescription, order: dict[str, int]) -> Shard:
@@ -74,26 +60,9 @@ def _shard(engine: EngineDescription, worker: WorkerDescription, order: dict[str
     )
 
 
-def sizes(side: Side) -> str:
-    """`TP 4 · PP 2`: the tensor-parallel size, and the other parallel sizes above 1."""
-    topology = side.topology
-    named = (("PP", topology.pp), ("PCP", topology.pcp), ("DCP", topology.dcp))
-    return " · ".join([f"TP {topology.tp}", *(f"{name} {size}" for name, size in named if size > 1)])
-
-
-def format_group(group: CacheGroup) -> str:
-    """`full, blocks of 16 tokens`."""
-    if group.policy == "state":
-        return "state"
-    window = f" of {group.window_tokens}" if group.window_tokens else ""
-    return f"{group.policy}{window}, blocks of {counted(group.block_tokens, 'token')}"
-
-
 def format_engine(side: Side) -> str:
     """An engine in one line."""
-    groups = "; ".join(map(format_group, side.groups))
-    layers, heads = counted(side.layers, "layer"), counted(side.heads, "head")
-    return f"{sizes(side)} · {layers} · {heads} · {'/'.join(side.dtypes)} · {groups}"
+    return str(EngineShape(side.topology, side.layers, side.heads, side.dtypes, side.groups))
 
 
 def format_tokens(interleave: Interleave) -> str:

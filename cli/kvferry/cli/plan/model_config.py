@@ -15,7 +15,7 @@ import msgspec
 from kvferry.cli.arguments import InvalidModel
 from kvferry.cli.plan.short_form import KEYS
 from kvferry.cli.plan.short_values import MAX_LAYERS, MAX_SIZE
-from kvferry.plan.transfer_plan import progressions
+from kvferry.plan.wording import progressions
 from kvferry.protocol.errors import MISSING, Shown, cut
 
 MAX_CONFIG_BYTES = 4 << 20

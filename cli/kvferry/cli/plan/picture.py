@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import counted, decimal_bytes, span, spans
-from kvferry.cli.plan.engine import Shard, Side, format_group, format_tokens, sizes
+from kvferry.cli.plan.engine import Shard, Side, format_tokens
 from kvferry.cli.plan.summary import Flow, PlanSummary
 from kvferry.cli.svg import THEME, document, element, text
+from kvferry.plan.engine_shape import format_group, format_topology
 
 _CONSUMER = "#7c8a9d"
 _MAP_WIDTH, _MAP_HEIGHT = 92.0, 64.0
@@ -141,7 +142,7 @@ def palette(count: int) -> list[str]:
 
 def _heading(summary: PlanSummary) -> Iterator[str]:
     producer, consumer = summary.producer, summary.consumer
-    title = f"{sizes(producer)}  →  {sizes(consumer)}"
+    title = f"{format_topology(producer.topology)}  →  {format_topology(consumer.topology)}"
     facts = (
         f"{counted(consumer.layers, 'layer')} · {counted(consumer.heads, 'head')} · {'/'.join(consumer.dtypes)}"
         f" · a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)} in "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.cli.formatting import decimal_bytes, rounded_count
 from kvferry.cli.plan.summary import Flow, Read, Reader
-from kvferry.plan.transfer_plan import format_numbers, format_places
+from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import Place, Range
 
 RELEASE = "released"

@@ -12,9 +12,10 @@ from functools import cache
 
 import msgspec
 
-from kvferry.cli.plan.engine import Side, layer_order, natural, side_of
+from kvferry.cli.plan.engine import Side, side_of
 from kvferry.cli.plan.prediction import Effort, Units, bundle_effort, count_units, prompt_tokens, source_effort
 from kvferry.plan.cost import Costs
+from kvferry.plan.engine_shape import layer_order, natural
 from kvferry.plan.refusals import Reason
 from kvferry.plan.runs import Bundle
 from kvferry.plan.tokens import TokenMap
@@ -71,10 +72,11 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
-    """One consumer worker: its line in the log, and its reads."""
+    """One consumer worker: its line in the log, those at DEBUG of what that has no room for, and its reads."""
 
     place: Place
     log: str
+    log_debug: tuple[str, ...] = ()
     bytes: int
     link_bytes: int
     descriptors: int
@@ -152,10 +154,12 @@ def summarise(
             sent[route.worker] += replace(effort, staged_bytes=0)
             flows.append(flow)
         mine = read[plan.worker]
+        log, *debug = plan.describe_all()
         readers.append(
             Reader(
                 place=plan.place,
-                log=plan.describe(),
+                log=log,
+                log_debug=tuple(debug),
                 bytes=mine.num_bytes,
                 link_bytes=mine.link_bytes,
                 descriptors=mine.descriptors,

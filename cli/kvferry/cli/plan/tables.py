@@ -15,9 +15,10 @@ from kvferry.cli.formatting import (
     rounded_count,
     span,
 )
-from kvferry.cli.plan.engine import Side, format_engine, format_group, format_tokens
+from kvferry.cli.plan.engine import Side, format_engine, format_tokens
 from kvferry.cli.plan.rows import NONE, RELEASE, cells_of, fold, rows_of
 from kvferry.cli.plan.summary import PlanSummary, Refusal
+from kvferry.plan.engine_shape import format_group
 from kvferry.protocol.description_json import EngineJson
 
 _COLUMNS = ("consumer", "producer", ">pairs", "layers", "heads", ">bytes", ">descriptors", "placed")
@@ -44,6 +45,8 @@ def print_plan(summary: PlanSummary) -> None:
     more = f", one of {len(others) + 1} (--json has all)" if others else ""
     print_line(f"in the log of consumer {first.place}{more}:")
     print_line(first.log, "dim", hang=2)
+    for line in first.log_debug:
+        print_line(f"DEBUG {line}", "dim", hang=2)
 
 
 def print_refusal(refusal: Refusal) -> None:

@@ -214,14 +214,17 @@ class PeerRegistry:
         self._ready[key] = _Ready(first.peer, now_s)
         # The peer may have been prepared within this step, which began at `now_s`.
         self.handshake_s.append(max(now_s - first.asked_s, described_s + first.prepared_s))
+        line, *more = first.peer.plan.describe_all()
         logger.info(
             "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
             key,
             self.handshake_s[-1] * 1e3,
             described_s * 1e3,
             first.prepared_s * 1e3,
-            first.peer.plan.describe(),
+            line,
         )
+        for one in more:
+            logger.debug("peer=%s %s", key, one)
 
     def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
         """Back off from a peer whose first contact failed."""

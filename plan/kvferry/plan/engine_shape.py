@@ -1,0 +1,76 @@
+"""The sizes of an engine as text: of the log, of `kvferry plan` and `kvferry describe`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvferry.protocol.geometry import Topology
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What of an engine decides its layout.
+
+    Attributes:
+        layers: of all workers.
+        heads: of the whole model: those of attention, else of its states.
+        dtypes: of its caches.
+    """
+
+    topology: Topology
+    layers: int
+    heads: int
+    dtypes: tuple[str, ...]
+    groups: tuple[CacheGroup, ...]
+
+    @classmethod
+    def of(cls, engine: EngineDescription) -> EngineShape:
+        """The shape of a whole engine."""
+        tensors = [tensor for worker in engine.workers for tensor in worker.tensors if len(tensor.heads)]
+        attention = [tensor for tensor in tensors if engine.groups[tensor.group].policy != "state"]
+        # A convolution's heads are its channels.
+        states = [tensor for tensor in tensors if not tensor.kind.startswith("conv")]
+        return cls(
+            topology=engine.topology,
+            layers=len(layer_order(engine)),
+            heads=max((tensor.heads.stop for tensor in attention or states or tensors), default=0),
+            dtypes=tuple(sorted({tensor.format.dtype for tensor in tensors})),
+            groups=engine.groups,
+        )
+
+    def __str__(self) -> str:
+        """The engine in one line: `TP 4 · PP 2 · 32 layers · 8 heads · bfloat16 · full, blocks of 16 tokens`."""
+        groups = "; ".join(map(format_group, self.groups))
+        counts = f"{_counted(self.layers, 'layer')} · {_counted(self.heads, 'head')}"
+        return f"{format_topology(self.topology)} · {counts} · {'/'.join(self.dtypes)} · {groups}"
+
+
+def format_topology(topology: Topology) -> str:
+    """`TP 4 · PP 2`: the tensor-parallel size, and the other parallel sizes above 1."""
+    named = (("PP", topology.pp), ("PCP", topology.pcp), ("DCP", topology.dcp))
+    return " · ".join([f"TP {topology.tp}", *(f"{name} {size}" for name, size in named if size > 1)])
+
+
+def format_group(group: CacheGroup) -> str:
+    """`full, blocks of 16 tokens`."""
+    if group.policy == "state":
+        return "state"
+    window = f" of {group.window_tokens}" if group.window_tokens else ""
+    return f"{group.policy}{window}, blocks of {_counted(group.block_tokens, 'token')}"
+
+
+def layer_order(engine: EngineDescription) -> dict[str, int]:
+    """The index of every layer name among all layers of the engine."""
+    names = {tensor.layer for worker in engine.workers for tensor in worker.tensors}
+    return {name: index for index, name in enumerate(sorted(names, key=natural))}
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """A key that sorts `layers.2` before `layers.10`."""
+    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
