@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvferry.protocol.geometry import PagedTensor
-from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, Setting
 from tests.geometry.pairs import Pair, engine, pairs
 from tests.geometry.requests import Request
 
@@ -92,6 +92,11 @@ def _fact(name: str) -> Change:
     return change
 
 
+def _setting(engine: EngineDescription, which: int) -> EngineDescription:
+    settings = (Setting(name=f"config.{which}", value="another"),)
+    return msgspec.structs.replace(engine, facts=msgspec.structs.replace(engine.facts, settings=settings))
+
+
 def _format(name: str) -> Change:
     def change(engine: EngineDescription, which: int) -> EngineDescription:
         def other(tensor: PagedTensor) -> PagedTensor:
@@ -171,6 +176,7 @@ def _extra_layer(engine: EngineDescription, which: int) -> EngineDescription:
 
 CHANGES: dict[str, Change] = {
     **{name: _fact(name) for name in ("fingerprint", "dtype", "cache_dtype", "quantization", "speculative")},
+    "a setting": _setting,
     "format.dtype": _format("dtype"),
     "format.quantization": _format("quantization"),
     "format.packing": _format("packing"),

@@ -17,7 +17,7 @@ from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import EngineDescription
 from tests.geometry.cells import token_of
 
-_COMPARED_FACTS = ("fingerprint", "dtype", "quantization", "speculative")
+_COMPARED_FACTS = ("fingerprint", "dtype", "quantization", "speculative", "settings")
 """Not the cache's dtype as it was configured: every tensor tells its own."""
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused, Reason
-from kvferry.protocol.geometry import Format, Interleave, Place
-from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from kvferry.protocol.geometry import Format, Interleave, Place, Range
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, Setting
 from tests.plan.engines import sharded
 from tests.plan.samples import FACTS, engine, other, tensor, worker
 
@@ -72,6 +72,51 @@ def test_a_single_difference_is_named_with_both_values(
 ) -> None:
     (reason,) = reasons(theirs, ours)
     assert (reason.field, reason.producer, reason.consumer) == (field, *values)
+
+
+def with_settings(**values: str) -> EngineDescription:
+    settings = tuple(Setting(name=name.replace("__", "."), value=value) for name, value in values.items())
+    return engine(facts=other(FACTS, settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "field", "values", "change"),
+    [
+        ({"config__eps": "1"}, {"config__eps": "2"}, "model.config.eps", ("1", "2"), "--hf-overrides"),
+        ({"config__eps": "1"}, {}, "model.config.eps", ("1", "not set"), "--hf-config-path"),
+        ({}, {"draft__weights": "2"}, "model.draft.weights", ("not set", "2"), "--speculative-config"),
+        ({"longrope__x": "l"}, {"longrope__x": "s"}, "model.longrope.x", ("l", "s"), "--max-model-len"),
+        ({"attention_temperature": "1"}, {}, "model.attention_temperature", ("1", "not set"), "generation-config"),
+    ],
+)
+def test_a_setting_that_differs_is_named_with_both_values_and_the_option_that_changes_it(
+    theirs: dict[str, str], ours: dict[str, str], field: str, values: tuple[str, str], change: str
+) -> None:
+    (reason,) = reasons(with_settings(**theirs), with_settings(**ours))
+    assert (reason.field, reason.producer, reason.consumer) == (field, *values)
+    assert change in reason.change
+
+
+def test_the_order_of_settings_does_not_matter() -> None:
+    plan_transfer(with_settings(a="1", b="2"), 0, with_settings(b="2", a="1"))
+
+
+def test_of_many_settings_eight_are_named_and_the_others_counted() -> None:
+    found = reasons(with_settings(**{f"s{n}": "1" for n in range(100)}))
+    assert len(found) == 9
+    assert found[-1].change == "and 92 more differences"
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_producer_with_more_heads_serves_another_model(layers: int) -> None:
+    """Every head that is wanted is there, but it is not the same head."""
+    few, many = (
+        engine(*(tensor(layer=f"layers.{n}", heads=Range(0, heads)) for n in range(layers))) for heads in (2, 4)
+    )
+    (reason,) = reasons(many, few)
+    more = ", as have 2 more tensors up to layers.2/kv" if layers == 3 else ""
+    assert (reason.field, reason.producer, reason.consumer) == ("tensor layers.0/kv", f"4 heads{more}", "2 heads")
+    plan_transfer(few, 0, few)
 
 
 def test_cells_of_several_tokens_must_divide_the_unit() -> None:

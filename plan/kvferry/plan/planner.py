@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvferry.plan.assignment import Assignment, Lack, assign
+from kvferry.plan.assignment import Assignment, Lack, Name, assign
 from kvferry.plan.conversion import is_convertible, lacks_scales, needs_conversion
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.engine_shape import EngineShape
@@ -14,7 +14,7 @@ from kvferry.plan.run_merger import bundle
 from kvferry.plan.runs import Bundle, Part
 from kvferry.plan.tokens import map_tokens
 from kvferry.plan.transfer_plan import Route, TransferPlan
-from kvferry.protocol.geometry import Interleave, PagedTensor, Range
+from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Range
 from kvferry.protocol.handshake import EngineDescription
 
 _SAME_MODEL = {
@@ -23,13 +23,34 @@ _SAME_MODEL = {
     "quantization": "start both engines with the same --quantization",
     "speculative": "give both engines the same --speculative-config",
 }
+_SAME_SETTING = {
+    "longrope": "set --max-model-len on both sides to at most original_max_position_embeddings, or on both to more",
+    "max_model_len": "set the same --max-model-len on both sides: this model's rotary embedding depends on it",
+    "attention_temperature": (
+        "give both sides --override-generation-config '{\"attn_temperature_tuning\": true}', or both false;"
+        " without it vLLM tunes where --max-model-len is above 32768"
+    ),
+    "online_quantization": "start both engines with the same --quantization-config",
+    "model_class": "serve the model with the same implementation on both sides (--model-impl, plugins)",
+    "code": "give both sides the same --trust-remote-code and the same Python files beside the model",
+    "media": "start both engines with the same multimodal options (--mm-processor-kwargs, --media-io-kwargs, …)",
+    "processor": "keep the same processor files beside the model on both sides",
+    "draft": "give both engines the same --speculative-config, with the same draft model",
+}
+"""By the first part of a setting's name the change that helps; for all others it is the model's configuration."""
+_SAME_CONFIG = "serve the same configuration on both sides (config.json, --hf-config-path, --hf-overrides)"
+_SAME_GROUPS = (
+    "serve the same model, on both sides with the hybrid cache manager or on both without: it is off with"
+    " --disable-hybrid-kv-cache-manager and beside a child of MultiConnector that does not support it"
+)
 _SAME_TENSOR = {
-    "group": "serve the same model with the same hybrid cache manager setting",
+    "group": _SAME_GROUPS,
     "format": "use the same cache dtype and attention backend on both sides",
     "scales": "use the same static scales, or formats that can be converted",
     "cell_bytes": "use the same cache dtype and attention backend on both sides",
     "tile_tokens": "give both engines the same --block-size and attention backend: these cells cannot be divided",
 }
+_MAX_SETTING_REASONS = 8
 _MAX_TENSOR_REASONS = 8
 MAX_ROWS = 1 << 22
 """Most rows of descriptors of one plan: 160 MiB a side."""
@@ -65,9 +86,11 @@ def _assignment(consumer: EngineDescription, producer: EngineDescription) -> Ass
     """The assignment of reads, after all checks have passed."""
     check_description(producer)
     reasons = [*_model_reasons(consumer, producer), *_group_reasons(consumer, producer)]
+    reasons += _shortened([*_setting_reasons(consumer, producer)], _MAX_SETTING_REASONS, "settings")
     assignment = assign(consumer.workers, producer.workers)
     lacks = [*_lack_reasons(assignment.lacks), *_surplus_reasons(consumer, producer)]
-    reasons += _shortened([*lacks, *_tensor_reasons(consumer, producer, assignment)])
+    tensors = [*lacks, *_tensor_reasons(consumer, producer, assignment)]
+    reasons += _shortened(tensors, _MAX_TENSOR_REASONS, "tensors")
     if reasons:
         raise PlanRefused(reasons)
     return assignment
@@ -126,16 +149,28 @@ def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> 
             yield Reason(f"model.{field}", repr(theirs), repr(ours), change)
 
 
+def _setting_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
+    """One reason for each setting that differs, or that only one side has."""
+    theirs = {setting.name: setting.value for setting in producer.facts.settings}
+    ours = {setting.name: setting.value for setting in consumer.facts.settings}
+    if theirs == ours:
+        return
+    for name in sorted(theirs.keys() | ours.keys()):
+        left = theirs.get(name, "not set")
+        right = ours.get(name, "not set")
+        if left != right:
+            yield Reason(f"model.{name}", left, right, _SAME_SETTING.get(name.partition(".")[0], _SAME_CONFIG))
+
+
 def _group_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
     if len(producer.groups) != len(consumer.groups):
-        change = "serve the same model with the same hybrid cache manager setting"
-        yield Reason("cache_groups", str(len(producer.groups)), str(len(consumer.groups)), change)
+        yield Reason("cache_groups", str(len(producer.groups)), str(len(consumer.groups)), _SAME_GROUPS)
         return
     for index, (theirs, ours) in enumerate(zip(producer.groups, consumer.groups, strict=True)):
         for field in ("policy", "window_tokens"):
             left, right = getattr(theirs, field), getattr(ours, field)
             if left != right:
-                yield Reason(f"cache_groups[{index}].{field}", str(left), str(right), "serve the same model")
+                yield Reason(f"cache_groups[{index}].{field}", str(left), str(right), _SAME_GROUPS)
 
 
 def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
@@ -154,13 +189,39 @@ def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
 
 
 def _surplus_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
-    """Refuse layers that only the producer has: they show that it serves another model, or a draft model."""
+    """Refuse layers and heads that only the producer has: they show that it serves another model, or a draft model.
+
+    What the consumer wants could be read all the same. But heads are counted by the model, not by the engine: if their
+    numbers differ, head 0 of one model is not head 0 of the other.
+    """
     known = {tensor.layer for worker in consumer.workers for tensor in worker.tensors}
     surplus = dict.fromkeys(x.layer for worker in producer.workers for x in worker.tensors if x.layer not in known)
     if surplus:
         first, *more = surplus
         what = f"has it, and {len(more)} more up to {more[-1]}" if more else "has it"
         yield Reason(f"layer {first}", what, "has no such layer", "serve the same layers on both sides")
+    wanted = _num_heads(consumer)
+    too_many: dict[tuple[int, int], list[str]] = {}
+    for key, held in _num_heads(producer).items():
+        if held > wanted.get(key, held):
+            too_many.setdefault((held, wanted[key]), []).append("/".join(key[0]))
+    for (held, most), tensors in too_many.items():
+        others = f", as have {len(tensors) - 1} more tensors up to {tensors[-1]}" if len(tensors) > 1 else ""
+        change = "serve the same model on both sides: an equal model_fingerprint does not make two models the same"
+        yield Reason(f"tensor {tensors[0]}", f"{held} heads{others}", f"{most} heads", change)
+
+
+def _num_heads(engine: EngineDescription) -> dict[tuple[Name, Format], int]:
+    """The number of heads of every tensor, on all workers together.
+
+    Of one format: if it is not known whether ranks hold copies, the format says so, and a rank is taken for a head.
+    """
+    found: dict[tuple[Name, Format], int] = {}
+    for worker in engine.workers:
+        for tensor in worker.tensors:
+            key = tensor.name, tensor.format
+            found[key] = max(found.get(key, 0), tensor.heads.stop)
+    return found
 
 
 def _tensor_reasons(
@@ -217,8 +278,9 @@ def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedT
         yield Reason(f"{local.layer}/{local.kind}.tile_tokens", f"runs of {unit} tokens", cells, change)
 
 
-def _shortened(reasons: list[Reason]) -> list[Reason]:
-    more = len(reasons) - _MAX_TENSOR_REASONS
+def _shortened(reasons: list[Reason], most: int, field: str) -> list[Reason]:
+    """At most `most` reasons, and one more with the number of the others."""
+    more = len(reasons) - most
     if more <= 0:
         return reasons
-    return [*reasons[:_MAX_TENSOR_REASONS], Reason("tensors", "…", "…", f"and {more} more differences")]
+    return [*reasons[:most], Reason(field, "…", "…", f"and {more} more differences")]

@@ -38,6 +38,8 @@ MAX_ENGINE_TENSORS = 1 << 16
 """Most paged tensors of all workers of an engine together. Clients choose which engine's description is read, and
 reading takes some 40 µs a tensor."""
 
+MAX_SETTINGS = 2048
+"""Most settings of a model. A model has some 30, one with vision and audio some 200."""
 
 UNKNOWN_ENGINE = "?"
 """The id in a request to an engine of unknown id, which any engine answers."""
@@ -98,17 +100,30 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 Request = Hello | Renew | Release | Ask | Unask
 
 
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting that changes the values of keys and values, e.g. `config.rope_parameters.rope_theta`.
+
+    Attributes:
+        name: where it is set, with dots between the levels.
+        value: as canonical JSON; of a long one its beginning and a digest.
+    """
+
+    name: Text
+    value: Text
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that must be equal on both sides for the cache's bytes to mean the same.
 
     Attributes:
-        model: its name as served.
+        model: its name as served; for information, not compared.
         fingerprint: digest of the weights' headers and samples, or a name set by an operator instead.
         dtype: of the activations.
-        cache_dtype: of the cache, as configured.
+        cache_dtype: of the cache, as configured; not compared, since every tensor has its format.
         quantization: of the weights.
-        max_model_tokens: the longest sequence; for information, not compared.
-        speculative: the draft method, or `none`.
+        max_model_tokens: the longest sequence; not compared. Where it changes values, there is a setting.
+        speculative: the draft method if its drafter has a cache, or `none`.
+        settings: what else the engine runs with and what changes values, by name.
     """
 
     model: Text
@@ -118,6 +133,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Text
     max_model_tokens: Positive
     speculative: Text = "none"
+    settings: Annotated[tuple[Setting, ...], Meta(max_length=MAX_SETTINGS)] = ()
 
 
 class LeaseTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,8 +176,9 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A cache group: layers that share one block table.
 
     Attributes:
-        policy: `full` if it holds every token, `window` if only the last ones, `chunk` if only those of the last
-            chunk, `state` if its last block is a recurrent state of the whole sequence.
+        policy: `full` if it holds every token, `whole` if every token and each depends on all of the prompt, `window`
+            if only the last ones, `chunk` if only those of the last chunk, `state` if its last block is a recurrent
+            state of the whole sequence.
         block_tokens: local slots per scheduler block (the unit of `remote_block_ids`); for `state` the tokens
             per block of its table, up to those of the longest sequence.
         window_tokens: length of the window or chunk, 0 without one.
@@ -173,7 +190,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds_every_token(self) -> bool:
-        """Whether a prompt's cache is complete token by token; windows, chunks and states are at its end only."""
+        """Whether a prompt's cache is complete token by token; all others are complete at the prompt's end only."""
         return self.policy == "full"
 
 

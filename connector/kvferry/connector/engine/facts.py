@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm import envs
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, read_model_config
+from kvferry.connector.engine.settings import draft_method, settings_of, weights_of
 from kvferry.connector.layout.discovery import groups_of
 from kvferry.connector.layout.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.errors import InvalidConfig
@@ -17,7 +16,7 @@ from kvferry.protocol.geometry import Interleave, Place, Topology
 from kvferry.protocol.handshake import ModelFacts
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -58,18 +57,21 @@ def can_stream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: 
     """Whether this engine's prompts can be read while they are being computed. Its scheduler and its workers decide
     alike: the workers have rows for the scheduler's orders exactly if this is True.
 
-    Some cache must grow with the prompt: windows, chunks and states are read at its end. A copy in host memory follows
-    when the prompt is complete, and drafters write after a chunk what they read of the next one.
+    Some cache must grow with the prompt: windows, chunks and states are read at its end, and a cache that depends on
+    the whole prompt spoils all others. A copy in host memory follows when the prompt is complete, and drafters write
+    after a chunk what they read of the next one.
 
     Raises:
         InvalidConfig: a cache cannot be described.
     """
+    groups = groups_of(kv_cache_config)
     return (
         config.streaming != "off"
         and vllm_config.kv_transfer_config.is_kv_producer
         and not uses_host_buffer(vllm_config)
         and vllm_config.speculative_config is None
-        and any(group.holds_every_token for group in groups_of(kv_cache_config))
+        and any(group.holds_every_token for group in groups)
+        and not any(group.policy == "whole" for group in groups)
     )
 
 
@@ -161,7 +163,7 @@ def sharding_of(vllm_config: VllmConfig, place: Place) -> Sharding:
 
 def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
     """The facts that must be equal on both sides."""
-    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = vllm_config.cache_config.cache_dtype
     return ModelFacts(
@@ -171,27 +173,18 @@ def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
         quantization=str(model.quantization or "none"),
         max_model_tokens=model.max_model_len,
-        speculative=str(speculative.method) if speculative is not None else "none",
+        speculative=draft_method(vllm_config),
+        settings=settings_of(vllm_config),
     )
 
 
 def _fingerprint(vllm_config: VllmConfig) -> str:
-    model, load = vllm_config.model_config, vllm_config.load_config
-    is_dummy = str(load.load_format) == "dummy"
-    directory = None if is_dummy else local_model_dir(model.model, model.revision, load.download_dir)
-    found = fingerprint(_config_of(model, directory), directory, f"dummy:{model.seed}" if is_dummy else "")
-    if found.startswith("config:") and not is_dummy:
+    model = vllm_config.model_config
+    found = weights_of(model, vllm_config)
+    if found.startswith("config:") and str(vllm_config.load_config.load_format) != "dummy":
         logger.warning(
             "no weight files of %s are on this machine: engines with other weights of this configuration would be "
             "treated as equal; name the weights with model_fingerprint",
             model.model,
         )
     return found
-
-
-def _config_of(model: ModelConfig, directory: Path | None) -> dict[str, Any]:
-    """The model's configuration from its folder: vLLM and some models change theirs in memory, not equally in every
-    process (Falcon-H1 in its workers only)."""
-    overrides = getattr(model, "hf_overrides", None) or {}
-    kept = read_model_config(directory) if directory is not None and isinstance(overrides, dict) else None
-    return model.hf_config.to_dict() if kept is None else {"kept": kept, "overrides": overrides}

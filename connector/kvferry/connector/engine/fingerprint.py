@@ -1,8 +1,8 @@
 """A fingerprint of the weights that an engine serves, made without reading all of them.
 
-It covers the model's configuration, every weight file's size and header, and a sample of every tensor (at most 4,096
-per file, evenly chosen, 256 bytes from the middle of each). A fine-tune changes nearly every tensor, so it changes the
-fingerprint; a deliberate edit between the samples would not.
+It covers every weight file's size and header, and a sample of every tensor (at most 4,096 per file, evenly chosen, 256
+bytes from the middle of each). A fine-tune changes nearly every tensor, so it changes the fingerprint; a deliberate
+edit between the samples would not. The model's configuration is compared key by key instead, see `settings`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _SAMPLES = 4096
 _SAMPLE_BYTES = 256
 _LONGEST_HEADER = 100 << 20
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
+_NAMES_OF_CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
@@ -28,7 +29,7 @@ def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -
     """The fingerprint of a model, e.g. `weights:3f0c…` or, without weight files, `config:91ab…`.
 
     Args:
-        config: the model's configuration as plain objects.
+        config: plain objects that belong to the weights, e.g. an adapter's configuration.
         weights: the directory of the weight files, or the one weight file, or None.
         extra: anything else that determines the weights, e.g. a seed.
     """
@@ -49,21 +50,23 @@ def local_model_dir(model: str, revision: str | None, download_dir: str | None) 
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model, "config.json", revision=revision, cache_dir=download_dir)
+        for name in _NAMES_OF_CONFIGS:
+            found = try_to_load_from_cache(model, name, revision=revision, cache_dir=download_dir)
+            if isinstance(found, str):
+                return Path(found).parent
     except Exception as error:  # noqa: BLE001 - an invalid name for the hub must not stop the start
         logger.debug("no local files of %s: %s", model, error)
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
-def read_model_config(directory: Path) -> dict[str, Any] | None:
-    """The `config.json` beside the weights; None if it is missing or not readable."""
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if it is missing, not readable or something else."""
     try:
-        config = json.loads((directory / "config.json").read_bytes())
+        found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        logger.debug("no config.json in %s: %s", directory, error)
+        logger.debug("nothing is read from %s: %s", file, error)
         return None
-    return config if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _of_the_model(config: Any) -> Any:

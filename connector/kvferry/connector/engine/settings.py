@@ -1,0 +1,391 @@
+"""The settings that change the values of keys and values, as this engine runs with them.
+
+Two engines may hand caches over only if they compute the same function. The weights are covered by the fingerprint,
+types and sizes by the facts and the tensors. What is left is the model's configuration and a few options of vLLM.
+
+It is not enough to read `config.json` beside the weights: vLLM can take the configuration from elsewhere
+(`--hf-config-path`), replaces parts of it (`--hf-overrides`), and decides some things only when the model is built, by
+the length of sequences or by the generation config. So the configuration is resolved here once more, by vLLM's own
+function, and what vLLM decides later is decided here by the same rule.
+
+The configuration in memory is not used: models change theirs while they are loaded, in the workers only, and some
+write sizes of this engine into it, so equal engines would differ.
+
+Settings that cannot change a value are left out, or equal engines would refuse each other: see `_IRRELEVANT`.
+`docs/compatibility.md` has the whole list, and a test compares it with the fields of vLLM's configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, read_json
+from kvferry.protocol.handshake import MAX_SETTINGS, Setting
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_IRRELEVANT = frozenset(
+    {
+        # of the file, not of the model
+        "transformers_version",
+        "name_or_path",
+        # compared otherwise: the type as a fact, the class by the name that vLLM has resolved, code by its content
+        "dtype",
+        "torch_dtype",
+        "architectures",
+        "auto_map",
+        # what is done with ids and logits
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "tokenizer_class",
+        "tie_word_embeddings",
+        "final_logit_softcapping",
+        # what transformers returns
+        "use_cache",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "chunk_size_feed_forward",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "num_labels",
+        # training
+        "initializer_range",
+        "initializer_factor",
+        "pretraining_tp",
+        "gradient_checkpointing",
+        "router_aux_loss_coef",
+        # the length of tables, see `_depends_on_length`
+        "max_position_embeddings",
+    }
+)
+"""Keys of a model's configuration, at any depth, that cannot change the values of keys and values."""
+
+_LONGROPE = frozenset({"longrope", "su"})
+_ROPE_WITHOUT_LENGTH = frozenset(
+    {
+        "default",
+        "linear",
+        "llama3",
+        "yarn",
+        "deepseek_yarn",
+        "deepseek_llama_scaling",
+        "mllama4",
+        "proportional",
+        "mrope",
+        "bailing_mrope",
+        "openpangu",
+    }
+)
+"""Rotary embeddings whose value at a position does not depend on how many positions there are."""
+
+_LENGTH_IS_OF_THE_ENGINE = ("MiniMax", "Plamo3", "CohereCompass", "EmbeddingGemma2")
+"""Classes of models that give their rotary embedding `--max-model-len` as the number of positions."""
+
+_LLAMA_4 = frozenset({"llama4", "llama4_text"})
+_TUNES_ABOVE_TOKENS = 32768
+"""vLLM tunes Llama-4's attention temperature by default if sequences may be longer."""
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+_MAX_NAME = 400
+_MAX_VALUE = 160
+_MAX_DEPTH = 16
+
+
+def settings_of(vllm_config: VllmConfig) -> tuple[Setting, ...]:
+    """The settings of an engine, sorted by name; at most `MAX_SETTINGS`."""
+    found = dict(_of_model(vllm_config.model_config, vllm_config))
+    draft = draft_model_of(vllm_config)
+    if draft is not None:
+        found |= {f"draft.{name}": value for name, value in _of_model(draft, vllm_config)}
+        found["draft.dtype"] = str(draft.dtype).removeprefix("torch.")
+        found["draft.quantization"] = draft.quantization
+        if draft.model != vllm_config.model_config.model:  # else the fingerprint covers them
+            found["draft.weights"] = weights_of(draft, vllm_config)
+    named = {_printable(name): text for name, value in found.items() if (text := _text(value)) is not None}
+    settings = [Setting(name=name, value=named[name]) for name in sorted(named)]
+    if len(settings) <= MAX_SETTINGS:
+        return tuple(settings)
+    rest = settings[MAX_SETTINGS - 1 :]
+    digest = _digest("".join(f"{one.name}={one.value};" for one in rest))
+    return (*settings[: MAX_SETTINGS - 1], Setting(name="others", value=f"{len(rest)} settings, {digest}"))
+
+
+def draft_method(vllm_config: VllmConfig) -> str:
+    """The draft method if its drafter has a cache, else `none`: n-grams, suffixes and heads without attention keep
+    nothing for a prompt, so engines that differ in them have equal caches."""
+    speculative = vllm_config.speculative_config
+    method = "none" if speculative is None else str(speculative.method)
+    return "none" if method in _DRAFTS_WITHOUT_CACHE else method
+
+
+_DRAFTS_WITHOUT_CACHE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+
+
+def draft_model_of(vllm_config: VllmConfig) -> ModelConfig | None:
+    """The draft model, if it has a cache."""
+    if draft_method(vllm_config) == "none":
+        return None
+    return getattr(vllm_config.speculative_config, "draft_model_config", None)
+
+
+def weights_of(model: ModelConfig, vllm_config: VllmConfig) -> str:
+    """The fingerprint of a model's weights; see `fingerprint`. Its configuration is compared by the settings."""
+    if str(vllm_config.load_config.load_format) == "dummy":
+        return fingerprint({}, None, f"dummy:{model.seed}")
+    return fingerprint({}, model_dir(model, vllm_config))
+
+
+def model_dir(model: ModelConfig, vllm_config: VllmConfig) -> Path | None:
+    """Where the files of a model are on this machine, or None."""
+    return local_model_dir(model.model, model.revision, vllm_config.load_config.download_dir)
+
+
+def _of_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
+    directory = model_dir(model, vllm_config)
+    config = resolved_config(model, _config_dir(model, directory, vllm_config))
+    # Llama-4's is decided otherwise, see `_tunes_temperature`.
+    overruled = {"attn_temperature_tuning"} if config.get("model_type") in _LLAMA_4 else set()
+    yield from _flat("config", config, _IRRELEVANT | overruled)
+    yield from _decided_by_length(model, vllm_config, config)
+    yield from _flat("online_quantization", getattr(model, "quantization_config", None))
+    yield "model_class", getattr(model, "_architecture", None)
+    yield from _flat("model_class.overrides", getattr(model, "model_class_overrides", None))
+    if getattr(model, "multimodal_config", None) is not None:
+        yield from _of_media(model, directory)
+    if _runs_own_code(model):
+        yield "code", _digest_of_code(directory)
+
+
+# The model's configuration.
+
+
+def resolved_config(model: ModelConfig, directory: Path | None) -> dict[str, Any]:
+    """A model's configuration as vLLM resolves it: from the folder of its `config.json`, overrides applied.
+
+    Args:
+        directory: where its `config.json` is on this machine; the network is not used. If it is not there, or is not
+            read, the configuration in memory is taken.
+    """
+    if directory is not None:
+        try:
+            return _read_as_vllm_does(model, directory)
+        except Exception as error:  # noqa: BLE001 - any code of a model may run here, and must not stop the start
+            logger.warning("the configuration of %s is taken from memory: %r", model.model, error)
+    config: dict[str, Any] = model.hf_config.to_dict()
+    return config
+
+
+def _read_as_vllm_does(model: ModelConfig, directory: Path) -> dict[str, Any]:
+    from vllm.transformers_utils.config import get_config
+
+    overrides = model.hf_overrides or {}
+    changes = None
+    flat: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    if callable(overrides):
+        changes = overrides
+    else:
+        for key, value in overrides.items():
+            (nested if isinstance(value, dict) else flat)[key] = value
+    config = get_config(
+        directory,
+        model.trust_remote_code,
+        None,
+        model.code_revision,
+        model.config_format,
+        hf_overrides_kw=flat,
+        hf_overrides_fn=changes,
+    )
+    if nested:
+        model._apply_dict_overrides(config, nested)  # vLLM's own rule, not a copy of it
+    plain: dict[str, Any] = config.to_dict()
+    return plain
+
+
+def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmConfig) -> Path | None:
+    """The folder of the `config.json` that the engine uses."""
+    path = getattr(model, "hf_config_path", None)
+    if path is None or path == model.model:
+        found = directory
+    else:
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        found = local_model_dir(path, revision, vllm_config.load_config.download_dir)
+    has_config = found is not None and any((found / name).is_file() for name in ("config.json", "params.json"))
+    return found if has_config else None
+
+
+# What vLLM decides when the model is built.
+
+
+def _decided_by_length(model: ModelConfig, vllm_config: VllmConfig, config: Any) -> Iterator[tuple[str, Any]]:
+    """Decisions by the longest sequence. Wherever there is none of these, engines may differ in `--max-model-len`."""
+    # A drafter is built with its own length or with the target's, which depends on the method.
+    lengths = [_length_at_load(one) for one in (vllm_config.model_config, model)]
+    length = lengths[0]
+    ropes = list(_ropes(config))
+    for path, rope, original in ropes:
+        if _rope_type(rope) in _LONGROPE:
+            yield f"longrope.{path}", "/".join(dict.fromkeys(_factors(one, original) for one in lengths))
+    if any(_rope_type(rope) not in _ROPE_WITHOUT_LENGTH for _, rope, _ in ropes):
+        for path, value in _flat("config", config):
+            if path.rpartition(".")[2] == "max_position_embeddings":
+                yield path, value
+        if str(getattr(model, "_architecture", "")).startswith(_LENGTH_IS_OF_THE_ENGINE):
+            yield "max_model_len", length
+    if config.get("model_type") in _LLAMA_4:
+        yield "attention_temperature", _tunes_temperature(model, length)
+
+
+def _length_at_load(model: ModelConfig) -> int:
+    """The longest sequence when the model was built. With `--max-model-len auto` vLLM shortens it to the cache's size
+    only after that."""
+    length = model.max_model_len
+    if getattr(model, "original_max_model_len", None) == -1:
+        length = max(length, model.get_and_verify_max_len(-1))
+    return int(length)
+
+
+def _factors(length: int, original: Any) -> str:
+    """LongRoPE has factors for short sequences and for long ones, and vLLM uses one kind for all of an engine's."""
+    if not isinstance(original, int | float):
+        return f"of a --max-model-len of {length}"
+    return "long" if length > original else "short"
+
+
+def _ropes(config: Any, path: str = "config", original: Any = None) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Every rotary embedding in a configuration: its path, its parameters and its `original_max_position_embeddings`,
+    which may also be a key of the configuration around it."""
+    if not isinstance(config, dict) or path.count(".") > _MAX_DEPTH:
+        return
+    original = config.get("original_max_position_embeddings", original)
+    is_rope = "rope_type" in config or path.rpartition(".")[2].startswith("rope")
+    if is_rope and _rope_type(config) is not None:
+        yield path, config, original
+        return
+    for key, inner in config.items():
+        yield from _ropes(inner, f"{path}.{key}", original)
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str | None:
+    found = rope.get("rope_type", rope.get("type"))
+    return found if isinstance(found, str) else None
+
+
+def _tunes_temperature(model: ModelConfig, length: int) -> Any:
+    """Whether Llama-4's attention is tuned: vLLM reads it from the generation config, not from the model's."""
+    generation: dict[str, Any] = {}
+    try:
+        generation = model.try_get_generation_config()
+    except Exception as error:  # noqa: BLE001 - it may need the network; the model itself could not be loaded then
+        logger.warning("the generation config of %s cannot be read: %r", model.model, error)
+    generation = {**generation, **(model.override_generation_config or {})}
+    return generation.get("attn_temperature_tuning", length > _TUNES_ABOVE_TOKENS)
+
+
+# Media, and the model's own code.
+
+
+def _of_media(model: ModelConfig, directory: Path | None) -> Iterator[tuple[str, Any]]:
+    """vLLM identifies an image by its content as it was sent. What the processor makes of it is set here."""
+    media: Any = model.multimodal_config
+    yield from _flat("media.processor", media.mm_processor_kwargs, {"device"})
+    yield from _flat("media.io", media.media_io_kwargs)
+    if media.video_pruning_rate:
+        yield "media.video_pruning", [media.video_pruning_method, media.video_pruning_rate]
+    if media.mm_encoder_attn_dtype is not None:
+        yield "media.encoder_attention", media.mm_encoder_attn_dtype
+        if media.mm_encoder_fp8_scale_path is not None:
+            yield from _flat("media.encoder_scales", read_json(Path(media.mm_encoder_fp8_scale_path)))
+    for name in _PROCESSOR_FILES:
+        if directory is not None:
+            yield from _flat(f"processor.{name.removesuffix('.json')}", read_json(directory / name), {"auto_map"})
+
+
+def _runs_own_code(model: ModelConfig) -> bool:
+    """Whether code beside the model computes keys and values: vLLM has no implementation, or the code prepares media.
+    For all others such code is only the class of the configuration, and that is compared as it was resolved."""
+    if not model.trust_remote_code or not getattr(model.hf_config, "auto_map", None):
+        return False
+    return model.multimodal_config is not None or bool(model.using_transformers_backend())
+
+
+def _digest_of_code(directory: Path | None) -> str | None:
+    if directory is None:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(directory.glob("*.py")):
+        text = file.read_bytes()
+        digest.update(f"{file.name} {len(text)} ".encode())
+        digest.update(text)
+    return digest.hexdigest()
+
+
+# Values as text.
+
+
+def _flat(path: str, value: Any, without: frozenset[str] | set[str] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested objects, each with its path. Keys that begin with an underscore are transformers' own."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if not isinstance(value, Mapping) or path.count(".") > _MAX_DEPTH:
+        yield path, value
+        return
+    for key, inner in value.items():
+        name = str(key)
+        if name not in without and not name.startswith("_") and "dropout" not in name:
+            yield from _flat(f"{path}.{name}", inner, without)
+
+
+def _text(value: Any) -> str | None:
+    """A value as one line of text, equal for equal values: `10000.0` is `10000`. None for what says nothing: an option
+    that is absent in one release of a library is often empty in the next."""
+    plain = _plain(value)
+    if plain is None or plain in ([], {}):
+        return None
+    text = json.dumps(plain, sort_keys=True)
+    if len(text) <= _MAX_VALUE:
+        return text
+    return f"{text[: _MAX_VALUE // 2]}… ({len(text)} characters, {_digest(text)})"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(inner) for inner in value)
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    text = str(value)
+    # The address of an object is another one in every process.
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _printable(name: str) -> str:
+    """A name as the wire takes it: a configuration may have any text as a key."""
+    return "".join(one if one.isascii() and one.isprintable() else "?" for one in name[:_MAX_NAME])
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
