@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvferry.connector.layout.discovery import discover, groups_of
@@ -180,6 +181,14 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
             CacheGroup(policy="window", block_tokens=32, window_tokens=66),
         ),
         (latent(), CacheGroup(policy="full", block_tokens=16)),
+        (attention(1, non_causal=True), CacheGroup(policy="whole", block_tokens=32)),
+        (replace(latent(), non_causal=True), CacheGroup(policy="whole", block_tokens=16)),
+        (
+            UniformTypeKVCacheSpecs(
+                block_size=32, kv_cache_specs={"layers.0": attention(1), "layers.1": attention(2, non_causal=True)}
+            ),
+            CacheGroup(policy="whole", block_tokens=32),
+        ),
         (
             SlidingWindowMLASpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32),
             CacheGroup(policy="window", block_tokens=16, window_tokens=32),
@@ -189,7 +198,18 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
             CacheGroup(policy="chunk", block_tokens=32, window_tokens=64),
         ),
     ],
-    ids=["sinks", "a window kept whole", "chunks kept whole", "retained tokens", "MLA", "a window of MLA", "chunks"],
+    ids=[
+        "sinks",
+        "a window kept whole",
+        "chunks kept whole",
+        "retained tokens",
+        "MLA",
+        "a prefix LM",
+        "a prefix LM of MLA",
+        "a layer of a prefix LM",
+        "a window of MLA",
+        "chunks",
+    ],
 )
 def test_a_group_says_which_tokens_it_holds(spec: Any, reported: CacheGroup) -> None:
     assert groups_of(config_of(group(spec))) == (reported,)

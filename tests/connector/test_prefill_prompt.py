@@ -25,6 +25,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
+from tests.connector.test_local_engine import local_engine
 
 FULL, STATE = CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=512)
 
@@ -47,7 +48,7 @@ def request_of(num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **s
 
 
 def digests_of(request: Any, scope: str = "") -> tuple[str, ...]:
-    prompt = prompt_of(request, request.num_prompt_tokens, scope)
+    prompt = prompt_of(request, request.num_prompt_tokens, local_engine(media_scope=scope))
     assert prompt is not None
     return digest_chain(prompt, request.num_prompt_tokens)
 

@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.connector.vllm_internals import EngineLoop, RunningWeights
 from kvferry.protocol.asks import Answer, Progress
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
@@ -59,6 +59,15 @@ def test_without_a_core_or_with_two_none_is_woken_and_nothing_happens(make_core:
     cores = [make_core(), make_core()]
     EngineLoop().wake()
     assert all(core.input_queue.empty() for core in cores)
+
+
+def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_updated(make_core: Any) -> None:
+    assert RunningWeights().version() == "", "there is no core"
+    core, weights = make_core(), RunningWeights()
+    core._weight_version = "default"  # as vLLM begins
+    assert weights.version() == ""
+    core.set_weight_version("step-7")
+    assert weights.version() == "step-7"
 
 
 def test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests(

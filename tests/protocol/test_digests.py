@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
         Prompt(range(300), lora="sql-expert", salt="tenant-é"),
         ("762c09b9471bde72fc671bdcb427370f", "4966bdf3866b0e64139a2631d0d6e9f9"),
     ),
+    "updated weights": (Prompt(range(3), weights="step-7"), ("97640809885ab0b478bbfaef1ffe9a51",)),
     "media across a border": (
         Prompt(range(600), media=(Media(250, 10, "cafe"), Media(500, 20, "f00d"))),
         ("041467fcbd72fe6ffd71ca0b89986a11", "7b3ebb52a743668c30a5342df7dc4d23", "0c19775773edf2914fc06dd9e7d12922"),
@@ -41,7 +43,8 @@ def framed_hash(*parts: bytes) -> bytes:
 def slow_chain(prompt: Prompt) -> list[str]:
     """The definition in the module's docstring, read literally and token by token."""
     lora, salt = (b"" if text is None else b"=" + text.encode() for text in (prompt.lora, prompt.salt))
-    digest = framed_hash(b"identity", lora, salt)
+    weights = [b"=" + prompt.weights.encode()] if prompt.weights else []
+    digest = framed_hash(b"identity", lora, salt, *weights)
     chain = []
     for start in range(0, len(prompt.tokens), 256):
         stop = min(start + 256, len(prompt.tokens))
@@ -61,7 +64,7 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda head: head 
 )
 NAMES = st.none() | st.text(max_size=6)
 MEDIA = st.lists(st.builds(Media, st.integers(0, 600), st.integers(1, 300), st.text(max_size=4)), max_size=3).map(tuple)
-PROMPTS = st.builds(Prompt, TOKENS, NAMES, NAMES, MEDIA)
+PROMPTS = st.builds(Prompt, TOKENS, NAMES, NAMES, MEDIA, st.text(max_size=4))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -81,7 +84,7 @@ def test_the_chain_is_what_its_docstring_says(prompt: Prompt) -> None:
 @given(PROMPTS, st.data())
 def test_a_prefix_is_digested_as_if_the_rest_were_not_there(prompt: Prompt, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, len(prompt.tokens)))
-    prefix = Prompt(prompt.tokens[:count], prompt.lora, prompt.salt, prompt.media)
+    prefix = replace(prompt, tokens=prompt.tokens[:count])
     assert digest_chain(prompt, count) == digest_chain(prefix)
 
 
@@ -99,7 +102,7 @@ def test_a_chain_that_grows_is_the_same(prompt: Prompt, data: st.DataObject) -> 
 @given(PROMPTS, st.data())
 def test_a_chain_goes_on_from_what_is_known_of_a_longer_prompt(prompt: Prompt, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, len(prompt.tokens)))
-    shorter = GrowingChain(Prompt(prompt.tokens[:count], prompt.lora, prompt.salt, prompt.media))
+    shorter = GrowingChain(replace(prompt, tokens=prompt.tokens[:count]))
     shorter.grow(data.draw(st.integers(0, count)))
     shorter.know(digest_chain(prompt), count)
     assert shorter.digests(count) == digest_chain(prompt, count)

@@ -283,6 +283,26 @@ class EngineLoop:
                 logger.info("this engine cannot be woken (%r): while idle, its metrics are of its last step", error)
 
 
+class RunningWeights:
+    """The version of the weights that this process's engine runs with.
+
+    Weights can be updated at run time, and vLLM does not notify connectors. But whoever updates them can name what they
+    have become (`finish_weight_update`, `update_weight_version`), and the engine core keeps the name.
+    """
+
+    def version(self) -> str:
+        """The name; empty for the weights of the start, which no one has named, and where no core is found."""
+        try:
+            version = str(_find_core().get_weight_version())
+        except Exception:  # noqa: BLE001 - vLLM's internals may differ, or the engine is in a user's own program
+            return ""
+        return "" if version == _FIRST_WEIGHTS else version
+
+
+_FIRST_WEIGHTS = "default"
+"""vLLM's name of weights that were not updated."""
+
+
 def _find_core() -> Any:
     """The engine core whose loop runs in this process. Raises `LookupError` if there is none, or more than one, and
     `AttributeError` if it lacks what is used of it."""

@@ -4,12 +4,13 @@ A `kv_transfer_params` object can arrive with another prompt than its own: all p
 object, and the next turn of a conversation is tokenised again. So the producer sends digests of the tokens in its
 blocks, and the consumer loads only the prefix that both prompts share.
 
-    d[-1] = H("identity", lora, salt)                 start, one per adapter and cache salt
+    d[-1] = H("identity", lora, salt, weights)        start, one per adapter, cache salt and version of the weights
     d[i]  = H("chunk", d[i-1], media in chunk i, tokens of chunk i)
 
 `H` is BLAKE2b with 16 bytes of output and the personalisation `kvferry-digest-1`. A chunk is 256 tokens, the last one
 has the remaining 1 to 256, so `n` tokens have `ceil(n / 256)` digests. Every variable-length part is preceded by its
-length, so no two inputs share an encoding. Golden vectors: `tests/protocol/test_digests.py`.
+length, so no two inputs share an encoding; `weights` is absent for the weights of the start. Golden vectors:
+`tests/protocol/test_digests.py`.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ class Prompt:
 
     Attributes:
         tokens: token ids, each in [0, 2**32).
-        lora: name of the LoRA adapter, or None.
+        lora: digest of the LoRA adapter's content, or None. Its name does not matter.
         salt: vLLM's `cache_salt`, or None.
         media: multimodal items in order of their offset.
+        weights: version of weights that were updated at run time, as named by an operator; empty for those of the
+            start, which the fingerprint covers.
     """
 
     tokens: Sequence[int]
     lora: str | None = None
     salt: str | None = None
     media: tuple[Media, ...] = ()
+    weights: str = ""
 
 
 def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ...]:
@@ -63,7 +67,7 @@ def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ..
     count = len(prompt.tokens) if num_tokens is None else num_tokens
     if not 0 <= count <= len(prompt.tokens):
         raise ValueError(f"num_tokens is {count}; expected 0 to {len(prompt.tokens)}")
-    identity, tokens = _identity(prompt.lora, prompt.salt), _as_uint32(prompt.tokens, count)
+    identity, tokens = _identity(prompt), _as_uint32(prompt.tokens, count)
     return tuple(digest.hex() for digest in _digests(prompt.media, identity, tokens))
 
 
@@ -72,7 +76,7 @@ class GrowingChain:
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
-        self._digest = _identity(prompt.lora, prompt.salt)
+        self._digest = _identity(prompt)
         self._whole: list[str] = []
 
     def grow(self, num_tokens: int) -> None:
@@ -110,7 +114,7 @@ def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
 
     Example: 300 equal tokens, then a difference; `num_tokens` 700: boundaries 256, 512, 700; the answer is 256.
     """
-    identity, tokens = _identity(prompt.lora, prompt.salt), _as_uint32(prompt.tokens, num_tokens)
+    identity, tokens = _identity(prompt), _as_uint32(prompt.tokens, num_tokens)
     shared = 0
     for expected, digest in zip(chain, _digests(prompt.media, identity, tokens), strict=False):
         stop = min(shared + CHUNK_TOKENS, num_tokens)
@@ -146,8 +150,11 @@ def _optional(text: str | None) -> bytes:
     return b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass")
 
 
-def _identity(lora: str | None, salt: str | None) -> bytes:
-    return _hash(b"".join(map(_counted, (b"identity", _optional(lora), _optional(salt)))))
+def _identity(prompt: Prompt) -> bytes:
+    parts = [b"identity", _optional(prompt.lora), _optional(prompt.salt)]
+    if prompt.weights:
+        parts.append(_optional(prompt.weights))
+    return _hash(b"".join(map(_counted, parts)))
 
 
 def _digests(media: tuple[Media, ...], digest: bytes, tokens: memoryview, first: int = 0) -> Iterator[bytes]:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 from vllm import envs
 
 from kvferry.connector.config import FerryConfig
+from kvferry.connector.engine.adapters import Adapters
 from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
+from kvferry.connector.vllm_internals import RunningWeights
 from kvferry.plan.tokens import reaches_back
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InvalidConfig
@@ -76,6 +78,8 @@ class LocalEngine:
         takes_turns: whether its prefills read the last turn of a conversation from decoders.
         offers_turns: whether it offers its answers for the next turn.
         media_scope: see `_media_scope`.
+        adapters: the contents of its LoRA adapters.
+        weights: the version of its weights, if they were updated.
     """
 
     engine_id: str
@@ -90,6 +94,8 @@ class LocalEngine:
     takes_turns: bool
     offers_turns: bool
     media_scope: str = ""
+    adapters: Adapters = field(default_factory=Adapters, repr=False, compare=False)
+    weights: RunningWeights = field(default_factory=RunningWeights, repr=False, compare=False)
     boot: BootId = field(default_factory=new_boot_id)
     mac_key: bytes = field(default_factory=new_mac_key, repr=False)
 
@@ -118,6 +124,7 @@ class LocalEngine:
             takes_turns=has_turns and transfer.is_kv_producer,
             offers_turns=can_offer and transfer.is_kv_consumer,
             media_scope=_media_scope(vllm_config, boot),
+            adapters=Adapters.of(vllm_config),
             boot=boot,
         )
 
@@ -135,6 +142,12 @@ class LocalEngine:
     def is_all_or_nothing(self) -> bool:
         """Whether a part of a sequence's cache is useless: a window or a state belongs to the sequence's end."""
         return not all(group.holds_every_token for group in self.groups)
+
+    @property
+    def needs_whole_prompts(self) -> bool:
+        """Whether only the cache of a whole prompt can be used, and only for exactly this prompt: with a non-causal
+        layer (prefix LM) every token's keys and values depend on all others."""
+        return any(group.policy == "whole" for group in self.groups)
 
     @property
     def has_states(self) -> bool:
@@ -168,6 +181,9 @@ def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> boo
             "kv_load_failure_policy=%s: a request whose last turn's offer has expired will fail; use recompute",
             failure_policy,
         )
+    if any(group.policy == "whole" for group in groups):
+        logger.warning("bidirectional_kv_xfer: answers are not offered, since this model's prompts are not causal")
+        return False
     if not any(group.policy == "state" for group in groups):
         return True
     # A step in flight when a request stops has added one more token to the state, in place.

@@ -103,7 +103,8 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
     """A `CacheGroup`'s policy and window for one layer's cache.
 
     A window that vLLM keeps as full attention (without the hybrid cache manager) holds every token. Blocks of sinks
-    belong to the engine, not to a request.
+    belong to the engine, not to a request. In a layer that is not causal (prefix LM) a token's keys and values depend
+    on later ones.
 
     Raises:
         InvalidConfig: names the layer and why its cache cannot be transferred.
@@ -114,7 +115,7 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
     if kind is specs.MambaSpec:
         return ("state", 0)
     if kind in (specs.FullAttentionSpec, specs.MLAAttentionSpec, specs.SinkFullAttentionSpec):
-        policy = ("full", 0)
+        policy = ("whole" if spec.non_causal else "full", 0)
     elif kind in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec) and not spec.prefix_replay_tokens:
         # With `prefix_replay_tokens`, a multi-token predictor needs further windows before the last one.
         policy = ("window", spec.sliding_window + spec.extra_retained_tokens)
@@ -151,6 +152,8 @@ def _group(group: KVCacheGroupSpec) -> CacheGroup:
         raise InvalidConfig(f"cache of layer {layer}", f"in a group of {group.role.value} in host memory", expected)
     if isinstance(spec, specs.UniformTypeKVCacheSpecs):
         policies = {policy_of(name, inner) for name, inner in spec.kv_cache_specs.items()}
+        if policies == {("full", 0), ("whole", 0)}:
+            policies = {("whole", 0)}  # what one layer makes depend on the whole prompt, the layers above it do too
         if len(policies) != 1:
             raise InvalidConfig(f"cache of layer {layer}", sorted(policies), "one policy for the whole group")
         (policy, window) = policies.pop()

@@ -133,7 +133,7 @@ class RequestIntake:
             self._leases.release(name)
 
     def _accept_prefill(self, request: Request) -> None:
-        prompt = prompt_of(request, request.num_prompt_tokens, self._local.media_scope)
+        prompt = prompt_of(request, request.num_prompt_tokens, self._local)
         num_tokens = request.num_prompt_tokens
         is_producer = self._local.is_producer
         can_share = is_producer and not request.resumable and has_tokens(request)
@@ -220,7 +220,7 @@ class RequestIntake:
         Args:
             num_tokens: as for `prompt_of`.
         """
-        prompt = prompt_of(request, num_tokens, self._local.media_scope)
+        prompt = prompt_of(request, num_tokens, self._local)
         if not is_turn and not self._local.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
         elif source.engine_id == self._local.engine_id:
@@ -255,6 +255,8 @@ class RequestIntake:
     def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
         if self._local.is_all_or_nothing and shared < source.remote_num_tokens:
             shared = 0
+        elif self._local.needs_whole_prompts and source.remote_num_tokens != request.num_prompt_tokens:
+            shared = 0  # every token of the producer's depends on where its prompt ends
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._loads.decline(source)
             self._compute_here(request, "window_edge", "it needs tokens whose blocks the producer, or vLLM here, frees")

@@ -94,7 +94,7 @@ class Offers:
         self._asked = asked
         self._leases = leases
         self._blocks = blocks
-        self._media_scope = local.media_scope
+        self._local = local
         self._mac_key = local.mac_key
         self._holds_early = not local.has_states
         self._counters = counters
@@ -110,10 +110,14 @@ class Offers:
             return
         # Also if it may generate more than one token: its prompt is all that a decoder can compare with its own.
         if lease.use is LeaseUse.PROMPT:
-            prompt = prompt_of(request, request.num_prompt_tokens, self._media_scope)
+            prompt = prompt_of(request, request.num_prompt_tokens, self._local)
             chain = GrowingChain(prompt) if prompt is not None else None
             prefill = self._prefilling.setdefault(request.request_id, _Prefill(request, chain))
             prefill.cached_tokens = cached_tokens_of(request)
+
+    def reset(self) -> None:
+        """The weights have changed or are about to: a prompt that begins anew gets other digests."""
+        self._prefilling.clear()
 
     def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str]) -> None:
         """Hold the blocks of the prompts that this step completes, and publish those of streamed ones.

@@ -62,7 +62,7 @@ def has_tokens(request: Request) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def prompt_of(request: Request, num_tokens: int, media_scope: str) -> Prompt | None:
+def prompt_of(request: Request, num_tokens: int, local: LocalEngine) -> Prompt | None:
     """The tokens and everything else that determines the request's KV cache; None for a prompt of embeddings.
 
     The tokens are the request's own list, not a copy: they grow with it.
@@ -70,16 +70,17 @@ def prompt_of(request: Request, num_tokens: int, media_scope: str) -> Prompt | N
     Args:
         num_tokens: number of tokens that will be read. If the prompt has as many, its list is used: copying the
             beginning of all tokens would take a sixth of the time of making digests.
-        media_scope: the engine's.
+        local: this engine, which knows its adapters and its weights.
     """
     prompt = request.prompt_token_ids
     if prompt is None or not has_tokens(request):
         return None
     return Prompt(
         tokens=prompt if num_tokens <= len(prompt) else request.all_token_ids,
-        lora=request.lora_request.lora_name if request.lora_request is not None else None,
+        lora=local.adapters.content_of(request.lora_request),
         salt=request.cache_salt,
-        media=_media_of(request, media_scope) if request.mm_features else (),
+        media=_media_of(request, local.media_scope) if request.mm_features else (),
+        weights=local.weights.version(),
     )
 
 
@@ -136,7 +137,7 @@ class ParamsBuilder:
         Args:
             digests: of these tokens, if they are known.
         """
-        prompt = prompt_of(request, num_tokens, self._local.media_scope) if num_tokens else None
+        prompt = prompt_of(request, num_tokens, self._local) if num_tokens else None
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
             return None

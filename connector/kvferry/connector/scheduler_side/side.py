@@ -68,6 +68,7 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
         local = LocalEngine.of(vllm_config, kv_cache_config, config)
+        self._local = local
         counters, workers = Counters(), num_workers(local.topology)
         self.blocks = EngineBlocks()
         self.leases = ProducerLedger(
@@ -266,6 +267,8 @@ class SchedulerSide:
             Whether the reset is complete. While loads are in flight it is not, and vLLM must call again.
         """
         self.leases.release_all("reset")
+        self._offers.reset()
+        self._local.adapters.reset()
         for lease in self.leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
             self.leases.abandon(lease.request_id, "reset")
             if not self.eviction.requests.by_id[lease.request_id].num_computed_tokens:
