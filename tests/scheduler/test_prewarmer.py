@@ -28,6 +28,7 @@ from tests.waiting import wait_until
 TIMEOUT_S = 5.0
 SOON_S = 20.0
 ME = "decode-0"
+MY_BOOT = "e" * 32
 
 
 class Found:
@@ -51,7 +52,7 @@ def look_for(found: Found) -> Iterator[Callable[..., None]]:
 
     def build(addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()) -> None:
         made.append(SideChannelClient(secrets))
-        PeerPrewarmer(made[-1], addresses, ME, found.producers.put, timeout_s).start()
+        PeerPrewarmer(made[-1], addresses, ME, MY_BOOT, found.producers.put, timeout_s).start()
 
     yield build
     for one in made:
@@ -138,12 +139,13 @@ def test_hosts_that_never_answer_and_names_that_are_never_found_delay_no_other(
     silent.close()
 
 
-def test_this_very_engine_is_left_out(listen: Any, look_for: Any, found: Found) -> None:
+@pytest.mark.parametrize("name", ["prefill-0", ME], ids=["another id", "the same id"])
+def test_this_very_engine_is_left_out_and_no_other(listen: Any, look_for: Any, found: Found, name: str) -> None:
     mine, other = free_port(), free_port()
-    listen(mine, life(1, ME))
+    listen(mine, msgspec.structs.replace(life(1, ME), boot=MY_BOOT))
     look_for([(HOST, mine), (HOST, other)])
-    listen(other, life(2))
-    assert found.next() == prewarm(other, life(2))
+    listen(other, life(2, name))
+    assert found.next() == prewarm(other, life(2, name))
     assert found.producers.empty()
 
 

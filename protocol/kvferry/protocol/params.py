@@ -99,6 +99,11 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         """The producer."""
         return engine_of(self.remote_engine_id)
 
+    @property
+    def boot(self) -> str:
+        """The producer's boot."""
+        return self.kvferry.boot
+
     def to_json(self, *, is_turn: bool = False, at_once: bool = False) -> dict[str, Any]:
         """Plain objects (dict, list, int, float, str) for the HTTP answer.
 
@@ -147,6 +152,11 @@ class NamedPrefill(msgspec.Struct, frozen=True, kw_only=True):
     def engine_id(self) -> str:
         """The producer."""
         return engine_of(self.remote_engine_id)
+
+    @property
+    def boot(self) -> str | None:
+        """The producer's boot, where it is announced."""
+        return boot_of(self.remote_engine_id)
 
 
 _FIELDS, _TICKET_FIELDS = (frozenset(of.__struct_fields__) for of in (RemotePrefill, Ticket))

@@ -46,13 +46,28 @@ def test_a_description_of_another_engine_is_refused_from_any_sender(rig: Rig, mo
     assert consumer.fabric.calls["add_peer"] == 0
 
 
-def test_params_that_name_the_engine_itself_are_refused_without_a_connection(rig: Rig) -> None:
+def test_params_that_lead_back_to_the_engine_that_reads_are_refused(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=10)
     load = consumer.load(producer.changed(offer, remote_engine_id="C", remote_port=consumer.port))
-    assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    assert consumer.counters.total("handshakes_served") == 0
+    assert rig.until_over(consumer, load) is FailureReason.REFUSED
     assert consumer.fabric.calls["add_peer"] == 0
+
+
+def test_two_engines_that_were_given_one_id_hand_over_to_each_other(any_rig: Rig) -> None:
+    """Their boots tell them apart."""
+    first, second = any_rig.engine("same"), any_rig.engine("same")
+    any_rig.transfer(first, second, seed=1)
+    any_rig.transfer(second, first, seed=2)
+
+
+def test_two_producers_that_were_given_one_id_are_both_kept(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, consumer = rig.engine("same"), rig.engine("same"), rig.engine("C")
+    for turn in range(4):
+        for producer in (first, second):
+            rig.transfer(producer, consumer, seed=turn)
+    assert [producer.counters.total("handshakes_served") for producer in (first, second)] == [1, 1]
+    assert caplog.text.count("has the engine id of") == 1
 
 
 def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten(any_rig: Rig) -> None:

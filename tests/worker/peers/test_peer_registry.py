@@ -137,8 +137,6 @@ def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none
 
 FORMER_LIVES: dict[str, tuple[dict[str, Any], str]] = {
     "a new boot": ({"boot": "1" * 32}, "successor"),
-    "at another host": ({"boot": "1" * 32, "host": "10.9.9.9"}, "successor"),
-    "at another port": ({"boot": "1" * 32, "port": 7777}, "successor"),
     "another engine at the address": ({"boot": "1" * 32, "engine_id": "another"}, "successor"),
     "the same boot and agent, at another host": ({"host": "10.9.9.9"}, "producer"),
 }
@@ -157,6 +155,40 @@ def test_a_former_life_is_forgotten_at_once_and_no_other_engine_with_it(
     assert scene.fabric.peers == {agent, "P0"}
     assert isinstance(scene.registry.get(other, 0.0), Peer)
     assert scene.registry.get(KEY, 0.0) is None, "it would have to be connected anew"
+
+
+ELSEWHERE = pytest.mark.parametrize(
+    "changed", [{"host": "10.9.9.9"}, {"port": 7777}], ids=["at another host", "at another port"]
+)
+
+
+@ELSEWHERE
+def test_an_engine_of_the_same_id_elsewhere_is_forgotten_if_it_was_not_used_for_a_minute(
+    scene: Scene, changed: dict[str, Any]
+) -> None:
+    """It has been restarted there."""
+    assert isinstance(scene.connect(0.0), Peer)
+    assert isinstance(scene.registry.get(KEY, 10.0), Peer)
+    successor = KEY._replace(boot="1" * 32, **changed)
+    scene.add(successor, "successor")
+    assert isinstance(scene.connect(70.1, successor), Peer)
+    assert scene.fabric.peers == {"successor"}
+
+
+@ELSEWHERE
+def test_two_engines_of_one_id_that_are_used_in_turn_are_both_kept(
+    scene: Scene, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+) -> None:
+    namesake = KEY._replace(boot="1" * 32, **changed)
+    scene.add(namesake, "namesake")
+    assert isinstance(scene.connect(0.0), Peer)
+    assert isinstance(scene.connect(50.0, namesake), Peer)
+    for now_s in range(51, 60):
+        scene.registry.step(now_s, {KEY, namesake})
+        for key in (KEY, namesake):
+            assert isinstance(scene.registry.get(key, now_s), Peer)
+    assert scene.fabric.peers == {"producer", "namesake"}
+    assert caplog.text.count("has the engine id of") == 1
 
 
 def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -> None:

@@ -23,6 +23,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.ids import BootId, new_boot_id
+from kvferry.protocol.params import NamedPrefill, RemotePrefill
 from kvferry.protocol.params_mac import new_mac_key
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class LocalEngine:
     """The local engine, from one start to its end.
 
     Attributes:
+        engine_id: as configured; another engine may have it too, see `is_named_by`.
         host, port: address of its side channel.
         block_spans: per cache group, the tokens that one scheduler block covers on all ranks together.
         left_out: number of a prompt's last tokens that the producer does not compute.
@@ -127,6 +129,15 @@ class LocalEngine:
             adapters=Adapters.of(vllm_config),
             boot=boot,
         )
+
+    def is_named_by(self, source: RemotePrefill | NamedPrefill) -> bool:
+        """Whether params name this engine, in this life or an earlier one.
+
+        The boot tells engines apart, since ids are configured, and several may have one. In an earlier life it had the
+        same id and address.
+        """
+        is_here = (source.remote_host, source.remote_port) == (self.host, self.port) and self.is_read_from
+        return source.boot == self.boot or (is_here and source.engine_id == self.engine_id)
 
     @property
     def is_read_from(self) -> bool:

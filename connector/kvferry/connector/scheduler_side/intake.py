@@ -172,7 +172,7 @@ class RequestIntake:
 
     def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
         """The router names a decoder that holds the last turn, which this prefill may load."""
-        if turn.engine_id == self._local.engine_id:
+        if self._local.is_named_by(turn):
             self._keep_own(request, turn)
         elif not self._may_connect(request, turn.remote_host):
             return
@@ -195,7 +195,7 @@ class RequestIntake:
         """Args:
         digest: of the whole prompt, if it is known: then an equal prompt is not digested again.
         """
-        if source.engine_id == self._local.engine_id:
+        if self._local.is_named_by(source):
             self._keep_own(request, source)
         prompt = self._prompt_to_compare(request, source, source.remote_num_tokens, is_turn=is_turn)
         if prompt is None:
@@ -223,7 +223,7 @@ class RequestIntake:
         prompt = prompt_of(request, num_tokens, self._local)
         if not is_turn and not self._local.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
-        elif source.engine_id == self._local.engine_id:
+        elif self._local.is_named_by(source):
             self._compute_here(request, "local_engine", "the params name this engine itself")
         elif self._may_connect(request, source.remote_host):
             if prompt is not None:

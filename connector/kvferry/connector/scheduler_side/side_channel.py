@@ -101,7 +101,7 @@ class SideChannel:
         if self.renewer is not None and config.prewarm_peers:
             peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
             client = self.renewer.client
-            self._prewarmer = PeerPrewarmer(client, peers, local.engine_id, self._on_producer, timeout_s)
+            self._prewarmer = PeerPrewarmer(client, peers, local.engine_id, local.boot, self._on_producer, timeout_s)
 
     @property
     def announces(self) -> bool:

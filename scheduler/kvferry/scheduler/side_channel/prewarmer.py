@@ -32,7 +32,8 @@ class PeerPrewarmer:
 
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
-        asker: the id of this engine, which is left out if it is among them.
+        asker: the id of this engine.
+        own_boot: of this engine, which is left out if it is among them. Its id may be another one's too.
         tell: called on the client's thread with every producer that has answered, once per connection.
         timeout_s: for connecting and the answer together.
     """
@@ -42,12 +43,14 @@ class PeerPrewarmer:
         client: SideChannelClient,
         addresses: Iterable[tuple[str, int]],
         asker: str,
+        own_boot: str,
         tell: Callable[[Prewarm], None],
         timeout_s: float,
     ) -> None:
         self._client = client
         self._addresses = tuple(dict.fromkeys(addresses))
         self._asker = asker
+        self._own_boot = own_boot
         self._tell = tell
         self._timeout_s = timeout_s
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,7 +70,7 @@ class PeerPrewarmer:
             try:
                 found = await within(self._timeout_s, _find(self._client, host, port, self._asker))
                 connection, producer = found
-                if producer.engine_id == self._asker:
+                if producer.boot == self._own_boot:
                     return
                 logger.info("peer=%s@%s:%d answers", producer.engine_id, host, port)
                 self._tell(producer)

@@ -25,7 +25,7 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.runs import Bundle
 from kvferry.plan.transfer_plan import Route, TransferPlan
-from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
+from kvferry.protocol.errors import InvalidMessage, PeerRefused
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
 from kvferry.protocol.side_channel.client import SideChannelClient
@@ -184,8 +184,6 @@ class FirstContact:
             PlanRefused: this worker cannot read from it.
         """
         own, timeout_s = self._engine.engine_id, self._settings.handshake_timeout_s
-        if key.engine_id == own:
-            raise HandshakeFailed("the params name this very engine")
         description = self._side_channel.fetch_description(key.host, key.port, key.engine_id, own, timeout_s, asks=True)
         if description.engine_id != key.engine_id:
             raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")

@@ -1,9 +1,13 @@
 """The producers that this worker is connected to, is connecting to, or backs off from.
 
 Handshakes run on threads of their own; everything that uses the fabric runs on the transfer thread, which calls
-`step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another boot of it
-or another engine at its address is connected, when nothing was read from it for `ttl_s`, or when there are more than
-`most_peers`, the one that has been unused longest first. One that is being read from is kept until the reads end.
+`step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another boot or engine
+at its address is connected, or its own boot at another address, when nothing was read from it for `ttl_s`, or when
+there are more than `most_peers`, the one that has been unused longest first. One that is being read from is kept until
+the reads end.
+
+Another boot of an engine at another address may be the same engine, restarted elsewhere, or a second one that was given
+the same id: then both are read from in turn. So the one that is known is kept if it was used within `_NAMESAKE_S`.
 
 A *static* peer is one that the configuration names: it does not expire, and is connected again after it was lost or
 a first contact with it failed, until it has restarted or refuses.
@@ -26,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 _STATIC_CHECK_S = 0.5
 """Interval of the checks for static peers to connect, while some are not connected."""
+
+_NAMESAKE_S = 60.0
+"""An engine that was used this recently has hardly been restarted at another address: vLLM starts more slowly."""
 
 __all__ = ["PeerRegistry", "Unavailable"]
 
@@ -201,7 +208,7 @@ class PeerRegistry:
             self._failed(key, found, now_s)
             return
         description, plan = found
-        self._retire_former_lives(key)
+        self._retire_former_lives(key, now_s)
         self._disconnect_retired(in_use)  # now: an engine at a new address has the agent names of its retired peer
         try:
             self.first_reads.begin(key, description, plan, self._asked_s.pop(key, now_s), now_s)
@@ -242,12 +249,24 @@ class PeerRegistry:
             "peer=%s cannot be read from (%s), again in %.1f s: %s", key, why.reason.value, backoff_s, why.text
         )
 
-    def _retire_former_lives(self, key: PeerKey) -> None:
-        """Retire other boots and addresses of this engine, and other engines at this address."""
-        for other in list(self._ready):
-            if other != key and (other.engine_id == key.engine_id or other[:2] == key[:2]):
+    def _retire_former_lives(self, key: PeerKey, now_s: float) -> None:
+        """Retire what was known at this address, this boot elsewhere, and this engine elsewhere if it seems over."""
+        for other, known in list(self._ready.items()):
+            if other == key or (other.engine_id != key.engine_id and other[:2] != key[:2]):
+                continue
+            unused_s = now_s - known.used_s
+            is_replaced = other[:2] == key[:2] or other.boot == key.boot
+            if is_replaced or unused_s > _NAMESAKE_S:
                 logger.info("peer=%s is forgotten: it is %s now", other, key)
                 self._retired.append(self._ready.pop(other).peer)
+            else:
+                logger.warning(
+                    "peer=%s has the engine id of peer=%s, which was used %.0f s ago and is kept: if both run, give "
+                    "each an engine_id of its own in its kv_transfer_config",
+                    key,
+                    other,
+                    unused_s,
+                )
 
     def _retire_unused(self, now_s: float, in_use: Collection[PeerKey]) -> None:
         """Retire expired peers. `_ready` is ordered by last use, and `step` has just updated the peers in use."""
