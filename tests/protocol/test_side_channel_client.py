@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, NothingListens, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
 from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel.client import SideChannelClient
@@ -128,6 +128,15 @@ def test_silence_ends_with_the_deadline(client: SideChannelClient) -> None:
         with pytest.raises(HandshakeFailed, match=r"did not answer within 0\.2 s"):
             fetch(client, silent.getsockname()[1], timeout_s=0.2)
         assert time.monotonic() - began_s < TIMEOUT_S
+
+
+def test_a_closed_port_is_known_as_closed_and_costs_no_deadline(client: SideChannelClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(NothingListens, match="nothing listens there"):
+        client.wait_for(client.connect("127.0.0.1", port, 1000))
+    with pytest.raises(HandshakeFailed, match="nothing listens there"):
+        client.fetch_description("127.0.0.1", port, "prefill-0", "decode-0", NEVER_S, waits=False)
 
 
 def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideChannelClient) -> None:

@@ -131,17 +131,18 @@ def test_submissions_that_wait_for_the_renewer_are_bounded(
 def test_what_is_submitted_just_after_the_thread_has_taken_the_rest_is_not_left_waiting(
     renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch, sleeps_until_s: float
 ) -> None:
-    port, take_all = free_port(), renewer._take_all
-    late = iter([ReleaseLease(lease(port, 2))])
+    take_all = renewer._take_all
+    with listening() as (_, port):
+        late = iter([ReleaseLease(lease(port, 2))])
 
-    def take_all_then_submit() -> None:
-        take_all()
-        renewer._sleeps_until_s = sleeps_until_s
-        renewer.submit(itertools.islice(late, 1))
+        def take_all_then_submit() -> None:
+            take_all()
+            renewer._sleeps_until_s = sleeps_until_s
+            renewer.submit(itertools.islice(late, 1))
 
-    monkeypatch.setattr(renewer, "_take_all", take_all_then_submit)
-    renewer.submit([ReleaseLease(lease(port))])
-    wait_until(lambda: counters.total("leases_given_back") == 2, "both are carried out")
+        monkeypatch.setattr(renewer, "_take_all", take_all_then_submit)
+        renewer.submit([ReleaseLease(lease(port))])
+        wait_until(lambda: counters.total("leases_given_back") == 2, "both are carried out")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -91,11 +93,56 @@ def test_the_peer_that_was_unused_for_longest_is_closed_first(
 ) -> None:
     monkeypatch.setattr(sender, "MAX_PEERS", 2)
     renewer = LeaseRenewer(counters)
+    boots = [f"{number:032x}" for number in range(3)]
     try:
-        for number, port in enumerate((2001, 2002, 2001, 2003), start=1):
-            renewer.submit([ReleaseLease(lease(port, number))])
-            wait_until(lambda number=number: counters.total("leases_given_back") == number, "it is sent")  # type: ignore[misc]
-        assert [port for _, port, _ in renewer._sender._peers] == [2001, 2003]
+        with listening() as (listener, port):
+            for number in (0, 1, 0, 2):
+                renewer.submit([ReleaseLease(lease(port, boot=boots[number]))])
+                assert listener.inbox.get(timeout=10).boot == boots[number]
+            wait_until(lambda: [boot for _, _, boot in renewer._sender._peers] == [boots[0], boots[2]], "one is closed")
+    finally:
+        renewer.close()
+
+
+def test_with_more_producers_than_places_each_lease_is_renewed_when_all_are_due_in_one_turn(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause of the thread those that had not left were dropped, and in the same order each time: 44 of 300
+    leases were never renewed again, and counted as renewed."""
+    monkeypatch.setattr(sender, "MAX_PEERS", 8)
+    renewer = LeaseRenewer(counters)
+    boots = [f"{number:032x}" for number in range(30)]
+    try:
+        with listening() as (listener, port):
+            renewer.submit(RenewLease(lease(port, lease_s=6.0, boot=boot)) for boot in boots)
+            renewed: Counter[str] = Counter()
+            for _ in range(4):
+                renewer.client.call_soon(lambda: time.sleep(1.2))  # longer than an interval
+                renewed.update(listener.inbox.get(timeout=10).boot for _ in boots)
+            assert min(renewed[boot] for boot in boots) >= 2
+            assert counters.total("side_channel_errors") == 0
+            assert len(renewer._sender._places) <= 8
+    finally:
+        renewer.close()
+
+
+def test_closed_ports_of_a_host_neither_delay_its_new_producers_nor_close_the_connections_of_others(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_PEERS", 4)
+    renewer = LeaseRenewer(counters)
+    dead = free_port()
+    try:
+        with listening() as (listener, port), listening() as (new_listener, new_port):
+            renewer.submit([ReleaseLease(lease(port))])
+            assert listener.inbox.get(timeout=10) == _release(port, 1)
+            wait_until(lambda: renewer._sender._places._idle, "the connection is idle")
+            (kept,) = renewer._sender._places._idle
+            renewer.submit(ReleaseLease(lease(dead, boot=f"{number:032x}")) for number in range(100))
+            renewer.submit([ReleaseLease(lease(new_port))])
+            assert new_listener.inbox.get(timeout=5) == _release(new_port, 1)
+            assert not kept.connection.has_ended
+            wait_until(lambda: counters.total("leases_given_back") == 2, "what was sent is counted, and no more")
     finally:
         renewer.close()
 

@@ -12,7 +12,8 @@
     │   └── InvalidBatch      … in a step whose tokens are divided among ranks (`kvferry.worker.context_parallel`)
     ├── PeerRefused           the other engine answered with a refusal
     ├── HandshakeFailed       no usable answer came from the other engine in time
-    │   └── ConnectionEnded   … because it closed the connection
+    │   ├── ConnectionEnded   … because it closed the connection
+    │   └── NothingListens    … because its port is closed, or its host cannot be reached
     ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
     ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.connector.context_parallel`)
     ├── FabricError           NIXL (`kvferry.worker.fabric.port`)
@@ -118,6 +119,10 @@ class HandshakeFailed(KvferryError):
 
 class ConnectionEnded(HandshakeFailed):
     """The other engine closed the connection, or died."""
+
+
+class NothingListens(HandshakeFailed):
+    """The port is closed, or the network says that its host cannot be reached."""
 
 
 class LocalProtocolError(KvferryError):

@@ -157,7 +157,7 @@ COUNTERS: Mapping[str, Metric] = {
         RELEASE_WAYS,
     ),
     "leases_given_back": Metric("kvferry_leases_given_back", "Leases of other engines given back unread."),
-    "heartbeats": Metric("kvferry_heartbeats", "Renewals of other engines' leases."),
+    "heartbeats": Metric("kvferry_heartbeats", "Renewals sent for other engines' leases."),
     "renewals_unknown": Metric("kvferry_unknown_renewals", "Renewals of leases that have ended or never existed."),
     "releases_unknown": Metric("kvferry_unknown_releases", "Releases of leases that have ended or never existed."),
     "handshakes_served": Metric("kvferry_handshakes_served", "Descriptions sent to other engines."),

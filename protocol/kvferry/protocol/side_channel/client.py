@@ -71,12 +71,21 @@ class SideChannelClient:
     # For any thread that may wait.
 
     def fetch_description(
-        self, host: str, port: int, engine_id: str, asker: str, timeout_s: float, *, asks: bool = False
+        self,
+        host: str,
+        port: int,
+        engine_id: str,
+        asker: str,
+        timeout_s: float,
+        *,
+        asks: bool = False,
+        waits: bool = True,
     ) -> EngineDescription:
         """The description of the engine that answers at an address.
 
         Args:
             asks: whether the asker is an engine that asks for prompts, see `Hello`.
+            waits: as `exchange`.
 
         Raises:
             PeerRefused: the answer was a refusal, or as `exchange`.
@@ -84,19 +93,22 @@ class SideChannelClient:
             InvalidMessage: the answer is not one of the protocol's.
         """
         hello = Hello(engine_id=engine_id, asker=asker, asks=asks)
-        reply = decode_reply(self.exchange(host, port, encode(hello), timeout_s))
+        reply = decode_reply(self.exchange(host, port, encode(hello), timeout_s, waits=waits))
         if isinstance(reply, Refused):
             raise PeerRefused(f"{host}:{port} {refusal(reply)}")
         return reply
 
-    def exchange(self, host: str, port: int, request: bytes, timeout_s: float) -> bytes:
+    def exchange(self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True) -> bytes:
         """Send one frame to a listener and return the one frame of its answer; neither is interpreted.
+
+        Args:
+            waits: whether to wait for a listener as long as there is none.
 
         Raises:
             HandshakeFailed: no answer came in time, the address is invalid, or the client was closed.
             PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
         """
-        return self.wait_for(self._exchange(host, port, request, timeout_s))
+        return self.wait_for(self._exchange(host, port, request, timeout_s, waits=waits))
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result.
@@ -136,10 +148,14 @@ class SideChannelClient:
 
     # On the loop.
 
-    async def connect(self, host: str, port: int, max_answer_bytes: int) -> Connection:
-        """Connect to a listener; waits as long as there is none.
+    async def connect(self, host: str, port: int, max_answer_bytes: int, *, waits: bool = False) -> Connection:
+        """Connect to a listener.
+
+        Args:
+            waits: whether to wait for a listener as long as there is none.
 
         Raises:
+            NothingListens: there is none, and it does not wait.
             HandshakeFailed: there is no such host.
             PeerRefused: the secrets of both ends do not match.
         """
@@ -147,22 +163,24 @@ class SideChannelClient:
         if address is None:
             raise HandshakeFailed("cannot be looked up")
         try:
-            return await Connection.open(self._context, address, port, self._secrets, max_answer_bytes, self._endless)
+            return await Connection.open(
+                self._context, address, port, self._secrets, max_answer_bytes, self._endless, waits
+            )
         except (zmq.ZMQError, ValueError) as refused:
             raise HandshakeFailed(f"cannot be connected: {refused}") from None
 
-    async def _exchange(self, host: str, port: int, request: bytes, timeout_s: float) -> bytes:
+    async def _exchange(self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool) -> bytes:
         where = f"{host}:{port}"
         try:
-            return await within(timeout_s, self._ask_until_answered(host, port, request))
+            return await within(timeout_s, self._ask_until_answered(host, port, request, waits=waits))
         except PeerRefused as refused:
             raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
         except HandshakeFailed as failed:
             raise HandshakeFailed(f"{where} {failed}") from None
 
-    async def _ask_until_answered(self, host: str, port: int, request: bytes) -> bytes:
+    async def _ask_until_answered(self, host: str, port: int, request: bytes, *, waits: bool) -> bytes:
         for _ in range(_MOST_ENDS):
-            connection = await self.connect(host, port, MAX_REPLY_BYTES)
+            connection = await self.connect(host, port, MAX_REPLY_BYTES, waits=waits)
             try:
                 await connection.send(request)
                 return await connection.receive()

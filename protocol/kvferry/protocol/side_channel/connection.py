@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefused
+from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, unpack_event, watch
@@ -106,8 +106,9 @@ class Connection:
         secrets: Secrets,
         max_answer_bytes: int,
         endless: EndlessMessages,
+        waits: bool,
     ) -> Connection:
-        """Connect, and wait for a listener as long as there is none.
+        """Connect.
 
         | secrets listed here | tried | refused |
         | --- | --- | --- |
@@ -119,14 +120,17 @@ class Connection:
 
         Args:
             max_answer_bytes: a longer answer ends the connection.
+            waits: whether to wait for a listener as long as there is none.
 
         Raises:
+            NothingListens: there is none, and it does not wait. A host that drops packets says nothing: who connects
+                needs a deadline all the same.
             PeerRefused: the secrets of both ends do not match; the text names the reason and the remedy.
             HandshakeFailed: something else listens there.
             zmq.ZMQError: the address is none, or there are no more sockets.
         """
         for secret in secrets or (None,) * _TRIES_IN_PLAIN:
-            opened = await cls._try(context, address, port, secret, max_answer_bytes, endless)
+            opened = await cls._try(context, address, port, secret, max_answer_bytes, endless, waits)
             if isinstance(opened, Connection):
                 return opened
             if opened is ConnectionEvent.ONE_SIDED:
@@ -135,7 +139,7 @@ class Connection:
                 raise HandshakeFailed("does not keep to the protocol of ZMQ")
         if not secrets:
             raise _listener_has_one("cuts every connection, most likely because it has a secret")
-        opened = await cls._try(context, address, port, None, max_answer_bytes, endless)
+        opened = await cls._try(context, address, port, None, max_answer_bytes, endless, waits)
         if isinstance(opened, Connection):
             opened.close()
             raise _listener_has_none()
@@ -153,6 +157,7 @@ class Connection:
         secret: Secret | None,
         max_answer_bytes: int,
         endless: EndlessMessages,
+        waits: bool,
     ) -> Connection | ConnectionEvent:
         """The connection, or why there is none."""
         with contextlib.ExitStack() as undo:
@@ -161,7 +166,11 @@ class Connection:
             monitor = watch(socket)
             undo.callback(_close_monitor, socket, monitor)
             socket.connect(channel_address(address, port))
-            _, file = unpack_event(await monitor.recv_multipart())  # `EVENT_CONNECTED` comes first
+            first, file = unpack_event(await monitor.recv_multipart())
+            while first == zmq.EVENT_CONNECT_RETRIED:
+                if not waits:
+                    raise NothingListens("cannot be connected: nothing listens there, or it cannot be reached")
+                first, file = unpack_event(await monitor.recv_multipart())
             event = connection_event(await monitor.recv_multipart())
             if event is not ConnectionEvent.THROUGH:
                 return event

@@ -44,6 +44,7 @@ _HANDSHAKE_MS = 10_000
 _MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _CONNECTION_EVENTS = (
     zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -162,8 +163,8 @@ def watch(socket: S, events: int = _CONNECTION_EVENTS) -> S:
     """A monitor, opened before `connect` or `bind`. Close it after `disable_monitor`.
 
     Args:
-        events: of ZMQ; by default `EVENT_CONNECTED`, whose value is the connection's file, and those that
-            `connection_event` knows.
+        events: of ZMQ; by default `EVENT_CONNECT_RETRIED` for every attempt that fails, `EVENT_CONNECTED`,
+            whose value is the connection's file, and then those that `connection_event` knows.
     """
     address = f"inproc://monitor-{uuid.uuid4().hex}"
     socket.monitor(address, events)

@@ -26,7 +26,7 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemoteLease,
     RenewLease,
 )
-from kvferry.scheduler.side_channel.sender import Endpoint, PeerSender
+from kvferry.scheduler.side_channel.sender import Endpoint, Message, PeerSender
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
 logger = logging.getLogger(__name__)
@@ -164,8 +164,8 @@ class LeaseRenewer:
             return
         self._forget(endpoint, lease.key)
         if isinstance(command, ReleaseLease):
-            self._sender.send(endpoint, encode(Release(boot=lease.boot, leases=(lease.name,))))
-            self._counters.add("leases_given_back")
+            release = Release(boot=lease.boot, leases=(lease.name,))
+            self._sender.send(endpoint, Message(encode(release), "leases_given_back"))
 
     def _forget(self, endpoint: Endpoint, key: LeaseKey) -> None:
         leases = self._kept.get(endpoint, {})
@@ -185,6 +185,5 @@ class LeaseRenewer:
                     names.append(kept.lease.name)
             for start in range(0, len(names), MAX_RENEWALS):
                 renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
-                self._sender.send(endpoint, encode(renewal))
-            self._counters.add("heartbeats", amount=len(names))
+                self._sender.send(endpoint, Message(encode(renewal), "heartbeats", len(renewal.leases)))
         self._sleeps_until_s = min(map(_first_due_s, self._kept.values()), default=math.inf)

@@ -96,7 +96,7 @@ async def _find(client: SideChannelClient, host: str, port: int, asker: str) -> 
     Raises:
         KvferryError: no usable answer came.
     """
-    connection = await client.connect(host, port, MAX_REPLY_BYTES)
+    connection = await client.connect(host, port, MAX_REPLY_BYTES, waits=True)
     try:
         await connection.send(encode(Hello(engine_id=UNKNOWN_ENGINE, asker=asker, asks=True)))
         answer = decode_without_workers(await connection.receive())

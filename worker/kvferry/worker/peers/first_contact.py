@@ -184,7 +184,10 @@ class FirstContact:
             PlanRefused: this worker cannot read from it.
         """
         own, timeout_s = self._engine.engine_id, self._settings.handshake_timeout_s
-        description = self._side_channel.fetch_description(key.host, key.port, key.engine_id, own, timeout_s, asks=True)
+        # The params are of a listener that was there: a closed port is the end of that boot. Clients choose ports, too.
+        description = self._side_channel.fetch_description(
+            key.host, key.port, key.engine_id, own, timeout_s, asks=True, waits=False
+        )
         if description.engine_id != key.engine_id:
             raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:
