@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.cli.bench.client import Session
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.transfer.messages import Reply, Request, Task
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import Secrets
 from tests.scheduler.channel import HOST, free_port
 
@@ -47,11 +48,13 @@ class Served:
 
 
 @contextmanager
-def bench_listening(command: tuple[str, ...] = TAME, known: Secrets = ()) -> Iterator[Served]:
+def bench_listening(
+    command: tuple[str, ...] = TAME, known: Secrets = (), allowed: AllowedHosts | None = None
+) -> Iterator[Served]:
     """A listener that serves until its client has left, or until the end of the block."""
     port = free_port()
     said: list[str] = []
-    listener = BenchListener(HOST, port, TASK, known, said.append, command)
+    listener = BenchListener(HOST, port, TASK, known, said.append, command, allowed)
     served = Served(listener, port, said)
     thread = threading.Thread(target=lambda: served.codes.append(listener.serve()), name="kvferry-bench-listener")
     thread.start()

@@ -28,6 +28,7 @@ from kvferry.cli.transfer.messages import (
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import Hello, Refused
 from kvferry.protocol.handshake import encode as encode_channel
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.cli.bench_listener import TASK, Served, bench_listening
 from tests.cli.command import refused
@@ -153,6 +154,25 @@ def test_without_memory_the_listener_says_why(owner: str, said: str, monkeypatch
     listener = BenchListener(HOST, free_port(), TASK, (), print, command)
     with contextlib.closing(listener), pytest.raises(ReadsFailed, match=said):
         listener.serve()
+
+
+def test_without_a_secret_the_metadata_of_another_hosts_client_never_reaches_nixl() -> None:
+    """NIXL parses it in native code."""
+    with bench_listening(allowed=AllowedHosts.of(["10.0.0.0/8"])) as served:
+        wait_until(lambda: any("listening" in line for line in served.said), "its memory is ready")
+        reply = served.ask(Join(session=SESSION, host="x", agent_metadata=b"m"))
+        assert isinstance(reply, Refused)
+        assert (reply.field, reply.value) == ("client", HOST)
+        assert VARIABLE in reply.expected
+        assert "--allowed-hosts" in reply.expected
+        assert served.listener._join is None
+    with bench_listening(allowed=AllowedHosts.of(["127.0.0.0/8"])) as served:
+        served.join()
+
+
+@pytest.mark.parametrize("listed", ["", "10.0.0.0/99", "a b", "0.0.0.0", "*,;"])
+def test_a_list_of_clients_that_is_none_is_named(listed: str) -> None:
+    assert "--allowed-hosts" in refused("bench", "--listen", f"{HOST}:{free_port()}", "--allowed-hosts", listed)
 
 
 def test_only_clients_with_the_secret_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

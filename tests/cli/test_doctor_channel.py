@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.doctor import channel
-from kvferry.cli.doctor.channel import HOST_VARIABLE, PORT_VARIABLE, check_address, check_secret, check_telemetry
+from kvferry.cli.doctor.channel import PORT_VARIABLE, check_address, check_secret, check_telemetry
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Mark
+from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.protocol.secret_files import NEW, OLD, listing, write
 from tests.scheduler.channel import free_port
@@ -43,8 +44,10 @@ def address(environ: dict[str, str], ranks: int = 1) -> list[tuple[Mark, str]]:
         ("no-such-host.invalid", Mark.BROKEN, "no such host"),
         ("192.0.2.1", Mark.BROKEN, "no address of this machine"),
         # A listener can bind them, but decoders that get them in params would ask their own machine.
-        ("0.0.0.0", Mark.BROKEN, "their own machine"),
-        ("::", Mark.BROKEN, "their own machine"),
+        ("0.0.0.0", Mark.BROKEN, "whichever host reads it"),
+        ("::", Mark.BROKEN, "whichever host reads it"),
+        ("fe80::1%eth0", Mark.BROKEN, "neither an address nor a host name"),
+        ("127.0.0.1:5600", Mark.BROKEN, "neither an address nor a host name"),
     ],
 )
 def test_the_address_must_be_one_of_this_machine_that_others_reach(host: str | None, mark: Mark, said: str) -> None:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.protocol.side_channel import allowed_hosts
 from kvferry.protocol.side_channel.host_names import address_of, look_up
+from tests.protocol.secret_files import NEW
 
 LIST = ("10.1.0.0/16", "192.0.2.7", "2001:db8::/32", "p0.example", "*.prefill.example", "LOCALHOST.")
 ALLOWED = AllowedHosts.of(LIST)
@@ -52,6 +54,8 @@ NO = [
     "evil;p0.example",
     "10.9.9.9;10.1.2.3",
     "10.1.2.3/16",
+    "2001:db8::2%2]:0;[::1",
+    "2001:db8::2%eth0",
     "10.1.2.3 ",
     " 10.1.2.3",
     "10.1.2.3.4",
@@ -100,7 +104,27 @@ def test_a_mapped_network_allows_the_addresses_that_are_meant() -> None:
 
 @pytest.mark.parametrize(
     "entry",
-    ["", "*", "*.", "*.*.a", "a.*", "10.1.2.3/16", "10.1.2.3/33", "10.1", "a b", "a;b", "a:1", "http://a", "\xe9"],
+    [
+        "",
+        "**",
+        "*.",
+        "*.*.a",
+        "fd00::%2/64",
+        "fd00::1%eth0",
+        "0.0.0.0",
+        "::",
+        "255.255.255.255",
+        "ff02::1",
+        "a.*",
+        "10.1.2.3/16",
+        "10.1.2.3/33",
+        "10.1",
+        "a b",
+        "a;b",
+        "a:1",
+        "http://a",
+        "\xe9",
+    ],
 )
 def test_an_entry_that_is_none_is_named(entry: str) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - its text is the entry
@@ -129,6 +153,41 @@ def test_every_spelling_that_the_c_library_accepts_is_compared_as_its_address(
     assert ALLOWED.allow(host) == expected
     assert ALLOWED.allow(f"::ffff:{ipaddress.IPv4Address(number)}") == expected
     assert address_of(host) or look_up(host) == str(ipaddress.IPv4Address(number))
+
+
+def test_any_host_is_every_host_that_can_be_connected_but_the_link_local_ones() -> None:
+    allowed = AllowedHosts.of(["*"])
+    for host in ("10.1.2.3", "p0.example", "localhost", "127.0.0.1", "fd00::1"):
+        assert allowed.allow(host), host
+    for host in (
+        "0.0.0.0",
+        "::",
+        "255.255.255.255",
+        "224.0.0.1",
+        "fd00::1%eth0",
+        "a b",
+        "",
+        "169.254.169.254",
+        "fe80::1",
+    ):
+        assert not allowed.allow(host), host
+
+
+def test_without_a_list_a_secret_allows_any_host_and_none_allows_this_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(allowed_hosts, "is_this_host", lambda address: str(address) in ("127.0.0.1", "10.1.2.3"))
+    monkeypatch.setattr(allowed_hosts, "names_of_this_host", lambda: frozenset({"localhost", "node-1"}))
+    protected, secret = AllowedHosts.without_list((), "Node-1.Example."), AllowedHosts.without_list((NEW,))
+    for host in ("127.0.0.1", "0x7f.1", "10.1.2.3", "localhost", "NODE-1", "node-1.example"):
+        assert protected.allow(host), host
+        assert secret.allow(host), host
+    for host in ("10.1.2.4", "p0.example", "node-2", "8.8.8.8", "fd00::1"):
+        assert not protected.allow(host), host
+        assert secret.allow(host), host
+    assert not AllowedHosts.of(["10.0.0.0/8"]).allow("127.0.0.1"), "a list is all that is allowed"
+    assert protected.why_not_found("localhost", ipaddress.ip_address("127.0.0.1")) is None
+    assert "not this host" in str(protected.why_not_found("localhost", ipaddress.ip_address("10.1.2.4")))
 
 
 @given(st.text(max_size=40) | st.text("0123456789abcdefx.:;[]%*/ p-_", max_size=30))

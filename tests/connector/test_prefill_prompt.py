@@ -12,6 +12,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
 from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.scheduler_side.intake import RequestIntake
@@ -28,6 +29,7 @@ from kvferry.scheduler.state import Counters
 from tests.connector.test_local_engine import local_engine
 
 FULL, STATE = CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=512)
+TRUSTED = TrustedHosts(AllowedHosts.without_list(()), has_list=False)
 
 
 def request_of(num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **sampling: Any) -> Any:
@@ -132,7 +134,7 @@ def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, Consu
         **changed,
     )
     leases, asking = ProducerLedger(4, 30.0, counters), Asking(EngineLoop(), may_wait=False, recomputes=True)
-    intake = RequestIntake(local, leases, loads, counters, None, SchedulerTracing(), asking, AskedPrompts())
+    intake = RequestIntake(local, leases, loads, counters, TRUSTED, SchedulerTracing(), asking, AskedPrompts())
     return intake, loads, counters
 
 

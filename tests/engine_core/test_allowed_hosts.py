@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.scheduler_side.asking import Settled
-from kvferry.protocol.asks import Answer, Progress
-from kvferry.protocol.side_channel import host_names
+from kvferry.protocol.asks import Answer, Progress, announced_id
+from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.side_channel import allowed_hosts, host_names
+from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
+from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import Engine, tokens
 
@@ -58,8 +62,9 @@ def asked_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def make(make_engine: Any, asked_names: list[str]) -> Any:
-    def build(allowed: list[str] | None, **extra: Any) -> Any:
-        return make_engine("kv_both", extra={**extra, **({} if allowed is None else {"allowed_hosts": allowed})})
+    def build(allowed: list[str] | None, policy: str = "recompute", **extra: Any) -> Any:
+        extra |= {} if allowed is None else {"allowed_hosts": allowed}
+        return make_engine("kv_both", policy=policy, extra=extra)
 
     return build
 
@@ -109,8 +114,11 @@ def test_a_ticket_from_elsewhere_for_a_request_that_has_ended_leads_to_no_connec
     assert engine.counted("leases_given_back") == 0
 
 
-def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, other_peer: OtherPeer) -> None:
-    engine = make(None)
+@pytest.mark.parametrize("allowed", [None, ["*"], ["127.0.0.0/8"]], ids=["this host", "any", "listed"])
+def test_params_of_an_allowed_host_lead_to_a_connection(
+    make: Any, other_peer: OtherPeer, allowed: list[str] | None
+) -> None:
+    engine = make(allowed)
     engine.add("d", PROMPT, offer(PROMPT, port=other_peer.port))
     engine.abort("d")
     engine.connector.scheduler_side.close()
@@ -127,3 +135,100 @@ def test_a_listed_host_is_connected_to(
     assert eavesdropper.released() == [3]
     assert engine.counted("local_recomputes") == 0
     assert asked_names == ([] if host == "127.0.0.1" else [host])
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address of this machine that counts as another host's, as an attacker has one."""
+    monkeypatch.setattr(allowed_hosts, "is_this_host", lambda address: False)
+    return "127.0.0.1"
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "both legs at once"])
+def test_a_client_that_listens_elsewhere_is_no_producer(
+    make: Any, other_peer: OtherPeer, foreign: str, asked_names: list[str], how: str, policy: str
+) -> None:
+    """Its cache is not read and its metadata not parsed: nothing is sent to it. The prompt is computed here, whatever
+    the policy."""
+    engine = make(None, bidirectional_kv_xfer=how == "a turn", policy=policy)
+    params = offer(PROMPT, port=other_peer.port, remote_host=foreign)
+    if how == "a turn":
+        params |= {"do_remote_prefill": False, "do_remote_decode": True}
+    if how == "both legs at once":
+        params = {
+            "do_remote_prefill": True,
+            "remote_engine_id": announced_id(new_boot_id(), "producer"),
+            "remote_host": foreign,
+            "remote_port": other_peer.port,
+            "remote_request_id": "d",
+        }
+    engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
+    if "ted prompt" in how:
+        engine.abort("d")
+        engine.step()
+        assert engine.is_whole
+    else:
+        assert computed_here(engine, "d") or "turn" in how
+    engine.connector.scheduler_side.close()
+    assert not other_peer.was_asked()
+    assert asked_names == []
+    assert engine.counted("loads") == engine.counted("leases_given_back") == 0
+    assert engine.connector.scheduler_side.monitor.counters.total("local_recomputes", "host_not_allowed") == 1
+
+
+@pytest.mark.parametrize("host", ["evil.example", "10.255.0.1", "p0", "169.254.169.254"])
+def test_the_log_says_once_for_a_host_which_key_to_set_with_its_value(
+    make: Any, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(None)
+    for name in ("a", "b", "c"):
+        engine.add(name, PROMPT, offer(PROMPT, remote_host=host))
+        engine.run()
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if VARIABLE in record.getMessage() and host in record.getMessage()
+    ]
+    assert len(said) == 1
+    assert f'"allowed_hosts": ["{host}"]' in said[0]
+
+
+def test_clients_that_name_ever_more_hosts_do_not_fill_the_log_or_the_memory(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trusted = TrustedHosts(AllowedHosts.without_list(()), has_list=False)
+    assert all(trusted.why_not(f"host-{number}.example") for number in range(1000))
+    assert len(caplog.records) == len(trusted._advised) == 256
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "said"),
+    [
+        (ALLOWED, "p1.example", 'add "p1.example" to allowed_hosts'),
+        (ALLOWED, "localhost", HOST_VARIABLE),
+        (ALLOWED, "0.0.0.0", HOST_VARIABLE),
+        (None, "::", HOST_VARIABLE),
+        (["*"], "fd00::2%2]:0;[::1", HOST_VARIABLE),
+    ],
+)
+def test_the_advice_is_what_helps(
+    make: Any, allowed: list[str] | None, host: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(allowed)
+    engine.add("a", PROMPT, offer(PROMPT, remote_host=host))
+    assert computed_here(engine, "a")
+    assert engine.connector.scheduler_side.monitor.counters.total("local_recomputes", "host_not_allowed") == 1
+    assert any(said in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "said"), [(None, "from producers on this host alone"), (["*"], '["*"]'), (["10.0.0.0/8"], None)]
+)
+def test_an_engine_that_reads_without_a_secret_says_at_its_start_whom_it_trusts(
+    make: Any, allowed: list[str] | None, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(allowed)
+    warned = [record.getMessage() for record in caplog.records if "secret" in record.getMessage()]
+    assert len(warned) == (said is not None)
+    assert said is None or said in warned[0]

@@ -58,6 +58,11 @@ NO_LOAD: dict[str, Tamper] = {
     "both wishes": flat(do_remote_decode=True),
     "a wish that is text": flat(do_remote_prefill="yes"),
     "no host": without("remote_host"),
+    "a host that is no host": flat(remote_host="no such host.invalid"),
+    "a host that is not allowed": flat(remote_host="203.0.113.7"),
+    "a name that is not allowed": flat(remote_host="no-such-host.invalid"),
+    "an address of whoever reads it": flat(remote_host="0.0.0.0"),
+    "an address with a zone": flat(remote_host="::1%2]:0;[::1"),
     "no port": without("remote_port"),
     "no blocks": without("remote_block_ids"),
     "no engine": without("remote_engine_id"),
@@ -105,7 +110,6 @@ FAILED_LOAD: dict[str, Tamper] = {
     "a wrong epoch": ticket(lease_epoch="0" * 14 + "1"),
     "an unknown engine": flat(remote_engine_id="unknown"),
     "a dead port": lambda mine, other: {**mine, "remote_port": free_port()},
-    "a host that is no host": flat(remote_host="no such host.invalid"),
     "another tensor parallel size": flat(tp_size=2),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +14,22 @@ from unittest import mock
 
 import pytest
 
-from kvferry.protocol.errors import InvalidSecretFile
+from kvferry.protocol.errors import InvalidConfig, InvalidSecretFile
+from kvferry.protocol.side_channel import host_names
+from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
 from tests.harness.core.scheduler import Engine, tokens
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 
 PROMPT = tokens(40)
+
+
+def own_address() -> str:
+    """An address of this machine that others may reach; empty if there is none."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.connect(("203.0.113.7", 9))
+        return str(sender.getsockname()[0])
+    return ""
 
 
 @contextmanager
@@ -63,9 +75,10 @@ def test_a_file_that_others_can_read_stops_the_start(tmp_path: Path, role: str) 
 
 @pytest.mark.parametrize(
     ("host", "secrets", "warns"),
-    [("0.0.0.0", [], True), ("127.0.0.1", [], False), ("0.0.0.0", [OLD], False)],
-    ids=["everywhere", "loopback", "with a secret"],
+    [(own_address(), [], True), ("127.0.0.1", [], False), (own_address(), [OLD], False)],
+    ids=["reachable", "loopback", "with a secret"],
 )
+@pytest.mark.skipif(own_address() == "", reason="this machine has no address but loopback")
 def test_an_open_listener_logs_a_warning_and_how_to_change_it(
     tmp_path: Path,
     host: str,
@@ -81,6 +94,33 @@ def test_an_open_listener_logs_a_warning_and_how_to_change_it(
         engine.close()
     assert ("answers every client" in caplog.text) == warns
     assert (VARIABLE in caplog.text) == warns
+    assert (HOST_VARIABLE in caplog.text) == (host == "127.0.0.1"), "which only decoders of this host reach"
     for secret in secrets:
         assert secret.fingerprint in caplog.text
         assert secret.material.hex()[:8] not in caplog.text
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", "0", "fe80::1%eth0", "tcp://10.1.2.3", "10.1.2.3:5600"])
+def test_a_producer_that_decoders_could_not_be_sent_to_does_not_start_and_a_consumer_does(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host travels in params: decoders would look for it on their own host."""
+    monkeypatch.setenv(HOST_VARIABLE, host)
+    for role in ("kv_producer", "kv_both"):
+        with pytest.raises(InvalidConfig, match=f"{HOST_VARIABLE} is .* that decoders reach"):
+            Engine("FerryConnector", module="kvferry.connector", role=role)
+    Engine("FerryConnector", module="kvferry.connector", role="kv_consumer").close()
+
+
+def test_a_producer_whose_name_is_a_loopback_address_names_the_variable(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian's file of hosts has it for a machine's own name."""
+    monkeypatch.setenv(HOST_VARIABLE, "node-1")
+    monkeypatch.setattr(host_names, "look_up", {"node-1": "127.0.1.1"}.get)
+    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="kvferry"):
+        Engine("FerryConnector", module="kvferry.connector", role="kv_producer").close()
+    assert "node-1:" in caplog.text
+    assert "(127.0.1.1) is only reached from this host" in caplog.text
+    assert HOST_VARIABLE in caplog.text

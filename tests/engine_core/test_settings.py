@@ -10,6 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.worker.settings import WorkerSettings
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine
@@ -25,6 +26,7 @@ EXTRA: dict[str, Any] = {
     "max_peers": 17,
     "failed_read_grace_s": 59.0,
     "debug_check_integrity": True,
+    "allowed_hosts": ["10.1.0.0/16", "p0.example"],
 }
 NAMES = {"engine_ttl": "peer_ttl_s", "debug_check_integrity": "check_integrity"}
 OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from", "row_blocks"}
@@ -34,6 +36,7 @@ def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
     node = make("kv_consumer", extra=EXTRA)
     settings = node.workers[0].worker_side._worker._first_contact._settings
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
+    wanted["allowed_hosts"] = AllowedHosts.of(EXTRA["allowed_hosts"])
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert {field.name for field in fields(WorkerSettings)} == set(wanted) | OF_THE_ENVIRONMENT
     assert all(getattr(WorkerSettings(), name) != value for name, value in wanted.items())

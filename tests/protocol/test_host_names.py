@@ -19,7 +19,9 @@ from kvferry.protocol.side_channel.host_names import MAX_LOOKUPS, HostNames, add
         ("::1", "::1"),
         ("[fe80::1]", "fe80::1"),
         ("localhost", None),
-        ("1.2.3", None),
+        ("1.2.3", "1.2.0.3"),
+        ("[::ffff:10.0.0.1]", "10.0.0.1"),
+        ("fe80::1%eth0", None),
         ("", None),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ from kvferry.protocol.handshake import (
     Renew,
     encode,
 )
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
@@ -220,6 +223,32 @@ def test_it_listens_on_names_ipv6_and_all_interfaces(host: str, counters: Counte
         assert isinstance(ask(port, host=host if host == "::1" else HOST), EngineDescription)
     finally:
         listener.close()
+
+
+@pytest.mark.parametrize("family", ["IPv4", "IPv6"])
+def test_a_name_is_listened_on_where_its_consumers_look_for_it(
+    family: str, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ looks names up for IPv4 alone: a name with an IPv6 address was no name to it, or another one's address."""
+    if family == "IPv6" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    address = {"IPv4": "127.0.0.3", "IPv6": "::1"}[family]
+    found = [(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    port = free_port(address)
+    listener = RecordingListener("node-6.example", port, counters)
+    try:
+        listener.publish(make_description())
+        assert listener.address == address
+        with SideChannelClient((), AllowedHosts.of(["node-6.example"])) as asker:
+            assert asker.fetch_description("node-6.example", port, "prefill-0", "d", 10.0) == make_description()
+    finally:
+        listener.close()
+
+
+def test_a_name_without_an_address_is_said_to_be_none(counters: Counters) -> None:
+    with pytest.raises(InvalidConfig, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST.*no such host"):
+        RecordingListener("no-such-host.invalid", free_port(), counters)
 
 
 def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(counters: Counters) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.side_channel import host_names
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.consumer.remote_prompt import ForgetLease, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel import heartbeat
@@ -192,7 +193,7 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
         return None
 
     monkeypatch.setattr(host_names, "look_up", never)
-    renewer = LeaseRenewer(counters)
+    renewer = LeaseRenewer(counters, allowed=AllowedHosts.of(["*"]))
     try:
         lost = [lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)]
         renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in lost))

@@ -14,6 +14,7 @@ import zmq
 
 from kvferry.protocol.handshake import Renew
 from kvferry.protocol.side_channel.connection import Connection
+from kvferry.protocol.side_channel.hosts import Address
 from kvferry.protocol.side_channel.secrets import Secret
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RenewLease
 from kvferry.scheduler.side_channel import sender
@@ -153,7 +154,7 @@ def test_a_producer_with_another_secret_is_left_alone_for_a_while_and_messages_f
     tried: list[int] = []
     open_connection = Connection.open
 
-    async def counted(context: Any, address: str, port: int, *others: Any) -> Connection:
+    async def counted(context: Any, address: Address, port: int, *others: Any) -> Connection:
         tried.append(port)
         return await open_connection(context, address, port, *others)
 

@@ -148,6 +148,12 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
         const=_ANY_HOST,
         help="offer memory to one client (default: 0.0.0.0:5700)",
     )
+    bench.add_argument(
+        "--allowed-hosts",
+        metavar="HOST,…",
+        help="addresses and networks whose clients may join a listener without a secret, or * for any (default: this "
+        "host's)",
+    )
     bench.add_argument("--connect", metavar="HOST[:PORT]", help="read from a listener, at port 5700 by default")
     bench.add_argument("--device", metavar="D", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     bench.add_argument("--max-size", metavar="N", default="64M", help="largest read, up to 1G (default: %(default)s)")

@@ -1,108 +1,93 @@
-"""The hosts that a consumer may connect to, whatever params name: clients can write params.
-
-An address is compared as an address, in any spelling, and a name as a name. No name is resolved: an allowed name may
-resolve to any address, so allow only names in zones that you control.
-
-    listed          allows                                       and not
-    10.1.0.0/16     10.1.2.3, ::ffff:10.1.2.3, 0xa.0x10203       names that resolve to it
-    10.1.2.3        the same address
-    p0.example      p0.example, P0.Example.                      p0.example.evil, its address
-    *.example       p0.example, a.b.example                      example
-"""
+"""Which hosts this engine takes prompts from, by its configuration, and what its log says about the others."""
 
 from __future__ import annotations
 
-import ipaddress
-import re
-import socket
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+import logging
+from collections.abc import Sequence
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+from kvferry.protocol.errors import shorten
+from kvferry.protocol.side_channel.allowed_hosts import ANY, AllowedHosts
+from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, host_is_loopback, read_host
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
 
-_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
-_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
-_OLD_NUMBERS = re.compile(r"(0x[0-9a-f]*|[0-9]+)(\.(0x[0-9a-f]*|[0-9]+)){0,3}")
-"""Other IPv4 spellings that the C library accepts: fewer parts, octal, hexadecimal."""
+__all__ = ["AllowedHosts", "TrustedHosts", "allowed_hosts_of", "warn_of_trust"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_ADVISED = 256
+"""Hosts that the log gives advice about; clients choose them."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllowedHosts:
-    """An allow-list.
+def allowed_hosts_of(listed: Sequence[str] | None, secrets: Secrets, own_host: str = "localhost") -> AllowedHosts:
+    """The hosts that this engine may connect to.
 
-    Attributes:
-        networks: allowed networks; a single address is a network of one.
-        names: allowed names, in lower case, without a trailing dot.
-        suffixes: allowed suffixes, as `names`, each with a leading dot.
+    Args:
+        listed: the key `allowed_hosts`; None if it is not set.
+        own_host: this engine's `VLLM_NIXL_SIDE_CHANNEL_HOST`.
+    """
+    return AllowedHosts.of(listed) if listed is not None else AllowedHosts.without_list(secrets, own_host)
+
+
+def warn_of_trust(allowed: AllowedHosts, secrets: Secrets) -> None:
+    """At the start of an engine that reads from others: say whom it trusts where no secret decides that."""
+    if secrets:
+        return
+    if allowed.this_host:
+        logger.warning(
+            "without a secret and without allowed_hosts this engine reads from producers on this host alone, and "
+            "computes all other prompts itself; give all engines one %s, or list the producers' hosts in allowed_hosts",
+            VARIABLE,
+        )
+    elif allowed.any_host:
+        logger.warning(
+            'allowed_hosts is ["*"] and there is no secret: whoever can write params can make this engine read from '
+            "any host, and answer others with text that this host chose; set %s on all engines",
+            VARIABLE,
+        )
+
+
+class TrustedHosts:
+    """Judges the hosts that params name. Used on the engine's thread: looks no name up, and does not wait.
+
+    Args:
+        has_list: whether `allowed_hosts` is set.
     """
 
-    networks: tuple[Network, ...] = ()
-    names: frozenset[str] = frozenset()
-    suffixes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, entries: Iterable[str]) -> AllowedHosts:
-        """Parse the entries of a configuration. Raises `ValueError` with the entry that is not valid."""
-        networks: list[Network] = []
-        names: list[str] = []
-        suffixes: list[str] = []
-        for entry in entries:
-            network, name = _network_of(entry), _plain(entry.removeprefix("*."))
-            if network is not None:
-                networks.append(network)
-            elif _is_name(name):
-                (suffixes if entry.startswith("*.") else names).append(name)
-            else:
-                raise ValueError(entry)
-        return cls(tuple(networks), frozenset(names), tuple(f".{suffix}" for suffix in suffixes))
+    def __init__(self, allowed: AllowedHosts, *, has_list: bool) -> None:
+        self._allowed = allowed
+        self._has_list = has_list
+        self._advised: set[str] = set()
 
     def allow(self, host: str) -> bool:
-        """Whether this engine may connect to a host, given as params spell it."""
-        address = _address_of(host)
-        if address is not None:
-            return any(address.version == network.version and address in network for network in self.networks)
-        name = _plain(host)
-        return _is_name(name) and (name in self.names or name.endswith(self.suffixes))
+        """Whether this engine may connect to a host."""
+        return self._allowed.allow(host)
 
-
-def _plain(name: str) -> str:
-    return name.lower().removesuffix(".") if name.isascii() else ""
-
-
-def _is_name(name: str) -> bool:
-    """Whether it is a host name that no resolver could read as an address or as more than a name."""
-    return len(name) <= 253 and _NAME.fullmatch(name) is not None and not name.rpartition(".")[2].isdigit()
-
-
-def _network_of(entry: str) -> Network | None:
-    """The network that an entry names; None if it names none, e.g. with bits set beyond its prefix."""
-    try:
-        network = ipaddress.ip_network(entry.removeprefix("[").removesuffix("]") if "/" not in entry else entry)
-    except ValueError:
-        return None
-    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
-        mapped = network.network_address.ipv4_mapped
-        return ipaddress.IPv4Network((int(mapped or 0), network.prefixlen - 96))
-    return network
-
-
-def _address_of(host: str) -> Address | None:
-    """The address that `host` is, in any spelling that a resolver may accept; None if it is none."""
-    if not host.isascii():
-        return None
-    plain = host.removesuffix(".").removeprefix("[").removesuffix("]").lower()
-    try:
-        address = ipaddress.ip_address(plain)
-    except ValueError:
-        pass
-    else:
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        return mapped or address
-    if _OLD_NUMBERS.fullmatch(plain):
-        try:
-            return ipaddress.IPv4Address(socket.inet_aton(plain))
-        except OSError:
+    def why_not(self, host: str) -> str | None:
+        """Why this engine may not connect to a host; None if it may. What to do about it is logged once for a host."""
+        why = self._allowed.why_not(host)
+        if why is None:
             return None
-    return None
+        if host not in self._advised and len(self._advised) < _MOST_ADVISED:
+            self._advised.add(host)
+            logger.warning("prompts of host %s are computed here: it %s. %s", shorten(host), why, self._advice(host))
+        return f"host {shorten(host)} {why}"
+
+    def _advice(self, host: str) -> str:
+        try:
+            written = json.dumps(str(read_host(host)))
+        except ValueError:
+            return f"Set {HOST_VARIABLE} on its producer to an address or a name that decoders reach"
+        if self._has_list:
+            key = f"add {written} to allowed_hosts here"
+        else:
+            key = f'set "allowed_hosts": [{written}] in kv_connector_extra_config here'
+        if host_is_loopback(host):
+            other = f"on another host, set {HOST_VARIABLE} there to an address that decoders reach"
+            return f"If its producer is on this host, {key}; if it is {other}"
+        if self._has_list:
+            return f"If that is a producer, {key}"
+        return (
+            f"If that is a producer, give both engines one {VARIABLE}, or {key} "
+            f'(every program on that host is trusted then; ["{ANY}"]: every client)'
+        )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.config_values import (
     Range,
     address_of,
@@ -31,6 +30,7 @@ from kvferry.connector.config_values import (
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig, one_of
 from kvferry.protocol.params import SHORTEST_LEASE_S
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.trace.recorder import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
@@ -139,8 +139,8 @@ class FerryConfig:
     allowed_hosts: tuple[str, ...] | None = _option(
         None,
         hosts,
-        "hosts that this engine may connect to, as params spell them; default any. "
-        '`["10.1.0.0/16", "*.prefill.example"]`; see docs/protocol.md',
+        "hosts that this engine may connect to, as params spell them; default: this host, and any with a secret. "
+        '`["10.1.0.0/16", "*.prefill.example"]`; `["*"]`: any, clients are trusted; see docs/protocol.md',
     )
     prewarm_peers: tuple[str, ...] = _option(
         (),
@@ -224,6 +224,6 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
         raise InvalidConfig("prewarm_peers", list(config.prewarm_peers), "none: a kv_producer reads from no engine")
     if config.allowed_hosts is not None:
         allowed = AllowedHosts.of(config.allowed_hosts)
-        for one in config.prewarm_peers:
-            if not allowed.allow(address_of(one)[0]):
-                raise InvalidConfig("prewarm_peers", one, "hosts that allowed_hosts lists")
+        for peer in config.prewarm_peers:
+            if not allowed.allow(address_of(peer)[0]):
+                raise InvalidConfig("prewarm_peers", peer, "hosts that allowed_hosts lists")

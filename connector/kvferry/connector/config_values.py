@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.protocol.errors import InvalidConfig, shorten
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
+from kvferry.protocol.side_channel.hosts import read_host
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,12 @@ def address_of(text: str) -> tuple[str, int]:
     found = _ADDRESS.fullmatch(text)
     if found is None or not 1 <= int(found["port"]) <= 65535:
         raise ValueError(text)
-    return found["six"] or found["name"], int(found["port"])
+    host = found["six"] or found["name"]
+    try:
+        read_host(host)
+    except ValueError:
+        raise ValueError(text) from None
+    return host, int(found["port"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,8 @@ def path(key: str, value: Any) -> str:
 def hosts(key: str, value: Any) -> tuple[str, ...]:
     """One or more host patterns."""
     expected = (
-        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation; leave it out to allow any'
+        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation, or "*" for any host (clients '
+        "are trusted then)"
     )
     few = isinstance(value, (list, tuple)) and 1 <= len(value) <= MAX_ALLOWED_HOSTS
     if not few or not all(isinstance(x, str) for x in value):

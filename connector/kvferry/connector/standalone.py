@@ -26,6 +26,7 @@ from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket, read_params
 from kvferry.protocol.params_mac import new_mac_key, sign_params
+from kvferry.protocol.side_channel.hosts import check_announced
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
 from kvferry.scheduler.producer.lease import Lease
@@ -71,7 +72,8 @@ class StandaloneEngine:
 
     Raises:
         FabricError: NIXL cannot be used, or refuses the memory.
-        InvalidConfig: the side channel's address cannot be bound, or host memory cannot be allocated.
+        InvalidConfig: the side channel's address cannot be bound, or is none of one certain host, or host memory
+            cannot be allocated.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class StandaloneEngine:
         max_ended: int = MAX_ENDED_LEASES,
     ) -> None:
         self.counters = Counters()
+        check_announced(host, "host")
         self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters, workers=len(shards))
         self.loads = ConsumerLedger(self.counters, max_ended=max_ended)
         self.host, self.port = host, port
@@ -124,7 +127,7 @@ class StandaloneEngine:
             )
             for worker in self.workers:
                 worker.add_siblings(self.description.workers)
-            self.renewer = LeaseRenewer(self.counters, settings.secrets)
+            self.renewer = LeaseRenewer(self.counters, settings.secrets, settings.allowed_hosts)
             undo.callback(self.renewer.close)
             self.listener = SideChannelListener(
                 host, port, self.counters, settings.secrets, self.leases.clock, knows=self._knows

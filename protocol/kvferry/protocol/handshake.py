@@ -28,6 +28,7 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.stream_rows import StreamRows
 
 CHANNEL_VERSION = 2
@@ -253,7 +254,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def channel_address(host: str, port: int) -> str:
     """The ZMQ address of a host and port; IPv6 addresses get brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+    return f"tcp://{host_port(host, port)}"
 
 
 def encode(message: Request | Reply | WorkerDescription | Answers) -> bytes:

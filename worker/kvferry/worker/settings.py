@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.plan.cost import DIRECT_MIN_BYTES
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
@@ -23,6 +24,7 @@ class WorkerSettings:
     is_read_from: peers read from this engine; if False, it keeps no copy of its caches in host memory.
     row_blocks: per cache group the most blocks of a prompt; empty if none is read before it is complete.
     secrets: of the side channel.
+    allowed_hosts: of producers; None for those that need no list (`AllowedHosts.without_list`).
     peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
     max_peers: producers that are known at once, not counting those that are being read from.
     failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
@@ -39,6 +41,7 @@ class WorkerSettings:
     is_read_from: bool = True
     row_blocks: tuple[int, ...] = ()
     secrets: Secrets = ()
+    allowed_hosts: AllowedHosts | None = None
     peer_ttl_s: float = 3600.0
     max_peers: int = 1024
     failed_read_grace_s: float = FAILED_READ_GRACE_S

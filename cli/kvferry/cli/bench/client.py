@@ -24,7 +24,9 @@ from kvferry.cli.transfer.messages import (
 )
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, KvferryError
 from kvferry.protocol.handshake import Refused
+from kvferry.protocol.side_channel.allowed_hosts import ANY_HOST
 from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets
 
 ALIVE_S = 2.0
@@ -43,12 +45,13 @@ class Session:
         self.name = random.token_hex(16)
         self.has_joined = False
         self._host, self._port, self._timeout_s, self._secrets = host, port, timeout_s, secrets
+        self._where = host_port(host, port)
         self._next_s = 0.0
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
         """Send one request and return the reply."""
         try:
-            with SideChannelClient(self._secrets) as client:
+            with SideChannelClient(self._secrets, ANY_HOST) as client:
                 return decode_reply(client.exchange(self._host, self._port, encode_frame(request), timeout_s))
         except (HandshakeFailed, InvalidMessage) as failed:
             raise ReadsFailed(f"{failed}; run `kvferry bench --listen` there first") from None
@@ -63,10 +66,10 @@ class Session:
                 self.has_joined = True
                 return reply
             if not isinstance(reply, Refused):
-                raise ReadsFailed(f"{self._host}:{self._port} answered with {type(reply).__name__}")
+                raise ReadsFailed(f"{self._where} answered with {type(reply).__name__}")
             if reply.field != "listener" or time.monotonic() > end_s:
                 why = f"{reply.field} is {reply.value!r} ({reply.expected})"
-                raise ReadsFailed(f"{self._host}:{self._port} refused: {why}")
+                raise ReadsFailed(f"{self._where} refused: {why}")
             time.sleep(_RETRY_S)
 
     def keep_alive(self) -> None:

@@ -19,6 +19,7 @@ from kvferry.cli.formatting import binary_bytes, print_line, print_table
 from kvferry.cli.transfer.child import Outcome, check_installed
 from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
 from kvferry.protocol.errors import one_of
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 
 SCHEMA = 1
@@ -45,7 +46,12 @@ def run_bench(options: argparse.Namespace) -> int:
 def _listen(options: argparse.Namespace, task: Task) -> int:
     host, port = read_address("--listen", options.listen, PORT)
     listener = BenchListener(
-        host, port, task, secrets_from_environment(), report=lambda line: print(line, file=sys.stderr, flush=True)
+        host,
+        port,
+        task,
+        secrets_from_environment(),
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+        allowed=_allowed_hosts(options.allowed_hosts),
     )
     ends = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(end, lambda *_: listener.stop()) for end in ends]
@@ -55,6 +61,16 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
         listener.close()
         for end, handler in zip(ends, before, strict=True):
             signal.signal(end, handler)
+
+
+def _allowed_hosts(listed: str | None) -> AllowedHosts | None:
+    if listed is None:
+        return None
+    try:
+        return AllowedHosts.of(listed.split(","))
+    except ValueError as entry:
+        expected = "addresses, networks in CIDR notation, or *, with commas between them"
+        raise InvalidArgument("--allowed-hosts", str(entry), expected) from None
 
 
 def _connect(options: argparse.Namespace, task: Task) -> int:

@@ -29,8 +29,11 @@ from kvferry.cli.transfer.messages import (
     encode_frame,
 )
 from kvferry.protocol.errors import InvalidMessage, cut
-from kvferry.protocol.handshake import Refused, channel_address
-from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.handshake import Refused
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
+from kvferry.protocol.side_channel.host_names import listening_address
+from kvferry.protocol.side_channel.hosts import host_port
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
 from kvferry.scheduler.state import Counters
 
@@ -44,9 +47,11 @@ class BenchListener:
 
     Args:
         task: for the owner: which memory, and how much.
-        secrets: the first is its own; the client may have any. Without secrets any client may join.
+        secrets: the first is its own; the client may have any.
         report: called with one line per event.
         command: the arguments of Python that run the owner.
+        allowed: hosts whose clients may join: NIXL parses a client's metadata in native code. None for those that need
+            no list (`AllowedHosts.without_list`).
 
     Raises `InvalidArgument` if the address cannot be bound.
     """
@@ -59,15 +64,19 @@ class BenchListener:
         secrets: Secrets,
         report: Callable[[str], None],
         command: Sequence[str] = COMMAND,
+        allowed: AllowedHosts | None = None,
     ) -> None:
         self.counters = Counters()
         self._report = report
         try:
-            self._socket = GuardedSocket(host, port, MAX_FRAME_BYTES, secrets, self.counters, self._answer)
-        except zmq.ZMQError as refused:
-            raise InvalidArgument("--listen", f"{host}:{port}", f"an address here, its port free ({refused})") from None
+            address = listening_address(host)
+            self._socket = GuardedSocket(address, port, MAX_FRAME_BYTES, secrets, self.counters, self._answer)
+        except (OSError, zmq.ZMQError) as refused:
+            expected = f"an address here, its port free ({refused})"
+            raise InvalidArgument("--listen", host_port(host, port), expected) from None
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
-        self._where = f"{channel_address(host, port).removeprefix('tcp://')} {secured}"
+        self._allowed = allowed if allowed is not None else AllowedHosts.without_list(secrets)
+        self._where = f"{host_port(host, port)} {secured}"
         self._owner = Child(command)
         self._owner.send(task)
         self._offer: Offer | None = None
@@ -133,6 +142,10 @@ class BenchListener:
     def _admit(self, join: Join) -> Reply:
         if join.version != VERSION:
             return Refused(field="version", value=str(join.version), expected=str(VERSION))
+        if not self._allowed.allow(self._socket.peer):
+            expected = f"a secret at both ends ({VARIABLE}), or a host that the listener's --allowed-hosts names"
+            self._report(f"refused a client at {self._socket.peer}: expected {expected}")
+            return Refused(field="client", value=self._socket.peer, expected=expected)
         if self._offer is None:
             return Refused(field="listener", value="starting", expected="ready; try again")
         if self._join is not None:

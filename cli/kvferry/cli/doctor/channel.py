@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 from kvferry.protocol.errors import InvalidSecretFile
+from kvferry.protocol.side_channel.host_names import listening_address
+from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, read_host
 from kvferry.protocol.side_channel.secrets import MAKE_ONE, VARIABLE, secrets_from_environment
 
-HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 DEFAULT_HOST = "localhost"
 DEFAULT_PORT = 5600
@@ -29,16 +30,17 @@ def check_address(machine: Machine) -> Iterator[Finding]:
     host = machine.environ.get(HOST_VARIABLE, DEFAULT_HOST)
     shown = f"{HOST_VARIABLE}={host}" if HOST_VARIABLE in machine.environ else f"{HOST_VARIABLE} is not set: {host}"
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        yield broken(check, f"{shown}: no such host", f"export {HOST_VARIABLE}=<this machine's address>")
-        return
-    address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
-    place = ipaddress.ip_address(address.partition("%")[0])
-    if place.is_unspecified:
+        read_host(host)
+        address = listening_address(host)
+    except ValueError as why:
         do = f"export {HOST_VARIABLE}=<one of: hostname -I>"
-        yield broken(check, f"{shown}: params would send decoders to their own machine", do)
-    elif try_port(address, 0) == "EADDRNOTAVAIL":
+        yield broken(check, f"{shown} is {why}: a producer cannot start", do)
+        return
+    except OSError as no_such_host:
+        yield broken(check, f"{shown}: {no_such_host}", f"export {HOST_VARIABLE}=<this machine's address>")
+        return
+    place = ipaddress.ip_address(address)
+    if try_port(address, 0) == "EADDRNOTAVAIL":
         do = f"export {HOST_VARIABLE}=<one of: hostname -I>"
         yield broken(check, f"{shown} ({address}) is no address of this machine: a producer cannot listen", do)
     else:
@@ -93,7 +95,8 @@ def check_secret(machine: Machine) -> Iterator[Finding]:
         return
     if path is None:
         do = f"(umask 077; {MAKE_ONE} > FILE); export {VARIABLE}=FILE, the same for all engines"
-        yield look(check, f"{VARIABLE} is not set: any host that reaches the side channel can read the caches", do)
+        found = "any host that reaches the side channel can read the caches; decoders read from this host alone"
+        yield look(check, f"{VARIABLE} is not set: {found}, unless allowed_hosts lists others", do)
     else:
         yield ok(check, f"{path}, fingerprints {fingerprints}; compare them between hosts")
 

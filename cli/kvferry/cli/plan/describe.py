@@ -16,7 +16,9 @@ from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription
+from kvferry.protocol.side_channel.allowed_hosts import ANY_HOST
 from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
 
 ASKER = "kvferry describe"
@@ -45,9 +47,9 @@ def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> Engi
             in time; the text says which.
         PeerRefused: the engine has no description yet, speaks another version, or has none of the secrets.
     """
-    end_s, where = time.monotonic() + timeout_s, f"{host}:{port}"
+    end_s, where = time.monotonic() + timeout_s, host_port(host, port)
     try:
-        with ThreadPoolExecutor(1) as pool, SideChannelClient(secrets) as client:
+        with ThreadPoolExecutor(1) as pool, SideChannelClient(secrets, ANY_HOST) as client:
             asked = pool.submit(client.fetch_description, host, port, UNKNOWN_ENGINE, ASKER, timeout_s)
             try:
                 wait([asked], timeout=_PROBE_S)
@@ -71,7 +73,7 @@ def _check_listener(host: str, port: int, end_s: float) -> None:
     Raises:
         HandshakeFailed: as `fetch`.
     """
-    where = f"{host}:{port}"
+    where = host_port(host, port)
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as refused:

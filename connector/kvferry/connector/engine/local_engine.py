@@ -25,6 +25,7 @@ from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.ids import BootId, new_boot_id
 from kvferry.protocol.params import NamedPrefill, RemotePrefill
 from kvferry.protocol.params_mac import new_mac_key
+from kvferry.protocol.side_channel.hosts import check_announced
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,14 +107,14 @@ class LocalEngine:
         """Create it from the configuration, with a new boot id and MAC key.
 
         Raises:
-            InvalidConfig: a cache cannot be described.
+            InvalidConfig: a cache cannot be described, or no decoder could reach the side channel's host.
         """
         transfer, topology = vllm_config.kv_transfer_config, topology_of(vllm_config)
         groups = groups_of(kv_cache_config)
         has_turns = config.bidirectional_kv_xfer
         can_offer = has_turns and _can_offer_turns(groups, transfer.kv_load_failure_policy)
         boot = new_boot_id()
-        return cls(
+        local = cls(
             engine_id=transfer.engine_id,
             host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index,
@@ -129,6 +130,9 @@ class LocalEngine:
             adapters=Adapters.of(vllm_config),
             boot=boot,
         )
+        if local.is_read_from:
+            check_announced(local.host)
+        return local
 
     def is_named_by(self, source: RemotePrefill | NamedPrefill) -> bool:
         """Whether params name this engine, in this life or an earlier one.

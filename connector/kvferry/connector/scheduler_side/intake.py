@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.asking import Asking, Settled, is_ticket
 from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
@@ -42,7 +42,7 @@ class RequestIntake:
     """Decides how a request is served, once, when it arrives.
 
     Args:
-        allowed: the hosts that params may name; None for any.
+        trusted: the hosts that params may name.
         asking: for prompts whose producers must be asked.
         asked: prompts that other engines may ask for.
     """
@@ -53,7 +53,7 @@ class RequestIntake:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         counters: Counters,
-        allowed: AllowedHosts | None,
+        trusted: TrustedHosts,
         tracing: SchedulerTracing,
         asking: Asking,
         asked: AskedPrompts,
@@ -63,7 +63,7 @@ class RequestIntake:
         self._leases = leases
         self._loads = loads
         self._counters = counters
-        self._allowed = allowed
+        self._trusted = trusted
         self._tracing = tracing
         self._asking = asking
         self._asked = asked
@@ -99,7 +99,7 @@ class RequestIntake:
             if request is not None and answer is not None and answer.cached_tokens is not None:
                 report_cached_tokens(request, answer.cached_tokens)
             if request is None or not settled.waits:
-                if isinstance(params, RemotePrefill) and self._is_allowed(params.remote_host):
+                if isinstance(params, RemotePrefill) and self._trusted.allow(params.remote_host):
                     self._loads.decline(params)
             elif isinstance(params, RemotePrefill):
                 self._accept_remote_prompt(request, params)
@@ -233,13 +233,11 @@ class RequestIntake:
 
     def _may_connect(self, request: Request, host: str) -> bool:
         """Whether the host in the params is allowed. If not, nothing is sent to it: not even a question."""
-        if self._is_allowed(host):
+        why = self._trusted.why_not(host)
+        if why is None:
             return True
-        self._compute_here(request, "host_not_allowed", f"allowed_hosts does not list {host!r}")
+        self._compute_here(request, "host_not_allowed", why)
         return False
-
-    def _is_allowed(self, host: str) -> bool:
-        return self._allowed is None or self._allowed.allow(host)
 
     def _expect_another_turn(self, request: Request) -> None:
         """Record that its answer is offered if it has the remote lease; sibling requests share one response."""

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.connector.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
     can_stream,
@@ -30,6 +30,7 @@ from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm_internals import EngineBlocks, EngineLoop
 from kvferry.protocol.orders import encode_head, encode_orders
+from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
@@ -67,6 +68,7 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
+        secrets = secrets_from_environment()
         local = LocalEngine.of(vllm_config, kv_cache_config, config)
         self._local = local
         counters, workers = Counters(), num_workers(local.topology)
@@ -88,11 +90,12 @@ class SchedulerSide:
         )
         self.tracing = scheduler_tracing(vllm_config, config, local)
         self.leases.observer = self.loads.observer = self.tracing
-        allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
+        allowed = allowed_hosts_of(config.allowed_hosts, secrets, local.host)
+        trusted = TrustedHosts(allowed, has_list=config.allowed_hosts is not None)
         spans = local.block_spans if config.streaming == "auto" else ()
         asking = Asking(EngineLoop(), may_wait=is_alone(vllm_config), recomputes=recomputes, spans=spans)
         asked = AskedPrompts(sibling_ports(vllm_config))
-        self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing, asking, asked)
+        self._intake = RequestIntake(local, self.leases, self.loads, counters, trusted, self.tracing, asking, asked)
         builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
         streams = can_stream(vllm_config, kv_cache_config, config)
         self._offers = Offers(local, self.leases, self.blocks, builder, asked, counters, streams=streams)
@@ -114,7 +117,7 @@ class SchedulerSide:
             tick = self._idle.poll
             depth = vllm_config.max_concurrent_batches
             self.channel = SideChannel(
-                local, facts, config, self.leases, self.loads, counters, tick, asking, asked, depth
+                local, facts, config, secrets, allowed, self.leases, self.loads, counters, tick, asking, asked, depth
             )
         except BaseException:
             self.tracing.close()

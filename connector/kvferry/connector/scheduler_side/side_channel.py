@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from kvferry.connector.allowed_hosts import AllowedHosts, warn_of_trust
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.config_values import address_of
 from kvferry.connector.engine.facts import num_workers
@@ -25,7 +26,8 @@ from kvferry.protocol.asks import announced_id
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.load_bell import Bell
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
+from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, host_port
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -44,6 +46,7 @@ class SideChannel:
 
     Args:
         facts: of this engine, for its description.
+        allowed: hosts that this engine may connect to.
         tick: called by the listener's thread, twice a second or more.
         depth: steps that the engine begins before it has the report of the first of them.
 
@@ -62,6 +65,8 @@ class SideChannel:
         local: LocalEngine,
         facts: ModelFacts,
         config: FerryConfig,
+        secrets: Secrets,
+        allowed: AllowedHosts,
         leases: ProducerLedger,
         loads: ConsumerLedger,
         counters: Counters,
@@ -70,7 +75,6 @@ class SideChannel:
         asked: AskedPrompts,
         depth: int,
     ) -> None:
-        secrets = secrets_from_environment()
         self.local = local
         self._facts = facts
         self._description_file = config.description_file
@@ -86,13 +90,14 @@ class SideChannel:
         self._is_searching = False
         self.listener = self._listen(secrets, tick, asked) if local.is_read_from else None
         try:
-            self.renewer = LeaseRenewer(counters, secrets) if local.reads else None
+            self.renewer = LeaseRenewer(counters, secrets, allowed) if local.reads else None
         except BaseException:
             if self.listener is not None:
                 self.listener.close()
             raise
         self._prewarmer: PeerPrewarmer | None = None
         if self.renewer is not None:
+            warn_of_trust(allowed, secrets)
             self._bell = Bell(local.boot, num_workers(local.topology), self._loop.wake, depth)
             self.renewer.client.watch(self._bell.fileno(), self._bell.take_rings)
             self._asker = Asker(
@@ -182,29 +187,33 @@ class SideChannel:
 
     def _listen(self, secrets: Secrets, tick: Callable[[], None], asked: AskedPrompts) -> SideChannelListener:
         local, leases = self.local, self._leases
-        if not secrets and not _is_loopback(local.host):
-            logger.warning(
-                "the side channel on %s:%d answers every client that can reach it; set KVFERRY_SECRET_FILE, or keep it "
-                "on a trusted network",
-                local.host,
-                local.port,
-            )
 
         def knows(boot: str, name: LeaseName) -> bool:
             return boot == local.boot and name in leases.slots
 
-        return SideChannelListener(local.host, local.port, self._counters, secrets, leases.clock, tick, knows, asked)
+        listener = SideChannelListener(
+            local.host, local.port, self._counters, secrets, leases.clock, tick, knows, asked
+        )
+        where = host_port(local.host, local.port)
+        if listener.address != local.host:
+            where = f"{where} ({listener.address})"
+        if ipaddress.ip_address(listener.address).is_loopback:
+            logger.warning(
+                "the side channel on %s is only reached from this host: for decoders on other hosts set %s to an "
+                "address of this one that they reach",
+                where,
+                HOST_VARIABLE,
+            )
+        elif not secrets:
+            logger.warning(
+                "the side channel on %s answers every client that can reach it; set %s, or keep it on a trusted "
+                "network",
+                where,
+                VARIABLE,
+            )
+        return listener
 
     def _on_producer(self, producer: Prewarm) -> None:
         """Called on the client's thread."""
         self._found.append(producer)
         self._loop.wake()
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

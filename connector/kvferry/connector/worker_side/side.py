@@ -7,8 +7,10 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from kvferry.connector.allowed_hosts import allowed_hosts_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
     facts_of,
@@ -161,6 +163,7 @@ class WorkerSide:
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:
         vllm_config, config = self._vllm_config, self._config
+        secrets = secrets_from_environment()
         topology, place = topology_of(vllm_config), place_of_this_worker()
         self._tracing = worker_tracing(vllm_config, config, place)
         layers = vllm_config.compilation_config.static_forward_context
@@ -193,7 +196,8 @@ class WorkerSide:
                 host_buffer=uses_host_buffer(vllm_config),
                 is_read_from=vllm_config.kv_transfer_config.is_kv_producer or config.bidirectional_kv_xfer,
                 row_blocks=row_blocks(vllm_config, self._kv_cache_config, config),
-                secrets=secrets_from_environment(),
+                secrets=secrets,
+                allowed_hosts=allowed_hosts_of(config.allowed_hosts, secrets, envs.VLLM_NIXL_SIDE_CHANNEL_HOST),
                 peer_ttl_s=config.engine_ttl,
                 max_peers=config.max_peers,
                 failed_read_grace_s=config.failed_read_grace_s,

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefused
+from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
 from kvferry.protocol.handshake import MAX_REPLY_BYTES, EngineDescription, Hello, Refused, decode_reply, encode
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.connection import Connection, EndlessMessages, within
 from kvferry.protocol.side_channel.host_names import HostNames
+from kvferry.protocol.side_channel.hosts import Address, advice, host_port, read_address
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
 
@@ -35,15 +37,17 @@ class SideChannelClient:
 
     Args:
         secrets: of the side channel; with each listener the one that it has is used.
+        allowed: hosts that may be connected to; by default those that need no list (`AllowedHosts.without_list`).
 
     Raises:
         InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
         RuntimeError: the system gives no more threads.
     """
 
-    def __init__(self, secrets: Secrets = ()) -> None:
+    def __init__(self, secrets: Secrets = (), allowed: AllowedHosts | None = None) -> None:
         derive_keys(secrets)
         self._secrets = secrets
+        self._allowed = allowed if allowed is not None else AllowedHosts.without_list(secrets)
         self._names = HostNames()
         self._lock = threading.Lock()
         self._is_closing = False
@@ -95,7 +99,10 @@ class SideChannelClient:
         hello = Hello(engine_id=engine_id, asker=asker, asks=asks)
         reply = decode_reply(self.exchange(host, port, encode(hello), timeout_s, waits=waits))
         if isinstance(reply, Refused):
-            raise PeerRefused(f"{host}:{port} {refusal(reply)}")
+            why = refusal(reply)
+            if reply.field == "engine_id":  # another engine: perhaps one of this host, where that of another was meant
+                why += advice(host)
+            raise PeerRefused(f"{host_port(host, port)} {why}")
         return reply
 
     def exchange(self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True) -> bytes:
@@ -151,28 +158,45 @@ class SideChannelClient:
     async def connect(self, host: str, port: int, max_answer_bytes: int, *, waits: bool = False) -> Connection:
         """Connect to a listener.
 
+        Every connection of this process to a side channel is made here, so this is where hosts are judged.
+
         Args:
             waits: whether to wait for a listener as long as there is none.
 
         Raises:
             NothingListens: there is none, and it does not wait.
-            HandshakeFailed: there is no such host.
+            HandshakeFailed: there is no such host, or it is not allowed.
             PeerRefused: the secrets of both ends do not match.
         """
-        address = await self._names.address(host)
-        if address is None:
-            raise HandshakeFailed("cannot be looked up")
+        address = await self._allowed_address(host)
         try:
             return await Connection.open(
                 self._context, address, port, self._secrets, max_answer_bytes, self._endless, waits
             )
+        except NothingListens as closed:
+            raise NothingListens(f"{closed}{advice(host)}") from None
         except (zmq.ZMQError, ValueError) as refused:
             raise HandshakeFailed(f"cannot be connected: {refused}") from None
 
+    async def _allowed_address(self, host: str) -> Address:
+        """The address to connect to: looked up once, judged, and then used, so that no later answer counts."""
+        why = self._allowed.why_not(host)
+        if why is not None:
+            raise HandshakeFailed(why)
+        found = await self._names.address(host)
+        address = read_address(found) if found is not None else None
+        if address is None:
+            raise HandshakeFailed("cannot be looked up")
+        why = self._allowed.why_not_found(host, address)
+        if why is not None:
+            raise HandshakeFailed(why)
+        return address
+
     async def _exchange(self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool) -> bytes:
-        where = f"{host}:{port}"
+        where = host_port(host, port)
         try:
-            return await within(timeout_s, self._ask_until_answered(host, port, request, waits=waits))
+            asking = self._ask_until_answered(host, port, request, waits=waits)
+            return await within(timeout_s, asking, advice(host))
         except PeerRefused as refused:
             raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
         except HandshakeFailed as failed:

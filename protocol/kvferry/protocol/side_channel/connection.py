@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
-from kvferry.protocol.handshake import channel_address
+from kvferry.protocol.side_channel.hosts import Address, host_port
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, unpack_event, watch
 from kvferry.protocol.side_channel.tcp import LOOK_S, RECEIVE_BUFFER_BYTES, Arrivals, TcpConnection
@@ -101,7 +101,7 @@ class Connection:
     async def open(
         cls,
         context: zmq.asyncio.Context,
-        address: str,
+        address: Address,
         port: int,
         secrets: Secrets,
         max_answer_bytes: int,
@@ -152,7 +152,7 @@ class Connection:
     async def _try(
         cls,
         context: zmq.asyncio.Context,
-        address: str,
+        address: Address,
         port: int,
         secret: Secret | None,
         max_answer_bytes: int,
@@ -165,7 +165,7 @@ class Connection:
             undo.callback(socket.close, linger=0)
             monitor = watch(socket)
             undo.callback(_close_monitor, socket, monitor)
-            socket.connect(channel_address(address, port))
+            socket.connect(f"tcp://{host_port(address, port)}")
             first, file = unpack_event(await monitor.recv_multipart())
             while first == zmq.EVENT_CONNECT_RETRIED:
                 if not waits:
@@ -226,12 +226,12 @@ class Connection:
         return body.bytes
 
 
-async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result. Raises `HandshakeFailed` when the time is over."""
+async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: str = "") -> T:
+    """The coroutine's result. Raises `HandshakeFailed` when the time is over, with what may help in its text."""
     try:
         return await asyncio.wait_for(coroutine, timeout_s)
     except asyncio.TimeoutError:
-        raise HandshakeFailed(f"did not answer within {timeout_s:g} s") from None
+        raise HandshakeFailed(f"did not answer within {timeout_s:g} s{advice}") from None
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import threading
+
+from kvferry.protocol.side_channel.hosts import read_address
 
 MAX_LOOKUPS = 128
 """Most unknown names looked up at once; further look-ups of such names fail at once: clients can make names up. More
@@ -23,21 +24,34 @@ _MOST_REMEMBERED = 4096
 
 
 def address_of(host: str) -> str | None:
-    """The address if `host` is one already and needs no look-up, else None."""
-    try:
-        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
-    except ValueError:
-        return None
+    """The address if `host` is one already and needs no look-up, in its usual spelling; else None."""
+    address = read_address(host)
+    return None if address is None else str(address)
 
 
 def look_up(host: str) -> str | None:
-    """Ask the system; IPv4 before IPv6, since a listener on a name binds IPv4."""
+    """Ask the system, and wait; IPv4 before IPv6. A listener binds what its consumers find: both ask here."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0]) if found else None
+
+
+def listening_address(host: str) -> str:
+    """The address to listen on for a host: the one that its consumers will find. Waits for a look-up.
+
+    ZMQ would look a name up by itself, for IPv4 alone; so a name with nothing but an IPv6 address could not be bound,
+    or was bound to 127.0.0.1, where no consumer would look for it.
+
+    Raises:
+        OSError: there is no such host.
+    """
+    address = address_of(host) or look_up(host)
+    if address is None:
+        raise OSError("no such host")
+    return address
 
 
 class HostNames:

@@ -20,6 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.protocol.errors import InvalidSecretFile
+from kvferry.protocol.side_channel.hosts import Address
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.tcp import RECEIVE_BUFFER_BYTES
 
@@ -122,15 +123,16 @@ def listening_socket(
     return socket
 
 
-def asking_socket(context: zmq.Context[S], address: str, secret: Secret | None, max_answer_bytes: int) -> S:
+def asking_socket(context: zmq.Context[S], address: Address, secret: Secret | None, max_answer_bytes: int) -> S:
     """A DEALER that is ready to be connected, with bounded queues.
 
     Args:
+        address: of the listener. No text, which ZMQ would read in its own way.
         secret: the only listeners accepted are those with it; None for plain text.
         max_answer_bytes: of a frame, without the bytes that CURVE adds.
     """
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IPV6, int(":" in address))
+    socket.setsockopt(zmq.IPV6, int(address.version == 6))
     socket.setsockopt(zmq.MAXMSGSIZE, max_answer_bytes + (CURVE_OVERHEAD_BYTES if secret is not None else 0))
     socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
     socket.setsockopt(zmq.RCVHWM, 1)

@@ -28,6 +28,7 @@ from kvferry.protocol.handshake import encode
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.scheduler.consumer.questions import AskCommand, Producer, StartAsking
 from kvferry.scheduler.state import Counters
 
@@ -131,7 +132,7 @@ class Asker:
                     why = str(failed)
                 except Exception:
                     why = "an internal error"
-                    logger.exception("%s:%d could not be asked", *asked.producer)
+                    logger.exception("%s could not be asked", host_port(*asked.producer))
                 else:
                     continue  # a question may have come while the last message was sent
                 finally:
@@ -209,4 +210,4 @@ class Asker:
 
     def _failed(self, producer: Producer, why: str) -> None:
         self._counters.add("side_channel_errors")
-        self._log.warning("asking %s:%d: %s", *producer, why)
+        self._log.warning("asking %s: %s", host_port(*producer), why)

@@ -46,6 +46,9 @@ class GuardedSocket:
         counters: counts `bad_frames` and `side_channel_refusals`.
         on_request: called by `serve` with the peer's routing id, for `send`, and the request.
 
+    Attributes:
+        peer: the address from which the request came that `on_request` is called with.
+
     Raises:
         zmq.ZMQError: the address cannot be bound.
         InvalidSecretFile: ZMQ has no CURVE.
@@ -67,6 +70,7 @@ class GuardedSocket:
         self._bad_frames = RateLimitedLog(logger)
         self._look_again_s = 0.0
         self._is_skipping = False
+        self.peer = ""
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
             self._socket = listening_socket(self._context, host, max_bytes, secrets)
@@ -148,6 +152,7 @@ class GuardedSocket:
         if len(envelope):
             self.bad_frame("a message without an envelope")
             return
+        self.peer = str(body.get("Peer-Address"))
         self._on_request(peer.bytes, body.bytes)
 
     def _skip(self) -> bool:

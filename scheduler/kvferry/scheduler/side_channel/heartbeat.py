@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import MAX_RENEWALS, Release, Renew, encode
+from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.consumer.remote_prompt import (
@@ -79,6 +80,7 @@ class LeaseRenewer:
     Args:
         counters: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
         secrets: of the side channel; with each producer the one that it has is used.
+        allowed: as for `SideChannelClient`.
 
     Attributes:
         client: until `close`, for the prewarmer too.
@@ -87,7 +89,7 @@ class LeaseRenewer:
         InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
     """
 
-    def __init__(self, counters: Counters, secrets: Secrets = ()) -> None:
+    def __init__(self, counters: Counters, secrets: Secrets = (), allowed: AllowedHosts | None = None) -> None:
         self._counters = counters
         self._submitted: queue.SimpleQueue[tuple[float, tuple[LeaseCommand, ...]]] = queue.SimpleQueue()
         """With the time of each submission."""
@@ -97,7 +99,7 @@ class LeaseRenewer:
         self._sleeps_until_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._kept: dict[Endpoint, dict[LeaseKey, _Kept]] = {}
-        self.client = SideChannelClient(secrets)
+        self.client = SideChannelClient(secrets, allowed)
         self._sender = PeerSender(self.client, counters)
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:

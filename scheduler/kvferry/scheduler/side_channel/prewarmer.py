@@ -19,6 +19,7 @@ from kvferry.protocol.handshake import MAX_REPLY_BYTES, UNKNOWN_ENGINE, Hello, R
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient, refusal
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
+from kvferry.protocol.side_channel.hosts import host_port
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class PeerPrewarmer:
                 connection, producer = found
                 if producer.boot == self._own_boot:
                     return
-                logger.info("peer=%s@%s:%d answers", producer.engine_id, host, port)
+                logger.info("peer=%s@%s answers", producer.engine_id, host_port(host, port))
                 self._tell(producer)
                 failures, shown = 0, ""
                 await _until_ended(connection)
@@ -80,12 +81,12 @@ class PeerPrewarmer:
                 why = str(error)
             except Exception as bug:
                 why = repr(bug)
-                logger.exception("prewarming %s:%d failed", host, port)
+                logger.exception("prewarming %s failed", host_port(host, port))
             finally:
                 if connection is not None:
                     connection.close()
             if why != shown:
-                logger.warning("prewarming %s:%d: %s", host, port, why)
+                logger.warning("prewarming %s: %s", host_port(host, port), why)
             failures, shown = failures + 1, why
             await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
 

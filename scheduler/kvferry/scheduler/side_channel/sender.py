@@ -16,6 +16,7 @@ from kvferry.protocol.errors import HandshakeFailed, KvferryError, NothingListen
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.scheduler.side_channel.places import Place, Places
 from kvferry.scheduler.state import Counters
 
@@ -121,7 +122,7 @@ class PeerSender:
             self._failed(endpoint, str(failed))
         except Exception:
             self._failed(endpoint, "an internal error")
-            logger.exception("messages for %s:%d could not be sent", *endpoint[:2])
+            logger.exception("messages for %s could not be sent", host_port(*endpoint[:2]))
         finally:
             self._forget(endpoint, peer)
 
@@ -188,5 +189,5 @@ class PeerSender:
         return peer.place.connection
 
     def _failed(self, endpoint: Endpoint, why: str) -> None:
-        self._failures.warning("side channel of %s:%d: %s", endpoint[0], endpoint[1], why)
+        self._failures.warning("side channel of %s: %s", host_port(*endpoint[:2]), why)
         self._counters.add("side_channel_errors")

@@ -34,6 +34,8 @@ from kvferry.protocol.handshake import (
     decode_request,
     encode,
 )
+from kvferry.protocol.side_channel.host_names import listening_address
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
@@ -60,6 +62,7 @@ class SideChannelListener:
         asked: the prompts that peers ask for.
 
     Attributes:
+        address: where it listens; that of `host` if that is a name.
         has_askers: whether an engine that asks for prompts has shaken hands.
 
     Raises:
@@ -90,12 +93,13 @@ class SideChannelListener:
         self._counters = counters
         self._published: tuple[EngineDescription, bytes] | None = None
         try:
-            self._socket = GuardedSocket(host, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one)
-        except zmq.ZMQError as refused:
+            self.address = listening_address(host)
+            self._socket = GuardedSocket(self.address, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one)
+        except (OSError, zmq.ZMQError) as refused:
             os.close(self._news)
             raise InvalidConfig(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT",
-                f"{host}:{port}",
+                host_port(host, port),
                 f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
             ) from None
         self._socket.watch(self._news)
@@ -107,7 +111,7 @@ class SideChannelListener:
             os.close(self._news)
             raise
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
-        logger.info("side channel listens on %s %s", channel_address(host, port), secured)
+        logger.info("side channel listens on %s %s", channel_address(self.address, port), secured)
 
     def publish(self, description: EngineDescription) -> None:
         """Answer with this description from now on. Before that, `Hello` is refused with "starting"."""

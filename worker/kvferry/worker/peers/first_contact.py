@@ -29,6 +29,7 @@ from kvferry.protocol.errors import InvalidMessage, PeerRefused
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
 from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.settings import WorkerSettings
@@ -152,7 +153,7 @@ class FirstContact:
         self._costs = costs
         self._settings = settings
         self._planning = threading.Semaphore(_PLANS_AT_ONCE)
-        self._side_channel = SideChannelClient(settings.secrets)
+        self._side_channel = SideChannelClient(settings.secrets, settings.allowed_hosts)
         self._plans = PlanCache(engine, 0, costs)
 
     def set_workers(
@@ -189,7 +190,8 @@ class FirstContact:
             key.host, key.port, key.engine_id, own, timeout_s, asks=True, waits=False
         )
         if description.engine_id != key.engine_id:
-            raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")
+            where = host_port(key.host, key.port)
+            raise PeerRefused(f"{where} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:
             raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
         with self._planning:

@@ -13,6 +13,7 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, ROW_HEADER_BYTES, StreamRows
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import (
@@ -41,7 +42,7 @@ class PeerKey(NamedTuple):
         return cls(source.remote_host, source.remote_port, source.engine_id, source.kvferry.boot)
 
     def __str__(self) -> str:
-        return f"{self.engine_id}@{self.host}:{self.port}"
+        return f"{self.engine_id}@{host_port(self.host, self.port)}"
 
 
 @dataclass(frozen=True, slots=True)

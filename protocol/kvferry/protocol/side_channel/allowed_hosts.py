@@ -1,0 +1,154 @@
+"""The hosts that an engine may connect to, whatever params name: clients can write params.
+
+Whoever answers at such a host is taken for a producer: its caches are read, and its description has metadata that NIXL
+parses in native code. So without a secret, which only engines have, and without a list, only this host is allowed.
+
+    listed          allows                                       and not
+    10.1.0.0/16     10.1.2.3, ::ffff:10.1.2.3, 0xa.0x10203       names that resolve to it
+    10.1.2.3        the same address
+    p0.example      p0.example, P0.Example.                      p0.example.evil, its address
+    *.example       p0.example, a.b.example                      example
+    *               every address and every name                 169.254.169.254
+    (no list, but a secret: as with *, since who has not the secret cannot answer)
+    (no list and no secret)   127.0.0.1, addresses of this host's interfaces; localhost, this host's name
+
+An address is compared as an address, in any spelling, and a name as a name, which takes no look-up: the engine's thread
+decides. When a name has been looked up, on another thread, its address is judged too (`why_not_found`), and that very
+address is connected: no second look-up can give another one. A listed name may resolve to any address, so list only
+names in zones that you control.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.protocol.side_channel.hosts import Address, name_or_none, read_host, why_unusable
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.this_host import is_this_host, names_of_this_host
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+ANY = "*"
+_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedHosts:
+    """An allow-list.
+
+    Attributes:
+        networks: allowed networks; a single address is a network of one.
+        names: allowed names, in lower case, without a trailing dot.
+        suffixes: allowed suffixes, as `names`, each with a leading dot.
+        any_host: whether all other hosts are allowed too. Not link-local addresses, among which clouds have the
+            services that give a machine its credentials: these must be listed.
+        this_host: whether this host's addresses are allowed, and `names` as far as they mean such an address.
+    """
+
+    networks: tuple[Network, ...] = ()
+    names: frozenset[str] = frozenset()
+    suffixes: tuple[str, ...] = ()
+    any_host: bool = False
+    this_host: bool = False
+
+    @classmethod
+    def of(cls, entries: Iterable[str]) -> AllowedHosts:
+        """Parse the entries of a configuration. Raises `ValueError` with the entry that is not valid."""
+        networks: list[Network] = []
+        names: list[str] = []
+        suffixes: list[str] = []
+        is_any = False
+        for entry in entries:
+            if entry == ANY:
+                is_any = True
+                continue
+            network = _network_of(entry)
+            name = name_or_none(entry.removeprefix("*."))
+            if network is not None:
+                networks.append(network)
+            elif name is None:
+                raise ValueError(entry)
+            elif entry.startswith("*."):
+                suffixes.append(f".{name}")
+            else:
+                names.append(name)
+        return cls(tuple(networks), frozenset(names), tuple(suffixes), any_host=is_any)
+
+    @classmethod
+    def without_list(cls, secrets: Secrets, own_host: str = "localhost") -> AllowedHosts:
+        """What is allowed where nothing is listed.
+
+        Args:
+            secrets: of the side channel. With one any host may be asked: only an engine that has it can answer.
+            own_host: as this engine's own side channel is announced, which engines beside it may be, too.
+        """
+        if secrets:
+            return cls(any_host=True)
+        own_name = name_or_none(own_host)
+        return cls(names=names_of_this_host() | ({own_name} if own_name is not None else set()), this_host=True)
+
+    def allow(self, host: str) -> bool:
+        """Whether this engine may connect to a host, given as params spell it. Looks no name up, and does not wait."""
+        return self.why_not(host) is None
+
+    def why_not(self, host: str) -> str | None:
+        """As `allow`: None, or why not, as the end of a sentence about the host."""
+        try:
+            found = read_host(host)
+        except ValueError as invalid:
+            return f"is {invalid}"
+        if not isinstance(found, str):
+            return None if self._allow_address(found) else self._not_allowed()
+        if self.any_host or found in self.names or found.endswith(self.suffixes):
+            return None
+        return self._not_allowed()
+
+    def why_not_found(self, host: str, address: Address) -> str | None:
+        """Why this engine may not connect to the address that was found for an allowed host; None if it may."""
+        unusable = why_unusable(address)
+        if unusable is not None:
+            return f"is {address}: {unusable}"
+        if self._is_listed_name(host) or self._allow_address(address):
+            return None
+        return f"is {address}, which {self._not_allowed()}"
+
+    def _is_listed_name(self, host: str) -> bool:
+        name = name_or_none(host)
+        return name is not None and not self.this_host and (name in self.names or name.endswith(self.suffixes))
+
+    def _not_allowed(self) -> str:
+        if self.this_host:
+            return "is not this host, and there is neither a secret nor allowed_hosts here"
+        if self.any_host:
+            return "is link-local: allowed_hosts must list it"
+        return "is not in allowed_hosts"
+
+    def _allow_address(self, address: Address) -> bool:
+        if any(address.version == network.version and address in network for network in self.networks):
+            return True
+        if self.any_host:
+            return not address.is_link_local
+        return self.this_host and is_this_host(address)
+
+
+ANY_HOST = AllowedHosts(networks=(ipaddress.IPv4Network("0.0.0.0/0"),), any_host=True)
+"""For commands: whoever runs one names the host."""
+
+
+def _network_of(entry: str) -> Network | None:
+    """The network that an entry names; None if it names none, e.g. with bits set beyond its prefix, or a zone, or a
+    single address that is none of one host: who lists 0.0.0.0 means something else."""
+    if "%" in entry:
+        return None
+    try:
+        network = ipaddress.ip_network(entry.removeprefix("[").removesuffix("]") if "/" not in entry else entry)
+    except ValueError:
+        return None
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
+        mapped = network.network_address.ipv4_mapped
+        network = ipaddress.IPv4Network((int(mapped or 0), network.prefixlen - 96))
+    if network.num_addresses == 1 and why_unusable(network.network_address) is not None:
+        return None
+    return network
