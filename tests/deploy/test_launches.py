@@ -70,6 +70,14 @@ def test_decoders_get_an_address_that_they_can_reach(launch: Launch) -> None:
     assert launch.environment["KVFERRY_SECRET_FILE"] == "/etc/kvferry/secrets"
 
 
+def test_a_documented_engine_that_others_read_from_over_the_network_has_a_secret() -> None:
+    """Without one, decoders on other hosts do not read from it."""
+    words = [command.words for command in typed("docker") if "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1" in command.words]
+    assert words
+    for line in words:
+        assert any(word.startswith("KVFERRY_SECRET_FILE=") for word in line)
+
+
 @by_source(ENGINES)
 def test_an_engine_has_time_to_drain(launch: Launch) -> None:
     """The router's longest request, and then a lease, before vLLM gives up; and that before the platform kills."""

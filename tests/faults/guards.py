@@ -265,6 +265,27 @@ GUARDS = (
         ),
     ),
     Guard(
+        "protected-mode",
+        "without a secret and a list only this host's engines are producers",
+        (1, 6),
+        "kvferry.protocol.side_channel.allowed_hosts:AllowedHosts.why_not",
+        switches.always(None),
+        (
+            "tests/engine_core/test_allowed_hosts.py::"
+            "test_a_client_that_listens_elsewhere_is_no_producer[a prompt-recompute]",
+            "tests/engine_core/test_allowed_hosts.py::"
+            "test_a_client_that_listens_elsewhere_is_no_producer[both legs at once-fail]",
+        ),
+    ),
+    Guard(
+        "found-addresses",
+        "the address that a name leads to is judged too",
+        (1, 6),
+        "kvferry.protocol.side_channel.allowed_hosts:AllowedHosts.why_not_found",
+        switches.always(None),
+        ("tests/protocol/test_allowed_connections.py::test_a_name_of_this_host_must_lead_to_this_host",),
+    ),
+    Guard(
         "refusals",
         "another model is refused by the field that differs",
         (7,),
