@@ -159,6 +159,16 @@ class NamedPrefill(msgspec.Struct, frozen=True, kw_only=True):
         return boot_of(self.remote_engine_id)
 
 
+_OF_A_TRANSFER = frozenset(
+    (
+        *RemotePrefill.__struct_fields__,
+        *NamedPrefill.__struct_fields__,
+        "remote_prefill_cached_tokens",
+        "remote_blocks_expiry_time",
+    )
+)
+"""The keys of the NIXL contract, and kvferry's."""
+
 _FIELDS, _TICKET_FIELDS = (frozenset(of.__struct_fields__) for of in (RemotePrefill, Ticket))
 
 
@@ -218,6 +228,14 @@ def read_turn(raw: Mapping[str, Any]) -> RemotePrefill | None:
         InvalidParams: it is not usable; the error names the field.
     """
     return _read_remote_prefill(raw) if raw.get("remote_block_ids") else None
+
+
+def without_transfer(raw: object) -> dict[str, Any] | None:
+    """Params of a request for which nothing is transferred, as a new object: the keys of others, as connectors beside
+    this one under a MultiConnector read them. None if there are none."""
+    if not isinstance(raw, _OBJECTS) or len(raw) > MAX_KEYS:
+        return None
+    return {key: value for key, value in raw.items() if key not in _OF_A_TRANSFER} or None
 
 
 def read_transfer_id(raw: object) -> str | None:

@@ -33,6 +33,7 @@ RECOMPUTE_REASONS = (
     "window_edge",
     "wrong_role",
     "turns_off",
+    "session_update",
     "below_threshold",
     "not_wanted",
     "load_failed",

@@ -10,6 +10,7 @@ from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.asking import Asking, Settled, is_ticket
 from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
+from kvferry.connector.scheduler_side.sessions import Sessions
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm_internals import report_cached_tokens
 from kvferry.plan.tokens import held_from
@@ -24,6 +25,7 @@ from kvferry.protocol.params import (
     read_params,
     read_transfer_id,
     read_turn,
+    without_transfer,
 )
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
@@ -59,6 +61,7 @@ class RequestIntake:
         asked: AskedPrompts,
     ) -> None:
         self._own_leases: dict[str, LeaseName] = {}
+        self._sessions = Sessions()
         self._local = local
         self._leases = leases
         self._loads = loads
@@ -70,6 +73,7 @@ class RequestIntake:
 
     def receive(self, request: Request) -> None:
         """Read the request's params before vLLM does, and remove unusable ones."""
+        self._sessions.begun(request)
         try:
             params = read_params(request.kv_transfer_params)
             if isinstance(params, RemoteDecode):
@@ -126,11 +130,46 @@ class RequestIntake:
             if request is not None and settled.waits:
                 self._compute_here(request, "invalid_params", str(error))
 
-    def allocated(self, request_id: str) -> None:
-        """The request has its own references on its blocks, or is over: release this engine's lease that kept them."""
+    def allocated(self, request: Request) -> None:
+        """The request has its own references on its blocks."""
+        self._release_own(request.request_id)
+        for params in self._sessions.go_on(request):
+            self._drop_update(request.request_id, params)
+
+    def finished(self, request: Request) -> None:
+        """The request is over."""
+        self._release_own(request.request_id)
+        for params in self._sessions.ended(request):
+            self._drop_update(request.request_id, params)
+
+    def _release_own(self, request_id: str) -> None:
+        """Release this engine's lease that kept the request's blocks in its cache."""
         name = self._own_leases.pop(request_id, None)
         if name is not None:
             self._leases.release(name)
+
+    def _drop_update(self, request_id: str, raw: object) -> None:
+        """Params on a later part of a session's input cannot be used: what they name is given back."""
+        try:
+            params = read_params(raw)
+        except InputError as invalid:
+            self._update_computed_here(request_id, str(invalid))
+            return
+        if isinstance(params, RemoteDecode):
+            self._counters.add("prefills_kept")
+            logger.info("req=%s cannot be decoded elsewhere: it is a session of streamed input", request_id)
+            return
+        if isinstance(params, RemotePrefill):
+            if self._local.is_named_by(params):
+                self._leases.release(RemoteLease.of(params).name)
+            elif self._local.reads and self._trusted.allow(params.remote_host):
+                self._loads.decline(params)
+        if params is not None:
+            self._update_computed_here(request_id, "vLLM loads a session's first part only")
+
+    def _update_computed_here(self, request_id: str, detail: str) -> None:
+        self._counters.add("local_recomputes", "session_update")
+        logger.warning("req=%s: a later part of its input is computed here (session_update): %s", request_id, detail)
 
     def _accept_prefill(self, request: Request) -> None:
         prompt = prompt_of(request, request.num_prompt_tokens, self._local)
@@ -203,7 +242,7 @@ class RequestIntake:
         if request.abort_immediately:
             # The front end rejected this request and passes it on only to have the remote blocks released.
             self._loads.decline(source)
-            request.kv_transfer_params = None
+            request.kv_transfer_params = without_transfer(request.kv_transfer_params)
         else:
             shared = source.remote_num_tokens
             if digest != source.kvferry.digests[-1] or shared != request.num_prompt_tokens:
@@ -285,5 +324,5 @@ class RequestIntake:
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:
         self._counters.add("local_recomputes", reason)
         self._tracing.computed_here(request, reason)
-        request.kv_transfer_params = None
+        request.kv_transfer_params = without_transfer(request.kv_transfer_params)
         logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)

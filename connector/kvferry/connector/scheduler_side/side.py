@@ -156,7 +156,7 @@ class SchedulerSide:
             slots = self.leases.slots.count
             logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
         self._offers.opened(request)
-        self._intake.allocated(request.request_id)
+        self._intake.allocated(request)
         self.channel.asking.allocated(request.request_id, num_external_tokens)
         prompt = self.loads.get(request.request_id)
         if prompt is not None:
@@ -181,8 +181,8 @@ class SchedulerSide:
         self.channel.asking.finished(request.request_id)
         self.eviction.requests.remove(request.request_id)
         self.tracing.finished(request.request_id)
+        self._intake.finished(request)
         self.channel.flush()
-        self._intake.allocated(request.request_id)
         lease = self.leases.running(request.request_id)
         if lease is not None and lease.use is LeaseUse.TURN and self._idle.drain.has_begun:
             self.leases.abandon(request.request_id)
