@@ -123,13 +123,13 @@ def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_ma
     for n, (_, decoded) in enumerate(names):
         consumer.engine.add(decoded, prompts[n], leg_params(producer, f"x{n}"), max_tokens=1)
     asker, answers = consumer.engine.connector.scheduler_side.channel._asker, []
-    take = asker._on_answer
+    take = asker._answered
 
-    def on_answer(*answer: Any) -> None:
+    def answered(*answer: Any) -> None:
         take(*answer)
         answers.append(answer)
 
-    monkeypatch.setattr(asker, "_on_answer", on_answer)
+    monkeypatch.setattr(asker, "_answered", answered)
     with ThreadPoolExecutor(1) as loop:
         step = loop.submit(consumer.step)
         wait_until(lambda: len(answers) > 20, "the questions were repeated")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Container
 
 import pytest
 
 from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
-from kvferry.protocol.errors import ConnectionEnded
+from kvferry.protocol.errors import ConnectionEnded, NothingListens
 from kvferry.protocol.handshake import decode_request, encode
 from kvferry.scheduler.consumer.questions import AskCommand, Producer, StartAsking, StopAsking
 from kvferry.scheduler.side_channel import asker as module
@@ -35,6 +36,8 @@ class Network:
         self.answers: list[tuple[Producer, Answer]] = []
         self.commands_under_way = 0
         self.connections: list[Connection] = []
+        self.closed: Container[int] = ()
+        self.silent: Container[int] = ()
         self.asker = Asker(self, "decode-0", self.counters, self.on_answer)  # type: ignore[arg-type]
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
@@ -51,6 +54,10 @@ class Network:
         asyncio.get_running_loop().call_soon(run)
 
     async def connect(self, host: str, port: int, max_answer_bytes: int) -> Connection:
+        if port in self.closed:
+            raise NothingListens("nothing listens there")
+        while port in self.silent:
+            await asyncio.sleep(NEVER_S)
         self.connections.append(Connection(self, (host, port)))
         return self.connections[-1]
 
@@ -159,11 +166,21 @@ def settle(network: Network, producer: Producer, message: Ask | Unask) -> Answer
     return answered(message, Progress.TICKET) if isinstance(message, Ask) else None
 
 
-def test_no_more_producers_are_asked_at_once_than_the_limit() -> None:
-    many = [StartAsking((HOST, number + 1), question(number)) for number in range(module.MAX_PRODUCERS + 1)]
-    network = play(settle, *many)
-    assert len({to for to, _ in network.sent}) == module.MAX_PRODUCERS
-    assert network.counters.total("side_channel_errors") == 1
+def test_no_more_producers_have_a_connection_at_once_than_the_limit_and_all_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_PRODUCERS", 8)
+    most = 0
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        nonlocal most
+        most = max(most, len([one for one in network.connections if not one.is_closed]))
+        return settle(network, producer, message)
+
+    network = play(reply, *(StartAsking((HOST, number + 1), question(number)) for number in range(30)))
+    assert len({to for to, _ in network.sent}) == 30
+    assert most <= 8 + 2, "with the turns to connect"
+    assert network.counters.total("side_channel_errors") == 0
 
 
 def test_a_connection_is_kept_for_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +272,151 @@ def test_a_producer_that_answers_no_more_knows_nothing(monkeypatch: pytest.Monke
     network = play(reply, StartAsking((HOST, PORT), question(1)))
     assert [answer.progress for _, answer in network.answers] == [Progress.QUEUED, Progress.UNKNOWN, Progress.TICKET]
     assert network.counters.total("side_channel_errors") == 1
+
+
+PORTS = range(20_000, 20_300)
+"""Of the host of the honest producers; the attacks name them."""
+
+
+async def turns(count: int = 200) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["closed", "silent"])
+def test_requests_that_name_300_ports_of_a_host_delay_no_producer_there_and_close_no_connection(kind: str) -> None:
+    """Of the 256 places they had all for 10 s, and honest prompts waited as long: 0.02 s became 10.02."""
+
+    async def run() -> None:
+        network = Network(settle)
+        setattr(network, kind, PORTS)
+        await network.run(StartAsking((HOST, PORT), question(0)))
+        network.asker.submit(StartAsking((HOST, port), question(port)) for port in PORTS)
+        await turns()
+        for number, producer in enumerate([(HOST, PORT), ("10.0.0.1", PORT)], start=1):
+            network.asker.submit([StartAsking(producer, question(number))])
+            await turns(20)
+            assert network.answers[-1] == (producer, Answer(number=number, progress=Progress.TICKET))
+        assert len([one for one in network.connections if one.producer == (HOST, PORT)]) == 1, "it was kept"
+        network.asker.submit(StopAsking(port) for port in PORTS)
+        await turns()
+        assert set(network.asker._by_producer) == {(HOST, PORT), ("10.0.0.1", PORT)}
+        network.asker.submit([StartAsking((HOST, SIBLING), question(3))])
+        await turns(20)
+        assert network.answers[-1][0] == (HOST, SIBLING), "aborted requests have left their turns"
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))
+
+
+@pytest.mark.parametrize("kind", ["closed", "silent", ""])
+def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PRODUCERS", 16)
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        if isinstance(message, Unask):
+            return None
+        if producer[1] in (1, *PORTS):
+            return answered(message, Progress.UNKNOWN, tuple(PORTS))
+        return answered(message, Progress.TICKET)
+
+    async def run() -> None:
+        network = Network(reply)
+        if kind:
+            setattr(network, kind, PORTS)
+        await network.run(StartAsking((HOST, PORT), question(0)))
+        network.asker.submit([StartAsking((HOST, 1), question(1))])
+        await turns()
+        offered = [asked for asked in network.asker._by_producer.values() if asked.is_offered]
+        assert 0 < len(offered) <= module.MOST_SIBLINGS
+        for number, port in enumerate((SIBLING, PORT, PORTS[-1]), start=2):
+            network.silent, network.closed = (), ()
+            network.asker.submit([StartAsking((HOST, port), question(number))])
+            await turns(30)
+            assert number in asked_of(network, (HOST, port))
+        assert len([one for one in network.connections if not one.is_closed]) <= 16 + 4 + 1
+        network.asker.submit(StopAsking(number) for number in range(1, 5))
+        await turns()
+        assert not network.asker._open
+        assert not any(asked.questions for asked in network.asker._by_producer.values())
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))
+
+
+def test_answers_that_change_nothing_are_not_passed_on_and_a_prompt_is_known_while_one_rank_knows_it() -> None:
+    says: dict[int, Progress] = {PORT: Progress.UNKNOWN, SIBLING: Progress.QUEUED}
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        return answered(message, says[producer[1]], (PORT, SIBLING)) if isinstance(message, Ask) else None
+
+    async def run() -> None:
+        network = Network(reply)
+        network.asker.submit([StartAsking((HOST, PORT), question(1))])
+        await turns()
+        named, sibling = network.connections
+
+        async def repeat(connection: Connection, progress: Progress) -> None:
+            connection.frames.put_nowait(
+                encode(Answers(answers=(Answer(number=1, progress=progress),), siblings=(PORT, SIBLING)))
+            )
+            await turns(10)
+
+        for _ in range(10):
+            await repeat(named, Progress.UNKNOWN)
+            await repeat(sibling, Progress.QUEUED)
+        assert [(port, answer.progress) for (_, port), answer in network.answers] == [
+            (PORT, Progress.UNKNOWN),
+            (SIBLING, Progress.QUEUED),
+        ]
+        await repeat(named, Progress.QUEUED)
+        await repeat(sibling, Progress.UNKNOWN)
+        assert network.answers[2:] == [((HOST, PORT), Answer(number=1, progress=Progress.QUEUED))]
+        await repeat(named, Progress.UNKNOWN)
+        assert network.answers[3:] == [((HOST, PORT), Answer(number=1, progress=Progress.UNKNOWN))]
+        await repeat(sibling, Progress.TICKET)
+        await turns()
+        assert network.answers[-1][1].progress is Progress.TICKET
+        assert not network.asker._open
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(seed)
+    monkeypatch.setattr(module, "MAX_PRODUCERS", 6)
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(module, "REPEAT_S", 0.001)
+
+    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+        if isinstance(message, Unask) or dice.random() < 0.1:
+            return None
+        if dice.random() < 0.05:
+            raise ConnectionEnded("the test cut it")
+        progress = dice.choice([Progress.UNKNOWN, Progress.UNKNOWN, Progress.QUEUED, Progress.TICKET])
+        return answered(message, progress, tuple(dice.sample(range(1, 30), 5)))
+
+    async def run() -> None:
+        network = Network(reply)
+        network.closed, network.silent = (3, 9, 27), (4, 16)
+        started = 0
+        for _ in range(300):
+            network.asker.submit([StartAsking((HOST, dice.randrange(1, 30)), question(started))])
+            started += 1
+            if dice.random() < 0.5:
+                network.asker.submit([StopAsking(dice.randrange(started))])
+            await turns(dice.randrange(5))
+        network.asker.submit(StopAsking(number) for number in range(started))
+        asker = network.asker
+        while asker._by_producer:
+            await asyncio.sleep(0.001)
+        assert not asker._open
+        assert not asker._offered
+        assert len(asker._places) == 0
+        assert all(one.is_closed for one in network.connections)
+
+    asyncio.run(asyncio.wait_for(run(), NEVER_S))

@@ -3,6 +3,11 @@
 Each producer has a task with a connection, kept for `IDLE_S` after its last open question: the next one must not wait
 for a handshake. Open questions are repeated every `REPEAT_S` and over every new connection, so no answer depends on a
 single message.
+
+A producer that does not know a prompt names the other data-parallel ranks of its engine, its *siblings*, which are
+asked too. Requests name producers, and producers name siblings, so both can be any ports. A producer that a request
+names has a place in use (`places.py`) as long as the question is open. A sibling has not, unless it knows the prompt:
+its connection is closed as soon as its place is needed.
 """
 
 from __future__ import annotations
@@ -10,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvferry.protocol.asks import (
     MAX_ANSWERS_BYTES,
@@ -29,7 +36,8 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port
-from kvferry.scheduler.consumer.questions import AskCommand, Producer, StartAsking
+from kvferry.scheduler.consumer.questions import SETTLING, AskCommand, Producer, StartAsking
+from kvferry.scheduler.side_channel.places import Kind, Place, Places, has_share
 from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
@@ -41,20 +49,55 @@ FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 MAX_PRODUCERS = 256
 """Most producers with a connection; beyond it one without an open question is closed. Clients choose hosts."""
+MOST_SIBLINGS = 64
+"""Of one producer; an engine has no more ranks on a host. Further ones are not asked."""
+MOST_OFFERED = 256
+"""Most producers that are asked only because others have named them."""
 
 OnAnswer = Callable[[Producer, Answer], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A producer with open questions, or with a connection that is kept for the next."""
+    """A producer with open questions, or with a connection that is kept for the next.
+
+    Attributes:
+        needed_for: the questions whose requests name it, or of which it knows the prompt. Without any it is a sibling
+            that may be given up.
+        is_offered: it was never needed.
+    """
 
     producer: Producer
     questions: dict[int, Question] = field(default_factory=dict)
+    needed_for: set[int] = field(default_factory=set)
+    is_offered: bool = False
     unsent: list[Question] = field(default_factory=list)
     unasked: list[int] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    place: Place | None = None
     task: asyncio.Task[None] = field(init=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open question, and what its producers have answered.
+
+    Attributes:
+        named: the producer that its request names.
+        asked_of: those that are asked.
+        known_by: those that have the prompt in their queue.
+        reported: the one of them that was passed on.
+        has_answer: whether any answer was passed on.
+        siblings_s: when siblings were asked last.
+    """
+
+    question: Question
+    named: Producer
+    asked_of: set[Producer] = field(default_factory=set)
+    known_by: dict[Producer, None] = field(default_factory=dict)
+    reported: Producer | None = None
+    has_answer: bool = False
+    siblings_s: float | None = None
 
 
 class Asker:
@@ -63,8 +106,9 @@ class Asker:
     Args:
         asker: the announced id of this engine.
         counters: counts `side_channel_errors`.
-        on_answer: called on the client's thread with every answer; a producer that cannot be reached does not know any
-            of its prompts.
+        on_answer: called on the client's thread with every answer that settles a question, and with those that change
+            whether a producer knows its prompt; one that cannot be reached does not know any of its prompts. A producer
+            that repeats its answers costs the engine nothing.
     """
 
     def __init__(self, client: SideChannelClient, asker: str, counters: Counters, on_answer: OnAnswer) -> None:
@@ -72,7 +116,10 @@ class Asker:
         self._asker = asker
         self._counters = counters
         self._on_answer = on_answer
+        self._places = Places(MAX_PRODUCERS)
+        self._open: dict[int, _Open] = {}
         self._by_producer: dict[Producer, _Asked] = {}
+        self._offered: Counter[str] = Counter()  # by host
         self._log = RateLimitedLog(logger, 1.0)
 
     def submit(self, commands: Iterable[AskCommand]) -> None:
@@ -84,49 +131,108 @@ class Asker:
     def _carry_out(self, commands: tuple[AskCommand, ...]) -> None:
         for command in commands:
             if isinstance(command, StartAsking):
-                self._start(command.producer, command.question)
+                number = command.question.number
+                opened = self._open.setdefault(number, _Open(command.question, command.producer))
+                self._need(self._start(opened, command.producer), number)
             else:
                 self._stop(command.number)
 
-    def _start(self, producer: Producer, question: Question) -> None:
+    def _start(self, opened: _Open, producer: Producer, *, is_offered: bool = False) -> _Asked:
         asked = self._by_producer.get(producer)
         if asked is None:
-            if len(self._by_producer) >= MAX_PRODUCERS and not self._close_idle():
-                self._failed(producer, "too many producers are asked at once")
-                return
-            asked = self._by_producer[producer] = _Asked(producer)
+            asked = self._by_producer[producer] = _Asked(producer, is_offered=is_offered)
+            if is_offered:
+                self._offered[producer[0]] += 1
             asked.task = asyncio.ensure_future(self._ask(asked))
-        if question.number not in asked.questions:
-            asked.questions[question.number] = question
-            asked.unsent.append(question)
+        number = opened.question.number
+        if number not in asked.questions:
+            opened.asked_of.add(producer)
+            asked.questions[number] = opened.question
+            asked.unsent.append(opened.question)
             asked.news.set()
+        return asked
+
+    def _start_siblings(self, opened: _Open, host: str, ports: Iterable[int]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if opened.siblings_s is not None and now_s < opened.siblings_s + REPEAT_S:
+            return
+        opened.siblings_s = now_s
+        for port in islice(ports, MOST_SIBLINGS):
+            is_asked = (host, port) in self._by_producer
+            if is_asked or has_share(self._offered[host], self._offered.total(), MOST_OFFERED):
+                self._start(opened, (host, port), is_offered=True)
+
+    def _need(self, asked: _Asked, number: int) -> None:
+        """The producer is needed for this question."""
+        asked.needed_for.add(number)
+        if asked.is_offered:
+            self._end_offer(asked)
+            if asked.place is None:  # it may wait behind many other siblings
+                asked.task.cancel()
+                asked.task = asyncio.ensure_future(self._ask(asked))
+        self._update_place(asked)
 
     def _stop(self, number: int) -> None:
-        for asked in self._by_producer.values():
-            if asked.questions.pop(number, None) is not None:
+        opened = self._open.pop(number, None)
+        for producer in opened.asked_of if opened is not None else ():
+            asked = self._by_producer[producer]
+            del asked.questions[number]
+            asked.needed_for.discard(number)
+            if asked.place is None and not asked.questions:  # a question that is over takes up nobody's turn
+                self._forget(asked)
+                asked.task.cancel()
+            else:
                 asked.unasked.append(number)
                 asked.news.set()
+                self._update_place(asked)
 
-    def _close_idle(self) -> bool:
-        """Close the connection of one producer without an open question. False if there is none."""
-        idle = next((asked for asked in self._by_producer.values() if not asked.questions), None)
-        if idle is None:
-            return False
-        del self._by_producer[idle.producer]
-        idle.task.cancel()
-        return True
+    def _update_place(self, asked: _Asked) -> None:
+        if asked.place is not None and asked.needed_for:
+            asked.place.use()
+        elif asked.place is not None:
+            asked.place.idle()
+
+    def _end_offer(self, asked: _Asked) -> None:
+        asked.is_offered = False
+        host, _ = asked.producer
+        self._offered[host] -= 1
+        if not self._offered[host]:
+            del self._offered[host]
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Its place is needed. It has no open questions, or is a sibling that knows nothing."""
+        self._forget(asked)
+        asked.task.cancel()
+
+    def _forget(self, asked: _Asked) -> None:
+        if self._by_producer.get(asked.producer) is not asked:
+            return
+        del self._by_producer[asked.producer]
+        if asked.is_offered:
+            self._end_offer(asked)
+        for number in asked.questions:
+            self._open[number].asked_of.discard(asked.producer)
+            self._open[number].known_by.pop(asked.producer, None)
 
     async def _ask(self, asked: _Asked) -> None:
         """Ask a producer until no question was open for `IDLE_S`."""
         failures = 0
+        host, port = asked.producer
         try:
             while asked.questions:
-                connection: Connection | None = None
+                place: Place | None = None
                 try:
-                    host, port = asked.producer
-                    connection = await within(CONNECT_S, self._client.connect(host, port, MAX_ANSWERS_BYTES))
+                    place = await self._places.connect(
+                        asked.producer,
+                        lambda: within(CONNECT_S, self._client.connect(host, port, MAX_ANSWERS_BYTES)),
+                        lambda: self._give_up(asked),
+                        Kind.OFFERED if asked.is_offered else Kind.NAMED,
+                    )
+                    if asked.task is not asyncio.current_task():
+                        return
+                    asked.place = place
                     asked.unsent = list(asked.questions.values())
-                    await self._converse(asked, connection)
+                    await self._converse(asked, place.connection)
                     failures = 0
                 except KvferryError as failed:
                     why = str(failed)
@@ -136,16 +242,18 @@ class Asker:
                 else:
                     continue  # a question may have come while the last message was sent
                 finally:
-                    if connection is not None:
-                        connection.close(linger_ms=100)
+                    if place is not None:
+                        place.close(linger_ms=100)
+                    if asked.task is asyncio.current_task():
+                        asked.place = None
                 failures += 1
                 self._failed(asked.producer, why)
                 for number in list(asked.questions):
-                    self._on_answer(asked.producer, Answer(number=number, progress=Progress.UNKNOWN))
+                    self._answered(asked, Answer(number=number, progress=Progress.UNKNOWN))
                 await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
         finally:
-            if self._by_producer.get(asked.producer) is asked:
-                del self._by_producer[asked.producer]
+            if asked.task is asyncio.current_task():  # otherwise another has taken over
+                self._forget(asked)
 
     async def _converse(self, asked: _Asked, connection: Connection) -> None:
         """Send questions and pass on answers, until no question was open for `IDLE_S` or an idle connection ends.
@@ -159,6 +267,7 @@ class Asker:
         repeat_s, has_answered = clock() + REPEAT_S, False
         try:
             while True:
+                self._update_place(asked)
                 await self._send(asked, connection)
                 is_idle = not asked.questions
                 news = asyncio.ensure_future(asked.news.wait())
@@ -198,15 +307,49 @@ class Asker:
     def _take(self, asked: _Asked, frame: bytes) -> None:
         answers = decode_answers(frame)
         host, own_port = asked.producer
+        siblings = [port for port in answers.siblings if port != own_port]
         for answer in answers.answers:
-            question = asked.questions.get(answer.number)
-            if question is None:
+            if answer.number not in asked.questions:
                 continue  # settled, or none of this producer's
-            self._on_answer(asked.producer, answer)
-            if answer.progress is Progress.UNKNOWN:
-                for port in answers.siblings:
-                    if port != own_port:
-                        self._start((host, port), question)
+            self._answered(asked, answer)
+            opened = self._open[answer.number]
+            if answer.progress is Progress.UNKNOWN and opened.named == asked.producer:
+                self._start_siblings(opened, host, siblings)
+
+    def _answered(self, asked: _Asked, answer: Answer) -> None:
+        """Pass on an answer that changes something. With siblings a prompt is known as long as one of them knows it."""
+        opened = self._open[answer.number]
+        producer = asked.producer
+        is_first = not opened.has_answer
+        opened.has_answer = True
+        if answer.progress in SETTLING:
+            self._on_answer(producer, answer)
+        elif answer.progress is Progress.QUEUED:
+            opened.known_by[producer] = None
+            if opened.reported is None:
+                self._report(opened, producer)
+        elif opened.reported == producer:
+            del opened.known_by[producer]
+            opened.reported = None
+            if producer != opened.named:
+                asked.needed_for.discard(answer.number)
+                self._update_place(asked)
+            other = next(iter(opened.known_by), None)
+            if other is not None:
+                self._report(opened, other)
+            else:
+                self._on_answer(producer, answer)
+        else:
+            opened.known_by.pop(producer, None)
+            if is_first:
+                self._on_answer(producer, answer)
+
+    def _report(self, opened: _Open, producer: Producer) -> None:
+        """Pass on that this producer has the prompt in its queue. It is needed from now on."""
+        opened.reported = producer
+        number = opened.question.number
+        self._need(self._by_producer[producer], number)
+        self._on_answer(producer, Answer(number=number, progress=Progress.QUEUED))
 
     def _failed(self, producer: Producer, why: str) -> None:
         self._counters.add("side_channel_errors")

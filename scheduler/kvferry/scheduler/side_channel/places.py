@@ -149,6 +149,7 @@ class Places:
         self._turns = {kind: _Turns(max(1, self.most // places)) for kind, places in PLACES_A_TURN.items()}
         self._proven: OrderedDict[Address, None] = OrderedDict()
         self._waiting: Counter[str] = Counter()
+        self._num_waiting = 0
         self._in_use: dict[Place, None] = {}
         self._in_use_by_host: Counter[str] = Counter()
         self._idle: OrderedDict[Place, None] = OrderedDict()  # the one that is idle for longest is first
@@ -177,9 +178,10 @@ class Places:
         """
         host, _ = address
         turns = self._turns[Kind.PROVEN if address in self._proven else kind]
-        if not has_share(self._waiting[host], self._waiting.total(), MOST_WAITING):
+        if not has_share(self._waiting[host], self._num_waiting, MOST_WAITING):
             raise HandshakeFailed("too many other addresses of this host wait to be connected")
         self._waiting[host] += 1
+        self._num_waiting += 1
         try:
             asyncio.get_running_loop().call_soon(self._give_turns)
             await turns.begin(host)
@@ -187,6 +189,7 @@ class Places:
             self._give_turns()  # it may have had its turn
             raise
         finally:
+            self._num_waiting -= 1
             self._waiting[host] -= 1
             if not self._waiting[host]:
                 del self._waiting[host]
