@@ -107,6 +107,8 @@ def _default(field: types.Field) -> str:
 
 
 def _json(value: Any) -> str:
+    if isinstance(value, msgspec.Raw):
+        value = msgspec.msgpack.decode(value)
     return msgspec.json.encode(value).decode()
 
 
@@ -136,6 +138,8 @@ def _shown(kind: types.Type) -> str:
             return " or ".join(map(_shown, kind.types))
         case types.EnumType():
             return ", ".join(f"`{member.value}`" for member in kind.cls)
+        case types.RawType():
+            return "any msgpack"
         case types.BoolType() | types.DictType() | types.NoneType():
             return {types.BoolType: "true or false", types.DictType: "map", types.NoneType: "null"}[type(kind)]
     raise TypeError(f"a type that the reference cannot show: {kind!r}")

@@ -5,27 +5,33 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvferry.protocol.asks import Answer, Ask, Progress, Question, request_key
+from kvferry.protocol.asks import Answer, Ask, Progress, Question, decode_answers, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.params import RemotePrefill, read_params
+from kvferry.protocol.handshake import encode
+from kvferry.protocol.params import RemotePrefill, decode_params
 from kvferry.protocol.params_mac import check_params_mac
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import Lease
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Scheduled, tokens
+from tests.scheduler.channel import client
 
 PROMPT = tokens(200, seed=3)
 REMOTE_DECODE = {"do_remote_decode": True}
 
 
 def ask(node: Node, name: str, prompt: list[int] = PROMPT, *, number: int = 1, streams: bool = True) -> Answer:
-    """As a consumer that has asked the listener."""
+    """The listener's answer to a consumer."""
     digest = digest_chain(Prompt(tokens=prompt))[-1]
-    offers = node.engine.connector.scheduler_side._offers
-    spans = offers.builder._local.block_spans if streams else ()
+    spans = node.engine.connector.scheduler_side.channel.local.block_spans if streams else ()
     question = Question(number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, spans=spans)
-    asked: AskedPrompts = offers._asked
-    return asked.ask(b"peer", Ask(asker="consumer", questions=(question,))).answers[0]
+    return answer_to(node, question)
+
+
+def answer_to(node: Node, question: Question) -> Answer:
+    """The listener's answer to a consumer with other blocks."""
+    with client(node.engine.connector.scheduler_side.channel.local.port) as sock:
+        sock.send_multipart([b"", encode(Ask(asker="consumer", questions=(question,)))])
+        return decode_answers(sock.recv_multipart()[1]).answers[0]
 
 
 def asked_for(make: Any, **config: Any) -> Node:
@@ -42,8 +48,7 @@ def ticket(node: Node, name: str = "p", prompt: list[int] = PROMPT, number: int 
     """The one that the consumer has got, or gets if it repeats its question."""
     answer = ask(node, name, prompt, number=number)
     assert answer.progress is Progress.TICKET
-    params = read_params(answer.params)
-    assert isinstance(params, RemotePrefill)
+    params = decode_params(answer.params, len(prompt))
     check_params_mac(params, node.engine.connector.scheduler_side.channel.local.mac_key)
     return params
 

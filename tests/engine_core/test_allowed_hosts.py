@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.scheduler_side.asking import Settled
-from kvferry.protocol.asks import Answer, Progress, announced_id
+from kvferry.protocol.asks import Answer, Progress, announced_id, encode_params
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.side_channel import allowed_hosts, host_names
 from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
@@ -107,7 +107,7 @@ def test_a_ticket_from_elsewhere_for_a_request_that_has_ended_leads_to_no_connec
     make: Any, other_peer: OtherPeer
 ) -> None:
     engine = make(ALLOWED)
-    ticket = Answer(number=0, progress=Progress.TICKET, params=offer(PROMPT, port=other_peer.port))
+    ticket = Answer(number=0, progress=Progress.TICKET, params=encode_params(offer(PROMPT, port=other_peer.port)))
     engine.connector.scheduler_side._intake.answered(Settled("d", waits=False, answer=ticket), None)
     engine.connector.scheduler_side.close()
     assert not other_peer.was_asked()

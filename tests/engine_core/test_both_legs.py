@@ -165,11 +165,11 @@ def test_an_internal_error_in_an_answer_costs_a_prefill_and_not_the_engine(
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
 
-    def broken(_: object) -> object:
+    def broken(*_: object) -> object:
         raise ZeroDivisionError("unheard of")
 
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    monkeypatch.setattr("kvferry.connector.scheduler_side.intake.read_params", broken)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.intake.decode_params", broken)
     until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)
     assert consumer.engine.counted("local_recomputes", "invalid_params") == 1

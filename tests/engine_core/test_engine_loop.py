@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvferry.connector.vllm_internals import EngineLoop, RunningWeights
-from kvferry.protocol.asks import Answer, Progress
+from kvferry.protocol.asks import Answer, Progress, encode_params
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
 from tests.harness.core.node import ferry_of
@@ -210,7 +210,7 @@ def test_answers_that_come_during_a_step_wake_the_loop_once_and_none_hides_a_tic
     (number,) = asking.questions._by_number
     params = named.prefill(prefilled, tokens(100))
     wait_until(lambda: asking._answers, "the producer has answered")
-    asking.on_answer(producer, Answer(number=number, progress=Progress.TICKET, params=params))
+    asking.on_answer(producer, Answer(number=number, progress=Progress.TICKET, params=encode_params(params)))
     for _ in range(100):
         asking.on_answer(producer, Answer(number=number, progress=Progress.UNKNOWN))
     assert core.input_queue.qsize() == 1

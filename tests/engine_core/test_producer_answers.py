@@ -91,7 +91,7 @@ def test_prompts_are_forgotten_although_one_that_came_before_them_goes_on(
         producer.engine.add(f"p{n}", PROMPT[:64], REMOTE_DECODE, max_tokens=1)
         producer.answer(f"p{n}")
     assert not producer.engine.answers["long"].finish_reason
-    assert set(prompts_of(producer)._by_request) == {"long", "p2"}
+    producer.until(lambda: set(prompts_of(producer)._by_request) in ({"long"}, {"long", "p2"}))
     producer.engine.abort("long")
     producer.engine.connector.scheduler_side.leases.release_all("reset")
     producer.until(lambda: is_over(producer))

@@ -26,9 +26,9 @@ def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
     producer.engine.add(PREFILL, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(DECODE, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     asked = producer.engine.connector.scheduler_side._offers._asked
-    until((consumer,), lambda: asked._by_request[PREFILL].claimant is not None)
+    until((consumer,), lambda: asked.waiting(PREFILL) is not None)
     producer.step()
-    assert asked._by_request[PREFILL].progress is Progress.TICKET
+    assert asked._running[PREFILL].state.progress is Progress.TICKET
     producer.step()
     until((consumer,), lambda: len(chunks) > 0)
     return producer, consumer

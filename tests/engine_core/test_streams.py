@@ -8,13 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.protocol.asks import Ask, Progress, Question, request_key
+from kvferry.protocol.asks import Progress, Question, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import MAX_PROGRESS
+from kvferry.protocol.params import decode_params
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.streamed import (
     PROMPT,
     REMOTE_DECODE,
+    answer_to,
     ask,
     asked_for,
     free_rows,
@@ -124,12 +126,11 @@ def test_a_prompt_is_not_streamed_where_its_window_may_not_reach_back_to_the_con
     producer.step()
     digest = digest_chain(Prompt(tokens=PROMPT))[-1]
     question = Question(number=1, key=request_key("p"), num_tokens=len(PROMPT), digest=digest, spans=(span, span))
-    asked = producer.engine.connector.scheduler_side._offers._asked
-    asked.ask(b"peer", Ask(asker="consumer", questions=(question,)))
+    answer_to(producer, question)
     steps = [producer.step() for _ in range(3)]
     assert any(step.orders and step.orders.progress for step in steps) == is_streamed
-    (answer,) = asked.ask(b"peer", Ask(asker="consumer", questions=(question,))).answers
-    assert (answer.params["kvferry"]["stream_row"], answer.params["kvferry"]["held_from"]) == (None, [0, 144])
+    ticket = decode_params(answer_to(producer, question).params).kvferry
+    assert (ticket.stream_row, ticket.held_from) == (None, (0, 144))
     assert producer.engine.counted("streams_refused", "window") == (not is_streamed)
 
 

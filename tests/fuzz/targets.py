@@ -38,7 +38,7 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.ids import epoch_from_text, epoch_to_text
 from kvferry.protocol.notifications import MAGIC, decode_notification, encode_notification
 from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, encode_orders
-from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
+from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, decode_params, read_params, read_turn
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
@@ -89,7 +89,10 @@ def use_request(found: Hello | Renew | Release | Ask | Unask) -> None:
 def use_answers(found: Answers) -> None:
     """As the asker's engine does."""
     for answer in found.answers:
-        use_params(answer.params)
+        try:
+            use_source(decode_params(answer.params, 300))
+        except InvalidParams as refused:
+            check_refusal(refused)
 
 
 def use_reply(found: EngineDescription | Refused) -> None:
@@ -140,7 +143,8 @@ def read_frame(form: Format, data: bytes) -> None:
 def read_mutated(form: Format, data: bytes) -> None:
     """A valid message in msgpack with hostile values in it."""
     source = Source(data)
-    plain = mutate(source, msgspec.to_builtins(source.pick(form.messages), builtin_types=(bytes,)))
+    message = msgspec.msgpack.encode(source.pick(form.messages))
+    plain = mutate(source, msgspec.msgpack.decode(message))
     with contextlib.suppress(OverflowError):  # an integer that msgpack has no form for
         read_frame(form, form.magic + msgspec.msgpack.encode(plain))
 
@@ -163,9 +167,14 @@ def use_params(raw: Any) -> None:
             found = read_turn(raw)
     except InvalidParams as refused:
         return check_refusal(refused)
-    if not isinstance(found, RemotePrefill):
-        return None
-    assert len(raw) <= MAX_KEYS
+    if isinstance(found, RemotePrefill):
+        assert len(raw) <= MAX_KEYS
+        use_source(found)
+    return None
+
+
+def use_source(found: RemotePrefill) -> None:
+    """Use the params of a remote prefill as the engine does."""
     plain = found.to_json(at_once=found.transfer_mode == "push")
     again = read_params(json.loads(json.dumps(plain), parse_int=float))
     assert again == found
@@ -175,7 +184,8 @@ def use_params(raw: Any) -> None:
     try:
         check_params_mac(found, KEY)
     except InvalidParams as refused:
-        return check_refusal(refused)
+        check_refusal(refused)
+        return
     covered = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_num_tokens")
     assert all(getattr(found, name) == getattr(SIGNED, name) for name in covered), "a MAC of other params"
     assert round(found.kvferry.lease_s * 1000) == round(SIGNED.kvferry.lease_s * 1000)
@@ -183,7 +193,6 @@ def use_params(raw: Any) -> None:
     assert found.kvferry == msgspec.structs.replace(
         SIGNED.kvferry, lease_s=found.kvferry.lease_s, opens_within_s=found.kvferry.opens_within_s
     )
-    return None
 
 
 def digests(data: bytes) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
+from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask, encode_params
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import (
@@ -155,7 +155,7 @@ ANSWERS = Answers(
         Answer(
             number=5,
             progress=Progress.TICKET,
-            params=make_params(ticket=make_ticket(opens_within_s=10.0)).to_json(),
+            params=encode_params(make_params(ticket=make_ticket(opens_within_s=10.0)).to_json()),
             cached_tokens=256,
         ),
         Answer(number=6, progress=Progress.OVER, reason="no_lease"),

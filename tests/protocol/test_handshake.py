@@ -127,7 +127,6 @@ WRONG_ANSWERS: dict[str, list[object]] = {
     "answers": [..., None, {}, "x", [7], [None]],
     "answers.0.number": [..., None, -1, 2**53, 1.5, "7", True],
     "answers.0.progress": [..., None, "", "Ticket", 7, []],
-    "answers.0.params": [None, 7, "x", []],
     "answers.1.reason": [None, 7, "x" * 65, "No", "a\nb", "a\n"],
     "siblings": [None, {}, 5601, [0], [65536], ["5601"], [5601] * 1025],
 }

@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 
+from kvferry.protocol.asks import encode_params
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import (
     MAX_BLOCKS,
     MAX_DIGESTS,
     MAX_GROUPS,
     MAX_KEYS,
+    RemotePrefill,
+    decode_params,
+    most_blocks,
     read_params,
+    read_turn,
 )
 from tests.protocol.frames import deep
 from tests.protocol.samples import make_params
@@ -129,6 +134,27 @@ def test_every_field_has_wrong_values_above() -> None:
 def test_epoch_zero_is_refused_because_an_empty_slot_could_pass_for_it() -> None:
     with pytest.raises(InvalidParams, match="lease_epoch"):
         read_params(with_wrong("kvferry.lease_epoch", "0" * 15))
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_block_ids_are_bounded_by_the_prompt_that_they_are_for(kind: type) -> None:
+    """Before they are read: a client chooses their number, and a million took 0.6 s of the engine's thread."""
+    prompt_tokens = 300
+    most = most_blocks(prompt_tokens)
+    assert prompt_tokens < most < 20 * prompt_tokens
+    whole = with_wrong("remote_block_ids", [[kind(1)] * (most - 1), [kind(2)]])
+    assert isinstance(read_params(whole, prompt_tokens), RemotePrefill)
+    one_more = with_wrong("remote_block_ids", [[kind(1)] * most, [kind(2)]])
+    with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
+        read_params(one_more, prompt_tokens)
+    with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
+        decode_params(encode_params(with_wrong("remote_block_ids", [[1] * (most + 1)])), prompt_tokens)
+    with pytest.raises(InvalidParams, match="bytes"):
+        decode_params(encode_params(with_wrong("remote_block_ids", [[1] * 50 * most])), prompt_tokens)
+    with pytest.raises(InvalidParams, match="digests"):
+        read_params(with_wrong("kvferry.digests", ["a1" * 16] * (most + 1)), prompt_tokens)
+    with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
+        read_turn(one_more, prompt_tokens)
 
 
 @pytest.mark.parametrize("raw", ["do_remote_prefill", b"", 7, 1.5, True, False, [], [{"do_remote_prefill": True}], {1}])

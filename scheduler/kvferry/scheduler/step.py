@@ -16,6 +16,8 @@ LeaseMessage = Renew | Release
 MAX_WAITING_LEASES = 1 << 16
 """Most waiting entries, of a few hundred bytes each; one message may name 4,096 leases."""
 
+_LEASES_AT_ONCE = 64
+
 
 class ReceivedLease(NamedTuple):
     """One lease of one message.
@@ -34,6 +36,8 @@ class ReceivedLease(NamedTuple):
 class LeaseInbox:
     """Renewals and releases that wait for the next step. Filled by the listener's thread, emptied by the engine's.
 
+    The lock is held for a few leases at a time: a message may have 4,096, which take milliseconds.
+
     An idle engine takes no steps for minutes, while consumers renew with every heartbeat. So one entry is kept for each
     lease and kind: a renewal replaces the one before it. The time of its arrival is kept, since it counts from there.
     """
@@ -44,14 +48,15 @@ class LeaseInbox:
 
     def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
         """Add all leases of a message. False if too many wait already; then none is added."""
-        kind = type(message)
-        with self._lock:
-            new = sum((kind, message.boot, name) not in self._received for name in set(message.leases))
-            if len(self._received) + new > MAX_WAITING_LEASES:
-                return False
-            for name in message.leases:
-                self._received.pop((kind, message.boot, name), None)  # the latest is last
-                self._received[kind, message.boot, name] = received_s
+        keys = [(type(message), message.boot, name) for name in dict.fromkeys(message.leases)]
+        received = self._received  # the engine's thread takes all of it: then there are fewer
+        if len(received) + sum(key not in received for key in keys) > MAX_WAITING_LEASES:
+            return False
+        for start in range(0, len(keys), _LEASES_AT_ONCE):
+            with self._lock:
+                for key in keys[start : start + _LEASES_AT_ONCE]:
+                    self._received.pop(key, None)  # the latest is last
+                    self._received[key] = received_s
         return True
 
     def take(self) -> list[ReceivedLease]:

@@ -22,6 +22,7 @@ from kvferry.protocol.params import (
     NamedPrefill,
     RemoteDecode,
     RemotePrefill,
+    decode_params,
     read_params,
     read_transfer_id,
     read_turn,
@@ -75,7 +76,7 @@ class RequestIntake:
         """Read the request's params before vLLM does, and remove unusable ones."""
         self._sessions.begun(request)
         try:
-            params = read_params(request.kv_transfer_params)
+            params = read_params(request.kv_transfer_params, request.num_prompt_tokens)
             if isinstance(params, RemoteDecode):
                 self._accept_prefill(request)
             elif isinstance(params, NamedPrefill):
@@ -99,16 +100,15 @@ class RequestIntake:
         """
         answer = settled.answer
         try:
-            params = read_params(answer.params) if answer is not None and is_ticket(answer) else None
+            prompt_tokens = request.num_prompt_tokens if request is not None else None
+            params = decode_params(answer.params, prompt_tokens) if answer is not None and is_ticket(answer) else None
             if request is not None and answer is not None and answer.cached_tokens is not None:
                 report_cached_tokens(request, answer.cached_tokens)
             if request is None or not settled.waits:
-                if isinstance(params, RemotePrefill) and self._trusted.allow(params.remote_host):
+                if params is not None and self._trusted.allow(params.remote_host):
                     self._loads.decline(params)
-            elif isinstance(params, RemotePrefill):
+            elif params is not None:
                 self._accept_remote_prompt(request, params)
-            elif is_ticket(answer):
-                self._compute_here(request, "invalid_params", "the producer's ticket has no params of a remote prefill")
             elif settled.is_crowded_out:
                 self._compute_here(request, "too_many_questions", "hosts with fewer open questions need the place")
             elif answer is None:
@@ -178,7 +178,7 @@ class RequestIntake:
         can_share = is_producer and not request.resumable and has_tokens(request)
         can_share = can_share and leave_out(request, self._local.left_out)
         is_leased = can_share and self._intend(request, LeaseUse.PROMPT)
-        if prompt is not None:
+        if prompt is not None and self._local.is_read_from:
             key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
             self._asked.arrived(request.request_id, key, prompt, num_tokens)
             if not is_leased:
@@ -191,7 +191,7 @@ class RequestIntake:
         else:
             self._tracing.prefill_arrived(request)
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
-            turn = read_turn(request.kv_transfer_params or {})
+            turn = read_turn(request.kv_transfer_params or {}, num_tokens)
             if turn is not None:
                 self._accept_turn(request, turn)
 

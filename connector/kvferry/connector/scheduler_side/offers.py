@@ -144,9 +144,9 @@ class Offers:
             offer = self._finish(request, block_ids, prefill)
             if offer is not None:
                 cached_tokens = prefill.cached_tokens if prefill is not None else None
-                self._asked.ticket(request.request_id, offer[0].to_json(), offer[1], cached_tokens=cached_tokens)
+                self._asked.ticket(request.request_id, *offer, cached_tokens=cached_tokens)
         reason = "no_lease" if has_ended_well(request) else "ended"
-        self._asked.over(request.request_id, reason if offer is None else "")
+        self._asked.finished(request.request_id, reason if offer is None else "")
         return offer
 
     def _finish(self, request: Request, block_ids: Sequence[Sequence[int]], prefill: _Prefill | None) -> Offer | None:
@@ -232,5 +232,4 @@ class Offers:
     def _give_ticket(self, prefill: _Prefill, params: RemotePrefill, lease: Lease) -> None:
         """For a prompt that this step, or a later one, completes."""
         ticket = sign_early(params, self._mac_key, _OPENS_WITHIN_S)
-        request_id = prefill.request.request_id
-        self._asked.ticket(request_id, ticket.to_json(), lease, cached_tokens=prefill.cached_tokens)
+        self._asked.ticket(prefill.request.request_id, ticket, lease, cached_tokens=prefill.cached_tokens)

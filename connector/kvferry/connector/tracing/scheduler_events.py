@@ -93,7 +93,7 @@ class SchedulerTracing(Observer):
         """A prompt came with params that are not used; the request still has them."""
         if self.is_on:
             self._expect(request.request_id)
-            lease = _lease_in(request.kv_transfer_params)
+            lease = _lease_in(request.kv_transfer_params, request.num_prompt_tokens)
             self._record(Recomputed, request.request_id, reason=reason, lease=lease)
 
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
@@ -188,12 +188,12 @@ def _remote_name(lease: RemoteLease) -> LeaseName:
     return LeaseName(boot=lease.boot, epoch=lease.name.epoch)
 
 
-def _lease_in(params: object) -> LeaseName | None:
+def _lease_in(params: object, prompt_tokens: int) -> LeaseName | None:
     """The lease that a request's params name; None if they cannot be read."""
     try:
-        source = read_params(params)
+        source = read_params(params, prompt_tokens)
         if isinstance(source, RemoteDecode) and isinstance(params, dict):
-            source = read_turn(params)
+            source = read_turn(params, prompt_tokens)
     except InputError:
         return None
     return _remote_name(RemoteLease.of(source)) if isinstance(source, RemotePrefill) else None

@@ -1,20 +1,33 @@
 """Prompts that this engine prefills for others, as they ask for them: by key, with their progress.
 
 The engine's thread reports what becomes of each prompt. The listener's thread answers questions, also while a step
-runs, and is woken when an answer to a subscriber has changed. A lock guards both.
+runs, and is woken when an answer to a subscriber may have changed.
+
+There is no lock, since the engine's thread would wait at it for the digests of whole prompts (256 questions about
+prompts of 32,000 tokens: 160 ms), or for all subscribers of one key. The engine's thread sets the state of a prompt,
+which is one value, and puts the prompt into a queue; all that is looked up by key, digest or claimant belongs to the
+listener's thread. It takes from the queue before it answers.
+
+The interpreter's lock is left, which a thread gives away after 5 ms if it does not wait for anything. So the listener's
+thread sleeps for a moment after every `_HELD_S` of work.
+
+Clients choose keys, and thousands of prompts and questions may have the same one. So a prompt is found by its digest,
+and a change is looked at for the question that has claimed the prompt, not for all of its key.
 """
 
 from __future__ import annotations
 
-import threading
+import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any
+from itertools import islice, takewhile
+from typing import TypeVar
 
-from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
-from kvferry.protocol.digests import Prompt, digest_chain
+import msgspec
+
+from kvferry.protocol.asks import NO_PARAMS, Answer, Answers, Ask, Progress, Question, Unask, encode_params
+from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.scheduler.producer.lease import Lease
 
 MAX_PROMPTS = 1 << 14
@@ -26,8 +39,39 @@ SUBSCRIPTION_S = 30.0
 KEPT_S = 30.0
 """How long a prompt that is over is remembered, for consumers that come late."""
 
+_FORGOTTEN_AT_ONCE = 256
+_TOKENS_AT_ONCE = 4096
+"""Their digests take 50 µs."""
+_HELD_S = 100e-6
+_RELEASED_S = 50e-6
+
+Name = TypeVar("Name")
+
 Claimant = tuple[str, int]
 """Engine id of an asker, and the number of its question."""
+
+Whole = tuple[int, str]
+"""The length of a prompt, and the last of its digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """How far a prompt is. Replaced as a whole, since two threads read it.
+
+    Attributes:
+        params: of the ticket, not encoded.
+        lease: by which the prompt may be read, as long as that has not ended.
+        cached_tokens: see `Answer`.
+    """
+
+    progress: Progress
+    params: object = None
+    lease: Lease | None = None
+    reason: str = ""
+    cached_tokens: int | None = None
+
+
+_QUEUED = _State(Progress.QUEUED)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,55 +79,83 @@ class AskedPrompt:
     """One prompt.
 
     Attributes:
-        lease: by which it may be read, as long as that has not ended.
-        cached_tokens: see `Answer`.
-        claimant: whose question it answers.
+        state: set by the engine's thread, as `is_over` is.
+        claimant: whose question it answers. Set after `spans` and `digests`, by the listener's thread.
         spans: of who has asked (`Question`).
         digests: of the whole prompt; () until a question is compared with them.
+        has_ended: whether the listener's thread knows that it is over.
+        is_dropped: whether the listener's thread has forgotten it.
+        encoded: the params of a state, as they are sent.
     """
 
     request_id: str
     key: str
     prompt: Prompt
     num_tokens: int
-    progress: Progress = Progress.QUEUED
-    params: dict[str, Any] = field(default_factory=dict)
-    lease: Lease | None = None
-    reason: str = ""
-    cached_tokens: int | None = None
+    state: _State = _QUEUED
+    is_over: bool = False
     claimant: Claimant | None = None
     spans: tuple[int, ...] = ()
     digests: tuple[str, ...] = ()
+    has_ended: bool = False
+    is_dropped: bool = False
+    encoded: tuple[_State, msgspec.Raw] | None = None
 
-    def agrees(self, question: Question) -> bool:
-        if question.num_tokens != self.num_tokens:
-            return False
-        if not self.digests:
-            self.digests = digest_chain(self.prompt, self.num_tokens)
-        return question.digest == self.digests[-1]
+    @property
+    def whole(self) -> Whole:
+        return self.num_tokens, self.digests[-1]
 
     def answer(self, number: int) -> Answer:
-        if self.lease is not None and self.lease.ended_by:
-            return Answer(number=number, progress=Progress.OVER, reason=self.reason or "no_lease")
+        state = self.state
+        if state.lease is not None and state.lease.ended_by:
+            return Answer(number=number, progress=Progress.OVER, reason=state.reason or "no_lease")
         return Answer(
             number=number,
-            progress=self.progress,
-            params=self.params,
-            reason=self.reason,
-            cached_tokens=self.cached_tokens,
+            progress=state.progress,
+            params=self._params_of(state),
+            reason=state.reason,
+            cached_tokens=state.cached_tokens,
         )
+
+    def _params_of(self, state: _State) -> msgspec.Raw:
+        if state.params is None:
+            return NO_PARAMS
+        if self.encoded is None or self.encoded[0] is not state:
+            self.encoded = (state, encode_params(state.params))
+        return self.encoded[1]
 
 
 @dataclass(slots=True)
 class _Subscription:
     """Attributes:
     peer: the routing id of the asker's connection.
+    answered: None before the first answer.
     """
 
     peer: bytes
     question: Question
     repeated_s: float
-    answered: Progress
+    answered: Progress | None = None
+
+
+@dataclass(slots=True)
+class _Key:
+    """The prompts and questions of one key.
+
+    Attributes:
+        unknown: prompts without digests, by number of tokens and request; the newest is last.
+        free: those with digests and without a claimant, by length, digest and request.
+        num_prompts, num_running: all of them, and those that are not over.
+        subscribed: its questions.
+        waiting: those of them that have claimed no prompt.
+    """
+
+    unknown: dict[int, dict[str, AskedPrompt]] = field(default_factory=dict)
+    free: dict[Whole, dict[str, AskedPrompt]] = field(default_factory=dict)
+    num_prompts: int = 0
+    num_running: int = 0
+    subscribed: set[Claimant] = field(default_factory=set)
+    waiting: dict[Claimant, None] = field(default_factory=dict)
 
 
 class AskedPrompts:
@@ -94,23 +166,26 @@ class AskedPrompts:
         clock: monotonic seconds.
 
     Attributes:
-        wake: called on the engine's thread when there are `changes` to send.
+        wake: called on the engine's thread when there may be `changes` to send.
     """
 
     def __init__(self, siblings: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._clock = clock
         self._siblings = siblings
-        self._lock = threading.Lock()
+        self._news: queue.SimpleQueue[AskedPrompt] = queue.SimpleQueue()
+        # Of the engine's thread:
+        self._running: dict[str, AskedPrompt] = {}
+        # Of the listener's thread:
         self._by_request: dict[str, AskedPrompt] = {}  # the first that arrived is first
-        self._by_key: dict[str, list[AskedPrompt]] = {}
+        self._by_key: dict[str, _Key] = {}
         self._claimed: dict[Claimant, AskedPrompt] = {}
         self._ended_s: dict[str, float] = {}  # by request, the first that was over is first
         self._subscriptions: dict[Claimant, _Subscription] = {}  # the one repeated longest ago is first
-        self._subscribed: dict[str, set[Claimant]] = {}
-        self._changed: set[str] = set()
+        self._changed: dict[Claimant, None] = {}
+        self._released_s = 0.0
 
-    # For the engine's thread.
+    # For the engine's thread. None of it waits, and each takes the same time whatever others have asked.
 
     def arrived(self, request_id: str, key: str, prompt: Prompt, num_tokens: int) -> None:
         """A request has arrived whose prompt is for another engine.
@@ -119,133 +194,219 @@ class AskedPrompts:
             prompt: kept, and not changed until it is over.
             num_tokens: of the whole prompt.
         """
-        with self._lock:
-            self._forget_old()
-            self._drop(request_id)
-            asked = self._by_request[request_id] = AskedPrompt(request_id, key, prompt, num_tokens)
-            self._by_key.setdefault(key, []).append(asked)
-            while len(self._by_request) > MAX_PROMPTS:
-                self._drop(next(iter(self._by_request)))
-            self._note(key)
+        asked = self._running[request_id] = AskedPrompt(request_id, key, prompt, num_tokens)
+        self._report(asked)
 
     def ticket(
-        self,
-        request_id: str,
-        params: dict[str, Any],
-        lease: Lease | None = None,
-        *,
-        cached_tokens: int | None = None,
+        self, request_id: str, params: object, lease: Lease | None = None, *, cached_tokens: int | None = None
     ) -> None:
         """The prompt may be read with these params as soon as its slot is READY, until the lease ends.
 
         Args:
+            params: encoded when they are asked for, on the listener's thread.
             cached_tokens: see `Answer`.
         """
-        with self._lock:
-            asked = self._by_request.get(request_id)
-            if asked is not None:
-                asked.progress, asked.params, asked.lease = Progress.TICKET, params, lease
-                asked.cached_tokens = cached_tokens
-                self._note(asked.key)
+        asked = self._running.get(request_id)
+        if asked is not None:
+            asked.state = _State(Progress.TICKET, params, lease, cached_tokens=cached_tokens)
+            self._report(asked)
 
     def waiting(self, request_id: str) -> AskedPrompt | None:
-        """The prompt, if another engine has asked for it and has no answer yet. It takes no lock: at worst a question
-        that is being answered is seen in the next step."""
-        asked = self._by_request.get(request_id)
-        is_waiting = asked is not None and asked.claimant is not None and asked.progress is Progress.QUEUED
+        """The prompt, if another engine has asked for it and has no answer yet. At worst a question that is being
+        answered is seen in the next step."""
+        asked = self._running.get(request_id)
+        is_waiting = asked is not None and asked.claimant is not None and asked.state.progress is Progress.QUEUED
         return asked if is_waiting else None
 
     def over(self, request_id: str, reason: str = "") -> None:
-        """The request is over. With a reason its prompt will not be read; otherwise its ticket stays valid."""
-        with self._lock:
-            asked = self._by_request.get(request_id)
-            if asked is not None:
-                self._ended_s.setdefault(request_id, self._clock())
-                if reason:
-                    asked.progress, asked.params, asked.reason = Progress.OVER, {}, reason
-                    self._note(asked.key)
+        """With a reason, the prompt will not be read; otherwise its ticket stays valid."""
+        asked = self._running.get(request_id)
+        if asked is not None:
+            if reason:
+                asked.state = _State(Progress.OVER, reason=reason)
+            asked.is_over = True
+            self._report(asked)
+
+    def finished(self, request_id: str, reason: str = "") -> None:
+        """As `over`, for the last time: the request has ended."""
+        self.over(request_id, reason)
+        self._running.pop(request_id, None)
 
     # For the listener's thread.
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the engine's thread has reported something since the last `ask` or `changes`."""
+        return not self._news.empty()
+
     def ask(self, peer: bytes, ask: Ask) -> Answers:
         """Answer questions, and remember them until they are settled."""
+        self._released_s = time.perf_counter()
         now_s = self._clock()
-        with self._lock:
-            answers = []
-            for question in ask.questions:
-                claimant = (ask.asker, question.number)
-                answer = self._answer(claimant, question)
-                self._unsubscribe(claimant)
-                if answer.progress is not Progress.OVER:
-                    self._subscribe(claimant, _Subscription(peer, question, now_s, answer.progress))
-                answers.append(answer)
+        for question in ask.questions:
+            self._subscribe((ask.asker, question.number), _Subscription(peer, question, now_s))
+        # Only now: the engine's thread looks at the subscriptions after it has reported.
+        self._take_news()
+        answers = [self._answer_again((ask.asker, question.number), question) for question in ask.questions]
         return Answers(answers=tuple(answers), siblings=self._siblings)
 
     def unask(self, unask: Unask) -> None:
         """These questions are settled."""
-        with self._lock:
-            for number in unask.numbers:
-                self._unsubscribe((unask.asker, number))
+        for number in unask.numbers:
+            self._unsubscribe((unask.asker, number))
 
     def changes(self) -> list[tuple[bytes, Answers]]:
         """New answers to remembered questions since the last call, by connection."""
-        if not self._changed:
-            return []
+        self._released_s = time.perf_counter()
+        self._take_news()
         found: dict[bytes, list[Answer]] = {}
-        with self._lock:
-            changed, self._changed = self._changed, set()
-            for claimant in [claimant for key in changed for claimant in self._subscribed.get(key, ())]:
-                subscription = self._subscriptions[claimant]
-                answer = self._answer(claimant, subscription.question)
-                if answer.progress is not subscription.answered:
-                    subscription.answered = answer.progress
-                    found.setdefault(subscription.peer, []).append(answer)
+        changed, self._changed = self._changed, {}
+        for claimant in changed:
+            subscription = self._subscriptions.get(claimant)
+            if subscription is None:
+                continue
+            answered = subscription.answered
+            answer = self._answer_again(claimant, subscription.question)
+            if answer.progress is not answered:
+                found.setdefault(subscription.peer, []).append(answer)
         return [(peer, Answers(answers=tuple(answers), siblings=self._siblings)) for peer, answers in found.items()]
 
-    # With the lock.
+    # On the engine's thread.
+
+    def _report(self, asked: AskedPrompt) -> None:
+        self._news.put(asked)
+        key = self._by_key.get(asked.key)
+        if key is not None and key.subscribed:
+            self.wake()
+
+    # On the listener's thread.
+
+    def _take_news(self) -> None:
+        self._forget_old()
+        while not self._news.empty():
+            asked = self._news.get_nowait()
+            if not asked.is_dropped:
+                self._look_at(asked)
+
+    def _look_at(self, asked: AskedPrompt) -> None:
+        """Take in what the engine's thread has reported of a prompt."""
+        if self._by_request.get(asked.request_id) is not asked:
+            self._add(asked)
+        elif asked.claimant is not None and asked.claimant in self._subscriptions:
+            self._changed[asked.claimant] = None
+        if asked.is_over and not asked.has_ended:
+            asked.has_ended = True
+            self._by_key[asked.key].num_running -= 1
+            self._ended_s[asked.request_id] = self._clock()
+
+    def _add(self, asked: AskedPrompt) -> None:
+        self._drop(asked.request_id)
+        self._by_request[asked.request_id] = asked
+        key = self._by_key.setdefault(asked.key, _Key())
+        key.num_prompts += 1
+        key.num_running += 1
+        key.unknown.setdefault(asked.num_tokens, {})[asked.request_id] = asked
+        self._changed.update(key.waiting)
+        while len(self._by_request) > MAX_PROMPTS:
+            self._drop(next(iter(self._by_request)))
+
+    def _answer_again(self, claimant: Claimant, question: Question) -> Answer:
+        """The answer to a subscriber. One that is over ends the subscription: who asks again is answered again."""
+        answer = self._answer(claimant, question)
+        subscription = self._subscriptions.get(claimant)
+        if subscription is not None:
+            subscription.answered = answer.progress
+            if answer.progress is Progress.OVER:
+                self._unsubscribe(claimant)
+        self._pause()
+        return answer
 
     def _answer(self, claimant: Claimant, question: Question) -> Answer:
-        """The prompt with this key that the question has claimed, or the newest one that agrees and has no claimant."""
-        known, claimed = self._by_key.get(question.key, []), self._claimed.get(claimant)
-        if claimed is None or claimed.key != question.key or not claimed.agrees(question):
-            free = (asked for asked in reversed(known) if asked.claimant is None and asked.agrees(question))
-            claimed = next(free, None)
-        if claimed is not None:
-            self._claimed[claimant] = claimed
-            claimed.claimant, claimed.spans = claimant, question.spans
+        """Of the prompt with this key that the question has claimed, or of one that agrees and has no claimant."""
+        key = self._by_key.get(question.key)
+        claimed = self._claimed.get(claimant)
+        whole = (question.num_tokens, question.digest)
+        if claimed is None or claimed.key != question.key or claimed.whole != whole:
+            claimed = self._free(key, question) if key is not None else None
+            if claimed is not None:
+                claimed.spans = question.spans
+                claimed.claimant = claimant
+                self._claimed[claimant] = claimed
+        if key is not None and claimed is not None:
+            key.waiting.pop(claimant, None)
             return claimed.answer(question.number)
-        if all(asked.request_id in self._ended_s for asked in known):
+        if key is None or not key.num_running:
             return Answer(number=question.number, progress=Progress.UNKNOWN)
         return Answer(number=question.number, progress=Progress.OVER, reason="other_prompt")
 
-    def _note(self, key: str) -> None:
-        if key in self._subscribed:
-            self._changed.add(key)
-            self.wake()
+    def _free(self, key: _Key, question: Question) -> AskedPrompt | None:
+        """Take a prompt that agrees with a question and has no claimant. Each prompt is digested once."""
+        whole = (question.num_tokens, question.digest)
+        free = key.free.get(whole)
+        if free is not None:
+            _, asked = free.popitem()
+            if not free:
+                del key.free[whole]
+            return asked
+        unknown = key.unknown.get(question.num_tokens, {})
+        while unknown:
+            request_id, asked = unknown.popitem()
+            if not unknown:
+                del key.unknown[question.num_tokens]
+            asked.digests = self._digest(asked)
+            if asked.whole == whole:
+                return asked
+            key.free.setdefault(asked.whole, {})[request_id] = asked
+        return None
+
+    def _digest(self, asked: AskedPrompt) -> tuple[str, ...]:
+        chain = GrowingChain(asked.prompt)
+        for num_tokens in range(_TOKENS_AT_ONCE, asked.num_tokens, _TOKENS_AT_ONCE):
+            chain.grow(num_tokens)
+            self._pause()
+        return chain.digests(asked.num_tokens)
+
+    def _pause(self) -> None:
+        """Give the interpreter's lock away if it was held for `_HELD_S`: the engine's thread would wait for 5 ms."""
+        if time.perf_counter() >= self._released_s + _HELD_S:
+            time.sleep(_RELEASED_S)
+            self._released_s = time.perf_counter()
 
     def _forget_old(self) -> None:
         now_s = self._clock()
-        for request_id, _ in list(takewhile(lambda ended: now_s >= ended[1] + KEPT_S, self._ended_s.items())):
+        ended = takewhile(lambda entry: now_s >= entry[1] + KEPT_S, self._ended_s.items())
+        for request_id, _ in list(islice(ended, _FORGOTTEN_AT_ONCE)):
             self._drop(request_id)
-        stale = takewhile(lambda x: now_s >= x[1].repeated_s + SUBSCRIPTION_S, self._subscriptions.items())
-        for claimant, _ in list(stale):
+        stale = takewhile(lambda entry: now_s >= entry[1].repeated_s + SUBSCRIPTION_S, self._subscriptions.items())
+        for claimant, _ in list(islice(stale, _FORGOTTEN_AT_ONCE)):
             self._unsubscribe(claimant)
 
     def _drop(self, request_id: str) -> None:
         asked = self._by_request.pop(request_id, None)
         if asked is None:
             return
+        asked.is_dropped = True
         self._ended_s.pop(request_id, None)
-        if asked.claimant is not None and self._claimed.get(asked.claimant) is asked:
-            del self._claimed[asked.claimant]
-        same = self._by_key[asked.key]
-        same.remove(asked)
-        if not same:
-            del self._by_key[asked.key]
+        key = self._by_key[asked.key]
+        key.num_prompts -= 1
+        key.num_running -= not asked.has_ended
+        if asked.claimant is not None:
+            if self._claimed.get(asked.claimant) is asked:
+                del self._claimed[asked.claimant]
+            if asked.claimant in key.subscribed:
+                key.waiting[asked.claimant] = None
+        elif asked.digests:
+            _remove(key.free, asked.whole, request_id)
+        else:
+            _remove(key.unknown, asked.num_tokens, request_id)
+        self._forget_if_empty(asked.key, key)
 
     def _subscribe(self, claimant: Claimant, subscription: _Subscription) -> None:
+        self._unsubscribe(claimant)
         self._subscriptions[claimant] = subscription
-        self._subscribed.setdefault(subscription.question.key, set()).add(claimant)
+        key = self._by_key.setdefault(subscription.question.key, _Key())
+        key.subscribed.add(claimant)
+        key.waiting[claimant] = None
         if len(self._subscriptions) > MAX_SUBSCRIPTIONS:
             self._unsubscribe(next(iter(self._subscriptions)))
 
@@ -253,7 +414,18 @@ class AskedPrompts:
         subscription = self._subscriptions.pop(claimant, None)
         if subscription is None:
             return
-        same = self._subscribed[subscription.question.key]
-        same.discard(claimant)
-        if not same:
-            del self._subscribed[subscription.question.key]
+        key = self._by_key[subscription.question.key]
+        key.subscribed.discard(claimant)
+        key.waiting.pop(claimant, None)
+        self._forget_if_empty(subscription.question.key, key)
+
+    def _forget_if_empty(self, name: str, key: _Key) -> None:
+        if not key.num_prompts and not key.subscribed:
+            del self._by_key[name]
+
+
+def _remove(found: dict[Name, dict[str, AskedPrompt]], name: Name, request_id: str) -> None:
+    same = found[name]
+    del same[request_id]
+    if not same:
+        del found[name]

@@ -143,13 +143,15 @@ class GuardedSocket:
         peer = self._socket.recv(copy=False)
         envelope = self._socket.recv(copy=False)
         body = self._socket.recv(copy=False) if envelope.more else None
-        if body is None or body.more:
-            self.bad_frame("a message of more than one frame" if body is not None else "a message without an envelope")
-            if body is not None and not self._skip():
+        if body is not None and body.more:
+            self.bad_frame("a message of more than one frame")
+            if self._skip():
+                self._delivered(peer)
+            else:
                 self._end(peer)
             return
         self._delivered(peer)
-        if len(envelope):
+        if body is None or len(envelope):
             self.bad_frame("a message without an envelope")
             return
         self.peer = str(body.get("Peer-Address"))
@@ -159,12 +161,13 @@ class GuardedSocket:
         """Drop frames of a message for `_SKIPPING_S`. Returns whether it ends there."""
         self._is_skipping = True
         until_s = time.monotonic() + _SKIPPING_S
-        while time.monotonic() < until_s:
+        while True:
             for _ in range(_FRAMES_AT_ONCE):
                 if not self._socket.recv(copy=False).more:
                     self._is_skipping = False
                     return True
-        return False
+            if time.monotonic() >= until_s:
+                return False
 
     def _delivered(self, frame: zmq.Frame) -> None:
         with contextlib.suppress(zmq.ZMQError):  # ZMQ does not know the connection of every message

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Answers, Ask, Unask
+from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Answer, Answers, Ask, Unask
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -45,6 +45,8 @@ from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_ANSWER_BYTES = 8 << 10
+"""Most bytes of an answer beside its params, with its share of a frame's other fields."""
 
 
 class SideChannelListener:
@@ -135,6 +137,8 @@ class SideChannelListener:
             self._socket.guarded(self._tick)
             self._socket.serve(ready)
             if self._news in ready:
+                os.eventfd_read(self._news)
+            if self._news in ready or self._asked.has_news:
                 self._socket.guarded(self._send_changes)
         self._socket.close()
 
@@ -166,18 +170,25 @@ class SideChannelListener:
             os.eventfd_write(self._news, 1)
 
     def _send_changes(self) -> None:
-        os.eventfd_read(self._news)
         for peer, answers in self._asked.changes():
             self._send_answers(peer, answers)
 
     def _send_answers(self, peer: bytes, answers: Answers) -> None:
         """Send them, in several frames where one would be too long: it would cost the peer its connection each time."""
-        frame, count = encode(answers), len(answers.answers)
-        if count == 1 or (count <= MAX_QUESTIONS and len(frame) <= MAX_ANSWERS_BYTES):
-            self._socket.send(peer, frame)
-            return
-        for part in (answers.answers[: count // 2], answers.answers[count // 2 :]):
-            self._send_answers(peer, msgspec.structs.replace(answers, answers=part))
+        part: list[Answer] = []
+        part_bytes = 0
+        for answer in answers.answers:
+            answer_bytes = memoryview(answer.params).nbytes + _ANSWER_BYTES
+            if part and (len(part) == MAX_QUESTIONS or part_bytes + answer_bytes > MAX_ANSWERS_BYTES):
+                self._send_part(peer, answers, part)
+                part = []
+                part_bytes = 0
+            part.append(answer)
+            part_bytes += answer_bytes
+        self._send_part(peer, answers, part)
+
+    def _send_part(self, peer: bytes, answers: Answers, part: list[Answer]) -> None:
+        self._socket.send(peer, encode(msgspec.structs.replace(answers, answers=tuple(part))))
 
     def _keep(self, message: LeaseMessage) -> None:
         known = tuple(name for name in message.leases if self._knows(message.boot, name))
