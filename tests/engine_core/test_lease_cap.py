@@ -108,7 +108,7 @@ def test_whatever_the_estimate_says_a_prompt_that_is_not_admitted_gets_blocks(
     names = [f"p{index}" for index in range(8)]
     slow.prefill(*names)
     slow.step(12, renew=names)
-    monkeypatch.setattr("kvferry.connector.scheduler_side.lease_eviction.UnfinishedRequests._lacking", lambda *_: 0)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.lease_eviction.UnfinishedRequests.lacking", lambda *_: 0)
     slow.prefill("waits", length=200)
     seconds = seconds_until_answered(slow, "waits", names, 600)
     assert 2 * HEARTBEAT_S < seconds <= 6 * HEARTBEAT_S, "4, 4, 4 and 8 blocks, a heartbeat apart"

@@ -54,7 +54,7 @@ class CountingPool:
 
     def give_back(self, blocks: Sequence[int]) -> None: ...
 
-    def of(self, request_id: str) -> tuple[int, ...]:
+    def loaded_into(self, request_id: str) -> tuple[int, ...]:
         return ()
 
 

@@ -81,9 +81,13 @@ class EngineBlocks:
         """The block table of a request: a list of blocks per cache group."""
         return tuple(self._bound.get_block_ids(request_id))
 
-    def of(self, request_id: str) -> tuple[int, ...]:
-        """The blocks of a request, each once, without the null block."""
-        return distinct_blocks(self.table(request_id))
+    def loaded_into(self, request_id: str) -> tuple[int, ...]:
+        """The blocks that a load of this request writes, each once: those that are in no prefix cache.
+
+        vLLM caches a load's blocks when the load has ended well, so the others are its local prefix hit, which other
+        requests may use at any time.
+        """
+        return tuple(dict.fromkeys(chain(*self._bound.get_blocks(request_id).get_unhashed_block_ids_all_groups())))
 
     def keep(self, blocks: Sequence[int]) -> None:
         """Add a reference on each block, which keeps it out of the pool."""
@@ -94,6 +98,10 @@ class EngineBlocks:
         """Remove a reference from each. In vLLM's order: the end of a sequence is reused before its beginning."""
         pool = self._bound.block_pool
         pool.free_blocks(list(map(pool.blocks.__getitem__, reversed(blocks))))
+
+    def free(self, request: Request) -> None:
+        """Free the blocks of a request that vLLM is about to free as well; then vLLM finds none."""
+        self._bound.free(request)
 
     @property
     def watermark(self) -> int:
@@ -162,6 +170,7 @@ def _try_references(manager: KVCacheManager) -> None:
         if (kept.ref_cnt, pool.get_num_free_blocks()) != (1, free - 1):
             raise ValueError("a block with a reference is still free")
         pool.free_blocks([kept])
+    _ = manager.free  # called when a load has failed
     if pool.get_num_free_blocks() != free or manager.get_block_ids("") is None:
         raise ValueError("a block that was given back is not free")
 

@@ -28,8 +28,8 @@ class BlockPool(Protocol):
     def reference_count(self, block: int) -> int:
         """The number of references on a block, of leases, of quarantined loads and of running requests."""
 
-    def of(self, request_id: str) -> tuple[int, ...]:
-        """The blocks of a request, each once."""
+    def loaded_into(self, request_id: str) -> tuple[int, ...]:
+        """The blocks that a load of this request writes, each once."""
 
 
 class BlockReferences:
@@ -152,6 +152,11 @@ class QuarantinedBlocks:
         """The number of requests whose blocks are pinned."""
         return len(self._pinned)
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of pinned blocks."""
+        return sum(len(blocks) for blocks, _ in self._pinned.values())
+
     def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
         if not alive or self._pool is None:
@@ -167,7 +172,7 @@ class QuarantinedBlocks:
         """The gauges of pinned requests and blocks."""
         return {
             "quarantined_requests_now": len(self._pinned),
-            "quarantined_blocks_now": sum(len(blocks) for blocks, _ in self._pinned.values()),
+            "quarantined_blocks_now": self.num_blocks,
             "oldest_quarantine_s": next((now_s - since_s for _, since_s in self._pinned.values()), 0.0),
         }
 
@@ -183,6 +188,6 @@ class QuarantinedBlocks:
             raise LocalProtocolError(f"quarantine: {len(given)} of {len(pinned)} pinned blocks are in the pool")
 
     def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
-        blocks = pool.of(request_id)
+        blocks = pool.loaded_into(request_id)
         pool.keep(blocks)
         self._pinned[request_id] = blocks, now_s

@@ -109,12 +109,14 @@ def vllm_config(
     max_num_seqs: int = 8,
     num_blocks: int = 32,
     overlap: bool = False,
+    scheduling: str = "fcfs",
     tp: int = 1,
     pp: int = 1,
     shutdown_timeout: int = 0,
     max_tokens: int = 512,
     max_step_tokens: int = 128,
     states: int = 0,
+    watermark: float = 0.0,
     otlp_endpoint: str | None = None,
 ) -> Any:
     """The configuration that the command line would make, for the scheduler and for a worker."""
@@ -126,7 +128,8 @@ def vllm_config(
             max_num_batched_tokens=max_step_tokens,
             max_model_len=max_tokens,
             is_encoder_decoder=False,
-            watermark=0.0,
+            watermark=watermark,
+            policy=scheduling,
         ),
         parallel_config=ParallelConfig(tensor_parallel_size=tp),
         kv_transfer_config=KVTransferConfig(

@@ -37,6 +37,7 @@ RECOMPUTE_REASONS = (
     "below_threshold",
     "not_wanted",
     "load_failed",
+    "blocks_pinned",
     "reset",
 )
 STREAM_REFUSALS = ("rows", "engine", "consumer", "window")
@@ -118,6 +119,11 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_quarantined_loads", "Failed loads whose blocks might still have been written, by worker."
     ),
     "quarantined_blocks": Metric("kvferry_quarantined_blocks", "Blocks of these loads, by worker."),
+    "stalled_heartbeats": Metric(
+        "kvferry_stalled_heartbeats",
+        "Heartbeats in which nothing was computed, although requests waited, blocks were free or kept by loads that "
+        "were over, and no load was in flight.",
+    ),
     "graces_over": Metric(
         "kvferry_read_graces_over",
         "Failed reads whose memory was freed after `failed_read_grace_s`, without proof that they had ended.",

@@ -148,5 +148,10 @@ class IdleState:
         """Whether reports of notifications received while idle are outstanding: leases that seem held may be over."""
         return bool(self._unreported) and self._leases.clock_s <= self._waking_until_s
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused, and schedules nothing for that reason."""
+        return self._loop.is_paused
+
     def _has_slept_long(self) -> bool:
         return time.monotonic() >= self._stepped_s + MAX_IDLE_S

@@ -101,7 +101,7 @@ class UnfinishedRequests:
                 if len(first) == _FIRST:
                     break
         watermark = blocks.watermark if running else 0
-        return [self._lacking(blocks, request) + watermark for request in first]
+        return [self.lacking(blocks, request) + watermark for request in first]
 
     def stalled_blocks(self, clock_s: float, heartbeat_s: float) -> int:
         """Blocks that waiting requests are assumed to lack besides the free ones: more than 0 once in a heartbeat. The
@@ -129,7 +129,7 @@ class UnfinishedRequests:
             return False
         return any(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in requests)
 
-    def _lacking(self, blocks: EngineBlocks, request: Request) -> int:
+    def lacking(self, blocks: EngineBlocks, request: Request) -> int:
         """Blocks that the whole sequence lacks, with its lookahead tokens."""
         num_tokens = min(request.num_tokens, blocks.max_model_len)
         num_slots = min(num_tokens + self._lookahead, blocks.max_model_len)

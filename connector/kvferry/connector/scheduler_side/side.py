@@ -19,6 +19,7 @@ from kvferry.connector.engine.facts import (
 )
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
+from kvferry.connector.scheduler_side.admission import Admission, StallWatch
 from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.scheduler_side.idle import Drain, IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
@@ -104,6 +105,8 @@ class SchedulerSide:
         self.eviction = LeaseEviction(
             vllm_config, local, self.leases, self._idle, self.blocks, config.max_leased_fraction
         )
+        self._admission = Admission(self.eviction.requests, self.blocks, self.loads.quarantine)
+        self._stalls = StallWatch(self.eviction.requests, self.blocks, self.leases, self.loads, self._idle, counters)
         self.monitor = EngineMonitor(
             self.leases,
             self.loads,
@@ -146,11 +149,19 @@ class SchedulerSide:
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.slots.free and self._idle.has_news:
             return None
-        return self.loads.matched_tokens(request.request_id, num_local_tokens)
+        if self._admission.must_wait(request):
+            return None
+        matched = self.loads.matched_tokens(request.request_id, num_local_tokens)
+        if matched and self._admission.loads_nothing(request):
+            self.loads.compute_here(request.request_id, "blocks_pinned")
+            self.channel.flush()
+            return 0
+        return matched
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for the request."""
         self.eviction.requests.admitted(request)
+        self._admission.admitted(request.request_id)
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.open(request.request_id):
             slots = self.leases.slots.count
@@ -180,6 +191,7 @@ class SchedulerSide:
         self.loads.finished(request.request_id)
         self.channel.asking.finished(request.request_id)
         self.eviction.requests.remove(request.request_id)
+        self._admission.admitted(request.request_id)
         self.tracing.finished(request.request_id)
         self._intake.finished(request)
         self.channel.flush()
@@ -213,6 +225,7 @@ class SchedulerSide:
         boot, now_s = self.channel.local.boot, time.monotonic()
         fails = self.channel.asking.begin_step()
         orders = next_orders(self.leases, self.loads, boot, now_s, fails, may_expire=may_expire)
+        self._stalls.step(bool(num_tokens), self.channel.asking.questions)
         self.monitor.poll()
         metadata = _NOTHING
         if orders:
@@ -236,12 +249,17 @@ class SchedulerSide:
                     logger.debug("req=%s: its blocks are free", request_id)
             self._idle.reported(report.over)
         failed = output.failed_recving or set()
+        for request_id in failed:
+            self._admission.failed(request_id)
         for request_id in output.finished_recving or ():
             if self.loads.state(request_id) not in IN_FLIGHT:
                 continue  # another child of a MultiConnector has loaded it
             self.tracing.reported(request_id, good=request_id not in failed)
             if request_id in failed:
-                self.loads.failed(request_id)
+                prompt = self.loads.failed(request_id)
+                if prompt is not None and prompt.state is LoadState.FAILED:
+                    # vLLM would do this when it looks at the request, which may stand behind one that lacks the blocks.
+                    self.blocks.free(self.eviction.requests.by_id[request_id])
                 continue
             prompt = self.loads.loaded(request_id)
             if prompt is not None:

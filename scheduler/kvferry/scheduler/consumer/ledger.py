@@ -237,7 +237,12 @@ class ConsumerLedger:
     def decline_offered(self, reason: str) -> None:
         """Decline all loads that have not begun: their prompts are computed here."""
         for request_id in self.requests(LoadState.OFFERED):
-            prompt = self._by_request[request_id]
+            self.compute_here(request_id, reason)
+
+    def compute_here(self, request_id: str, reason: str) -> None:
+        """Load nothing for this request, if its load has not begun."""
+        prompt = self._by_request.get(request_id)
+        if prompt is not None and prompt.state is LoadState.OFFERED:
             self._leave(prompt, LoadEvent.DECLINE)
             self._recompute(prompt, reason)
 

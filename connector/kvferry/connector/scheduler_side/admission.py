@@ -1,0 +1,207 @@
+"""Which waiting request vLLM must skip, so that a load that failed never stops the others; and the watch over that.
+
+vLLM has two queues. Requests that hold blocks are in the first one: loads in flight, loads that have ended, sessions.
+It is always served before the second, and in both vLLM *stops* at the first request whose blocks are not free. That
+is safe as long as the first queue's head holds most of what it needs. A load that failed breaks this: vLLM takes its
+blocks away, leaves it where it is, and it needs more than its load took wherever a layer has a window, or where its
+blocks may still be written and are pinned. The loads behind it hold blocks, good or failed, and are not looked at;
+then nothing runs any more, and nothing changes that.
+
+A request for which the connector says "not yet" is *skipped*: the ones behind it are looked at, and if it holds no
+blocks it moves to the front of the second queue. So these wait like that:
+
+    a failed load, once                     it moves to the second queue: the first has only requests with blocks
+    a request that cannot fit beside        pins last as long as a producer stands still: minutes, or for ever
+    pinned blocks
+    a request that does not fit beside      vLLM reserves a failed load's blocks against all new loads. By priority
+    a failed load that waits                they may stand before it: each would wait for the other
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from kvferry.connector.scheduler_side.idle import IdleState
+from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
+from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.scheduler.block_references import QuarantinedBlocks
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.questions import Questions
+from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class Admission:
+    """The failed loads of one engine that wait to be computed, and what waits because of them.
+
+    Args:
+        requests: all requests of the engine.
+        quarantine: its pinned blocks.
+    """
+
+    def __init__(self, requests: UnfinishedRequests, blocks: EngineBlocks, quarantine: QuarantinedBlocks) -> None:
+        self._requests = requests
+        self._blocks = blocks
+        self._quarantine = quarantine
+        self._failed: set[str] = set()  # vLLM has not looked at them since
+        self._tried: set[str] = set()  # vLLM was to take them where they are
+        self._moved: dict[str, Request] = {}
+
+    def failed(self, request_id: str) -> None:
+        """A load has failed, and vLLM computes its prompt as soon as it fits."""
+        if request_id in self._requests.by_id:
+            self._failed.add(request_id)
+
+    def admitted(self, request_id: str) -> None:
+        """vLLM has allocated blocks for a request, or it has ended."""
+        self._failed.discard(request_id)
+        self._tried.discard(request_id)
+        self._moved.pop(request_id, None)
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether vLLM must skip this request in this step. Asked while it holds no blocks."""
+        if request.request_id in self._failed or request.request_id in self._tried:
+            return self._moves(request)
+        if self._is_shut_out(request):
+            return True
+        if request.request_id in self._moved or not self._moved:
+            return False
+        moved = [other for other in self._moved.values() if not self._is_shut_out(other)]
+        return bool(moved) and not self._fits_beside(request, moved)
+
+    def loads_nothing(self, request: Request) -> bool:
+        """Whether no load of this request can begin while a failed one is shut out: vLLM would stop at it."""
+        return bool(self._moved) and not self._fits_beside(request, self._moved.values())
+
+    def _moves(self, request: Request) -> bool:
+        """Whether a failed load is skipped, and so moves. If its blocks seem to be free, vLLM is to take it at once; if
+        it is asked about again, they were not."""
+        is_first = request.request_id in self._failed
+        self._failed.discard(request.request_id)
+        if is_first and self._can_count and self._fits_beside(request, ()):
+            self._tried.add(request.request_id)
+            return False
+        self._tried.discard(request.request_id)
+        self._moved[request.request_id] = request
+        return True
+
+    def _is_shut_out(self, request: Request) -> bool:
+        """Whether a request cannot fit as long as blocks are pinned, even if all others end."""
+        if not len(self._quarantine) or not self._can_count:
+            return False
+        usable = self._blocks.num_blocks - 1 - self._quarantine.num_blocks  # without the null block
+        return self._requests.lacking(self._blocks, request) > usable
+
+    def _fits_beside(self, request: Request, others: Iterable[Request]) -> bool:
+        """Whether blocks for all of these requests are free now."""
+        if not self._can_count:
+            return True
+        lacking = [self._requests.lacking(self._blocks, each) for each in (request, *others)]
+        return sum(lacking) <= self._blocks.num_free
+
+    @property
+    def _can_count(self) -> bool:
+        """Whether this vLLM counts the blocks of a request. If not, only failed loads move."""
+        return self._blocks.longest is not None
+
+
+class StallWatch:
+    """Notices that the engine computes nothing although nothing keeps it from that.
+
+    No order of events is known in which that lasts. It would be the worst fault of all, since a decoder that stands
+    still looks like one without work, and ends only when clients give up: so it is counted and logged.
+
+    Args:
+        requests: all requests of the engine.
+    """
+
+    def __init__(
+        self,
+        requests: UnfinishedRequests,
+        blocks: EngineBlocks,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        idle: IdleState,
+        counters: Counters,
+    ) -> None:
+        self._requests = requests
+        self._blocks = blocks
+        self._leases = leases
+        self._loads = loads
+        self._idle = idle
+        self._counters = counters
+        self._since_s: float | None = None
+        self._heartbeats = 0
+
+    def step(self, computes: bool, asking: Questions) -> None:
+        """A step has been scheduled. It looks at the requests once in a heartbeat, and only if nothing is computed.
+
+        Args:
+            asking: requests in it wait for answers of their producers.
+        """
+        if computes or self._loads.in_flight or not self._requests.by_id:
+            self._since_s = None
+            self._heartbeats = 0
+            return
+        clock_s = self._leases.clock_s
+        if self._since_s is None:
+            self._since_s = clock_s
+        heartbeat_s = self._leases.clock.heartbeat_s
+        if clock_s < self._since_s + heartbeat_s * (self._heartbeats + 1):
+            return
+        holding = [request for request in self._requests.by_id.values() if self._is_over(request)]
+        waiting = [
+            request
+            for request in self._requests.by_id.values()
+            if request.status in _WAITING and request.request_id not in asking
+        ]
+        has_reason = not holding and not (waiting and self._blocks.num_free)
+        if has_reason or self._idle.is_paused:
+            self._since_s = None
+            self._heartbeats = 0
+            return
+        self._heartbeats += 1
+        self._counters.add("stalled_heartbeats")
+        if self._heartbeats & (self._heartbeats - 1) == 0:  # the 1st, 2nd, 4th, 8th: it may last for hours
+            self._log(clock_s - self._since_s, holding, waiting)
+
+    def _is_over(self, request: Request) -> bool:
+        """Whether its load has ended, while vLLM has not looked at it since."""
+        is_waiting = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return is_waiting and self._loads.state(request.request_id) in (LoadState.LOADED, LoadState.FAILED)
+
+    def _log(self, lasted_s: float, holding: list[Request], waiting: list[Request]) -> None:
+        pinned = self._loads.quarantine.num_blocks
+        first = (holding or waiting)[0]
+        advice = "abort that request or restart this engine, and report this line as a bug"
+        if pinned:
+            advice = "restart the producer that does not answer, or wait for failed_read_grace_s: pinned blocks return"
+        logger.error(
+            "nothing was computed for %.0f s, though %d requests wait for blocks and %d whose load is over have not "
+            "been looked at, %d of %d blocks are free (%d pinned by failed loads, %d leased) and no load is in flight; "
+            "one of them is req=%s with %d tokens (%s): %s",
+            lasted_s,
+            len(waiting),
+            len(holding),
+            self._blocks.num_free,
+            self._blocks.num_blocks - 1,
+            pinned,
+            len(self._leases.block_references),
+            first.request_id,
+            first.num_tokens,
+            first.status.name,
+            advice,
+        )
