@@ -170,7 +170,7 @@ def _try_references(manager: KVCacheManager) -> None:
         if (kept.ref_cnt, pool.get_num_free_blocks()) != (1, free - 1):
             raise ValueError("a block with a reference is still free")
         pool.free_blocks([kept])
-    _ = manager.free  # called when a load has failed
+    _ = manager.free, manager.get_blocks("").get_unhashed_block_ids_all_groups()  # used when a load has failed
     if pool.get_num_free_blocks() != free or manager.get_block_ids("") is None:
         raise ValueError("a block that was given back is not free")
 
