@@ -109,9 +109,7 @@ def between(producer: Any, consumer: Any) -> dict[str, tuple[str, str]]:
 def test_longrope_is_refused_where_the_lengths_choose_other_factors(models: Models) -> None:
     short, shorter, long = (models.engine(PHI, max_model_len=length) for length in (256, 64, 512))
     assert between(short, shorter) == {}
-    (field,) = between(short, long)
-    assert field == "model.longrope.config.rope_parameters"
-    assert between(short, long)[field] == ('"short"', '"long"')
+    assert between(short, long) == {"model.longrope.config.rope_parameters": ('"short"', '"long"')}
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 4.0}])
@@ -154,8 +152,8 @@ def test_overrides_are_part_of_what_runs_and_no_more_than_that(
 ) -> None:
     weights = models.write(LLAMA)
     overridden = models.engine(weights, hf_overrides=overrides)
-    (found,) = between(models.engine(weights), overridden)
-    assert found.endswith(f".{field}")
+    found = between(models.engine(weights), overridden)
+    assert [name.rpartition(".")[2] for name in found] == [field]
     assert between(overridden, models.engine({**LLAMA, **config})) == {}, "the same, but written in the file"
 
 
@@ -188,6 +186,14 @@ def test_llama_4s_attention_temperature_is_compared_as_vllm_decides_it(
 ) -> None:
     found = between(models.engine(LLAMA_4, **first), models.engine(LLAMA_4, **second))
     assert list(found) == (["model.attention_temperature"] if differ else [])
+
+
+def test_what_is_decided_by_length_is_decided_before_the_cache_is_measured(models: Models) -> None:
+    """With `--max-model-len auto` the model is built for its longest sequence, and vLLM shortens it afterwards."""
+    fitted = models.engine(LLAMA_4, max_model_len=-1)
+    fitted.model_config.max_model_len = 128
+    assert between(models.engine(LLAMA_4, max_model_len=65536), fitted) == {}
+    assert list(between(models.engine(LLAMA_4), fitted)) == ["model.attention_temperature"]
 
 
 def test_a_generation_config_decides_llama_4s_attention_temperature(models: Models) -> None:

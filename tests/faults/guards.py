@@ -294,6 +294,58 @@ GUARDS = (
         ("tests/plan/test_refusals.py::test_another_model_is_refused_by_the_fact_that_differs",),
     ),
     Guard(
+        "settings",
+        "another setting that changes values is refused by its name",
+        (1, 7),
+        "kvferry.plan.planner:_setting_reasons",
+        switches.always(()),
+        (
+            "tests/plan/test_refusals.py::"
+            "test_a_setting_that_differs_is_named_with_both_values_and_the_option_that_changes_it",
+            "tests/connector/test_settings.py::test_longrope_is_refused_where_the_lengths_choose_other_factors",
+            "tests/connector/test_settings.py::"
+            "test_a_configuration_from_elsewhere_is_compared_not_the_one_beside_the_weights",
+        ),
+    ),
+    Guard(
+        "heads",
+        "a producer with more heads serves another model",
+        (1, 7),
+        "kvferry.plan.planner:_num_heads",
+        switches.always({}),
+        ("tests/plan/test_refusals.py::test_a_producer_with_more_heads_serves_another_model",),
+    ),
+    Guard(
+        "adapters",
+        "adapters are told apart by their content",
+        (1,),
+        "kvferry.connector.engine.adapters:Adapters.content_of",
+        switches.by_name,
+        ("tests/connector/test_adapters.py::test_two_versions_under_one_name_are_two_adapters",),
+    ),
+    Guard(
+        "weights",
+        "prompts of updated weights share nothing with those of before",
+        (1,),
+        "kvferry.connector.vllm_internals:RunningWeights.version",
+        switches.always(""),
+        (
+            "tests/engine_core/test_engine_loop.py::"
+            "test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_updated",
+        ),
+    ),
+    Guard(
+        "whole-prompts",
+        "what is not causal is loaded for the same whole prompt only",
+        (1,),
+        "kvferry.connector.engine.local_engine:LocalEngine.needs_whole_prompts",
+        switches.never,
+        (
+            "tests/engine_core/test_whole_prompts.py::"
+            "test_only_the_whole_prompt_is_taken_and_for_no_other_prompt[a token more]",
+        ),
+    ),
+    Guard(
         "recomputes",
         "a prompt that is computed locally instead is counted",
         (8,),

@@ -61,6 +61,15 @@ def always(value: object) -> Callable[[Function], Function]:
     return lambda _: lambda *_args, **_options: value
 
 
+def never(_: Function) -> Any:
+    """In the place of a property."""
+    return property(lambda _: False)
+
+
+def by_name(_: Function) -> Function:
+    return lambda _, request: None if request is None else request.lora_name
+
+
 def no_steps(_: Function) -> Function:
     return lambda *_args: iter(())
 
