@@ -19,7 +19,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("plan", "./nothing.json", DENSE), "PRODUCER is './nothing.json'; expected "),
     (("plan", "nothing.json", DENSE), "; there is none, and nothing is downloaded\n"),
     (("plan",), "the following arguments are required: PRODUCER, CONSUMER; see kvferry plan --help\n"),
-    ((*PLAN, "--token\n", "5"), "unrecognized arguments: --token\ufffd 5; see kvferry plan --help\n"),
+    ((*PLAN, "--token\n", "5"), "unrecognized arguments: --token\\n 5; see kvferry plan --help\n"),
     ((*PLAN, "--tokens"), "argument --tokens: expected one argument; see kvferry plan --help\n"),
     (("plan", "-", "-"), "CONSUMER is '-'; expected another source"),
     (("plan", "-", DENSE), "PRODUCER: description JSON: description is b''; expected JSON"),

@@ -206,8 +206,11 @@ def test_ids_of_clients_are_text_and_never_markup(tmp_path: Path) -> None:
     assert names <= {"svg", "style", "rect", "text", "line", "title", "polygon"}
     document = json.loads((out / TRACE).read_text())
     assert any(HOSTILE in event["name"] for event in document["traceEvents"])
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", ran.out)
-    json.loads(run("trace", str(folder), "--json").out)
+    as_json = run("trace", str(folder), "--json").out
+    assert json.loads(as_json)
+    for shown in (ran.out, as_json, (out / PAGE).read_text(), (out / PICTURE).read_text()):
+        assert shown.replace("\n", "").isprintable(), "nothing reorders, hides or controls what a reader sees"
+    assert "\\u202e" in (out / PICTURE).read_text()
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: Path) -> None:

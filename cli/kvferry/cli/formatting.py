@@ -7,12 +7,13 @@ printed, so that `kvferry doctor --json` can say that a package is missing.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
+
+from kvferry.protocol.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 WIDTH = 80
 """If the output is no terminal, and there is no variable COLUMNS."""
 _COLUMN = 10
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-
-
-def safe(content: str) -> str:
-    """The text with terminal control characters replaced."""
-    return _CONTROL.sub("\ufffd", content)
 
 
 def terminal(*, errors: bool = False) -> Console:
@@ -50,18 +45,18 @@ def _print(content: RenderableType, least: int = 0) -> None:
 
 
 def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
-    """Print one `safe` line, wrapped between words; the lines after the first begin with `hang` spaces."""
+    """Print one `visible` line, wrapped between words; the lines after the first begin with `hang` spaces."""
     from rich.text import Text
 
     wrapper = textwrap.TextWrapper(terminal().width, subsequent_indent=" " * hang, break_on_hyphens=False)
     wrapper.break_long_words = False  # paths can be copied
-    lines = wrapper.wrap(safe(content))
+    lines = wrapper.wrap(visible(content))
     _print(Text("\n".join(lines), style), max(map(len, lines), default=0))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None) -> None:
-    """Print `safe` cells as a table. The first column is as wide as its cells, and each other one has `_COLUMN` letters
-    on average, as far as `WIDTH` goes, also on a terminal that is narrower.
+    """Print `visible` cells as a table. The first column is as wide as its cells, and each other one has `_COLUMN`
+    letters on average, as far as `WIDTH` goes, also on a terminal that is narrower.
 
     Args:
         columns: their names; `>` in front aligns to the right.
@@ -78,7 +73,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: M
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         table.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not table.columns)
     for row in rows:
-        cells = [safe(cell) for cell in row]
+        cells = [visible(cell) for cell in row]
         known = [next((styles[word] for word in styles if cell.startswith(word)), "") for cell in cells]
         table.add_row(*(Text(cell, style) for cell, style in zip(cells, known, strict=True)))
         first = max(first, *map(len, cells[:1]))

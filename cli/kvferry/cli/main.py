@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvferry.cli.formatting import safe
 from kvferry.protocol.errors import InputError, KvferryError
+from kvferry.protocol.visible import escape_logs, visible
 from kvferry.version import __version__
 
 _ANY_HOST = "0.0.0.0"  # noqa: S104 - `bench --listen` is for other machines, and serves nothing but its own content
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD, f"{safe(f'{self.prog}: {message}')}; see {self.prog} --help\n")
+        self.exit(BAD, f"{visible(f'{self.prog}: {message}')}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # it was closed before the start
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
+    escape_logs()
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -56,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except KvferryError as wrong:
-        print(f"kvferry {options.command}: {wrong}", file=sys.stderr)
+        print(visible(f"kvferry {options.command}: {wrong}"), file=sys.stderr)
         return NO_ANSWER if options.command == "describe" and not isinstance(wrong, InputError) else BAD
     except OSError as refused:  # of standard output; other files have errors of their own
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python has yet to write there
         if isinstance(refused, BrokenPipeError):
             return GOOD
-        print(f"kvferry {options.command}: the system refused: {refused}", file=sys.stderr)
+        print(visible(f"kvferry {options.command}: the system refused: {refused}"), file=sys.stderr)
         return BAD
     return code
 

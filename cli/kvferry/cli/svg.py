@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
+
+from kvferry.protocol.visible import visible
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 THEME = """
@@ -15,8 +16,6 @@ THEME = """
 .grid{stroke:#2d3644}.zero{stroke:#7c8a9d}}
 """
 """CSS of every picture; it follows the light or dark mode of the page or system that shows it."""
-
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:
@@ -49,7 +48,7 @@ def plain(content: str) -> str:
 
 
 def _clean(content: str) -> str:
-    return _NOT_XML.sub("\ufffd", content)
+    return visible(content)
 
 
 def _value(value: str | float) -> str:

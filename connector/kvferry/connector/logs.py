@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 
+from kvferry.protocol.visible import escape_logs, other_handlers
+
 
 class _Forward(logging.Handler):
     """Passes records on to vLLM's handlers, with the prefix."""
@@ -19,8 +21,9 @@ class _Forward(logging.Handler):
 
 def join_vllm_log() -> None:
     """Send the logger `kvferry` to vLLM's handlers, unless it has handlers of its own. Idempotent."""
+    escape_logs()
     ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
-    if ours.handlers or not theirs.handlers:
+    if other_handlers(ours) or not theirs.handlers:
         return
     ours.addHandler(_Forward())
     ours.setLevel(theirs.level)

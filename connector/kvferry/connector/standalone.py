@@ -27,6 +27,7 @@ from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, enco
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket, read_params
 from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.protocol.side_channel.hosts import check_announced
+from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
 from kvferry.scheduler.producer.lease import Lease
@@ -91,6 +92,7 @@ class StandaloneEngine:
         make_fabric: MakeFabric = NixlFabric,
         max_ended: int = MAX_ENDED_LEASES,
     ) -> None:
+        escape_logs()
         self.counters = Counters()
         check_announced(host, "host")
         self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters, workers=len(shards))

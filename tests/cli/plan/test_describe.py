@@ -40,6 +40,18 @@ def published(description: EngineDescription, counters: Counters | None = None) 
         yield f"{HOST}:{port}"
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "JSON"])
+def test_the_names_of_an_engine_reorder_nothing_on_a_terminal(form: list[str]) -> None:
+    named = msgspec.structs.replace(engine(), engine_id="e\u202edeliaf\u2066\u200b")
+    with published(named) as address:
+        ran = run("describe", address, *form)
+    assert ran.code == 0, ran.err
+    assert ran.out.replace("\n", "").isprintable()
+    assert "\\u202e" in ran.out
+    if form:
+        assert decode_engine_json(ran.out.encode()) == engine_json_of(named)
+
+
 def test_the_description_json_of_a_running_engine_is_the_published_one() -> None:
     counters = Counters()
     with published(engine(), counters) as address:

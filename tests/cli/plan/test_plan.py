@@ -119,6 +119,22 @@ def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path
     assert run("plan", "-", FOUR, stdin=engine_json).out == wanted
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["tables", "JSON"])
+def test_names_of_a_description_reorder_nothing_on_a_terminal(tmp_path: Path, form: list[str]) -> None:
+    name = "e\u202edeliaf\u2066\u200b\U000e0041"
+    producer, _ = read_pair(EIGHT, FOUR)
+    renamed = msgspec.structs.replace(producer, engine_id=name)
+    path, picture = tmp_path / "renamed.json", tmp_path / "plan.svg"
+    path.write_bytes(encode_engine_json(engine_json_of(renamed)))
+    ran = run("plan", str(path), str(path), "--svg", str(picture), *form)
+    assert ran.code == 0, ran.err
+    for shown in (ran.out, picture.read_text()):
+        assert shown.replace("\n", "").isprintable()
+    assert "\\u202e" in ran.out
+    if form:
+        assert name in json.dumps(json.loads(ran.out), ensure_ascii=False)
+
+
 def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(tmp_path: Path) -> None:
     producer, _ = read_pair(EIGHT, FOUR)
     facts = msgspec.structs.replace(

@@ -21,6 +21,7 @@ from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress
 from kvferry.protocol.errors import one_of
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
+from kvferry.protocol.visible import visible, visible_json
 
 SCHEMA = 1
 _COLUMNS = ("memory", ">size", ">descriptors", ">reads", ">GB/s", ">p50 µs", ">p99 µs", "bytes")
@@ -50,7 +51,7 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
         port,
         task,
         secrets_from_environment(),
-        report=lambda line: print(line, file=sys.stderr, flush=True),
+        report=lambda line: print(visible(line), file=sys.stderr, flush=True),
         allowed=_allowed_hosts(options.allowed_hosts),
     )
     ends = (signal.SIGINT, signal.SIGTERM)
@@ -81,7 +82,7 @@ def _connect(options: argparse.Namespace, task: Task) -> int:
     finally:
         _clear_line()
     if options.json:
-        print(json.dumps(as_json(outcome), indent=2, ensure_ascii=False))
+        print(visible_json(json.dumps(as_json(outcome), indent=2, ensure_ascii=False)))
     else:
         print_outcome(outcome)
     return 1 if outcome.measured.wrong else 0

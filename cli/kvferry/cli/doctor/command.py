@@ -30,6 +30,7 @@ from kvferry.cli.doctor.host import (
 from kvferry.cli.doctor.ucx import check_ucx
 from kvferry.cli.doctor.versions import check_versions
 from kvferry.cli.formatting import digits, print_line, print_table, terminal
+from kvferry.protocol.visible import visible_json
 
 SCHEMA = 1
 _SHOW_S = 0.2
@@ -94,7 +95,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         findings = list(examine(machine, show))
     healthy = all(finding.mark is not Mark.BROKEN for finding in findings)
     if options.json:
-        print(json.dumps(as_json(findings), indent=2, ensure_ascii=False))
+        print(visible_json(json.dumps(as_json(findings), indent=2, ensure_ascii=False)))
     else:
         print_findings(findings)
     return 0 if healthy else 1

@@ -9,7 +9,6 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, InvalidRequest, number_option, read_file, whole_option, write_file
-from kvferry.cli.formatting import safe
 from kvferry.cli.plan.copies import MAX_REQUEST_BYTES, copy_lines, read_request
 from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.picture import draw
@@ -22,6 +21,7 @@ from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.description_json import MAX_DESCRIPTION_JSON_BYTES
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.visible import visible, visible_json
 
 GOOD = 0
 REFUSED = 1
@@ -71,7 +71,7 @@ def run_plan(options: argparse.Namespace) -> int:
     to = sys.stderr if options.json or (options.copies is not None and options.out is None) else sys.stdout
     for what, path in (("picture", options.svg), ("copies", options.out)):
         if path:
-            print(f"\n{what}: {safe(path)}", file=to)
+            print(f"\n{what}: {visible(path)}", file=to)
     return GOOD
 
 
@@ -97,4 +97,4 @@ def _stdin() -> bytes:
 
 
 def _print_json(answer: PlanSummary | Refusal) -> None:
-    print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
+    print(visible_json(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode()))

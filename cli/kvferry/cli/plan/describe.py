@@ -20,6 +20,7 @@ from kvferry.protocol.side_channel.allowed_hosts import ANY_HOST
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
+from kvferry.protocol.visible import visible_json
 
 ASKER = "kvferry describe"
 _PROBE_S = 0.5
@@ -33,7 +34,7 @@ def run_describe(options: argparse.Namespace) -> int:
     engine = fetch(host, port, number_option("--timeout", options.timeout, 0.1, 600), secrets_from_environment())
     engine_json = engine_json_of(engine)
     if options.json:
-        sys.stdout.write(encode_engine_json(engine_json).decode())
+        sys.stdout.write(visible_json(encode_engine_json(engine_json).decode()))
         return 0
     print_engine(engine_json, side_of(engine))
     return 0

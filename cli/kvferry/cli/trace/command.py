@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
-from kvferry.cli.formatting import safe
 from kvferry.cli.trace.page import page
 from kvferry.cli.trace.report import Report, as_json, print_listing, report
 from kvferry.cli.trace.waterfall import draw
+from kvferry.protocol.visible import visible
 from kvferry.trace.chrome import chrome_trace
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge
@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
     if options.out is not None:
         of = len(reported.timelines)
         cut = f" (the {HANDOVERS_OF_A_TRACE} slowest of {of} handovers are in the trace)"
-        print(f"\nwritten: {safe(options.out)}{cut if of > HANDOVERS_OF_A_TRACE else ''}")
+        print(f"\nwritten: {visible(options.out)}{cut if of > HANDOVERS_OF_A_TRACE else ''}")
 
 
 def _check_suffix(out: str) -> None:
