@@ -1,4 +1,4 @@
-"""Shared parts of the ledgers and threads: transition tables, the observer, counters, the clock of leases."""
+"""Shared parts of the ledgers and threads: transition tables, the observer, counters."""
 
 from __future__ import annotations
 
@@ -103,42 +103,3 @@ class Counters:
 
 
 HEARTBEATS_PER_LEASE = 6
-_LONGEST_PERIOD_S = 0.5
-
-
-class AwakeClock:
-    """Seconds that this process was awake, for the deadlines of leases. Any thread may wind and read it.
-
-    One call of `wind` adds at most a heartbeat: after a stop of a minute little time has passed, while a clock that is
-    wound in time loses nothing. A working engine winds it with every step. An idle one takes no steps, so the
-    listener's thread winds it too, every `period_s`.
-
-    Args:
-        heartbeat_s: the interval at which consumers renew.
-    """
-
-    def __init__(self, heartbeat_s: float) -> None:
-        self.heartbeat_s = heartbeat_s
-        self._lock = threading.Lock()
-        self._awake_s = 0.0
-        self._last_s: float | None = None
-
-    @property
-    def period_s(self) -> float:
-        """Longest interval at which it must be wound."""
-        return min(self.heartbeat_s / 2, _LONGEST_PERIOD_S)
-
-    @property
-    def awake_s(self) -> float:
-        """The time at the last winding."""
-        return self._awake_s
-
-    def wind(self, now_s: float) -> float:
-        """Add the time since the last call and return `awake_s`. All callers pass `now_s` of one monotonic clock."""
-        with self._lock:
-            if self._last_s is None:
-                self._last_s = now_s
-            passed_s = max(0.0, now_s - self._last_s)
-            self._awake_s += min(passed_s, self.heartbeat_s)
-            self._last_s += passed_s
-            return self._awake_s

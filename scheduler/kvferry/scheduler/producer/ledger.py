@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from kvferry.protocol.awake_clock import AwakeClock
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, new_epoch
@@ -23,7 +24,7 @@ from kvferry.scheduler.producer.lease import (
     LeaseUse,
 )
 from kvferry.scheduler.producer.streams import Streams
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters, Observer, next_state
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters, Observer, next_state
 
 
 class ProducerLedger:

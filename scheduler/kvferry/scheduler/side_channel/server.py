@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Answer, Answers, Ask, Unask
+from kvferry.protocol.awake_clock import AwakeClock
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -39,7 +40,7 @@ from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
-from kvferry.scheduler.state import AwakeClock, Counters
+from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 
 logger = logging.getLogger(__name__)
