@@ -99,7 +99,13 @@ def refusals(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
         return PCPManager(group, **{**_SIZES, "device": device, **sizes})
 
     manager = make()
-    found = {"no step": _refusal(lambda: manager.restore_hidden_states(torch.zeros(0)))}
+    found = {
+        "no step": _refusal(lambda: manager.restore_hidden_states(torch.zeros(0))),
+        "a warm-up": str(manager.pad_slot_mapping(torch.arange(3)).tolist()),
+        "the largest warm-up": str(sorted(set(manager.pad_slot_mapping(torch.arange(8)).tolist()))),
+        "too long a warm-up": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(9, dtype=torch.int64))),
+        "a warm-up of no dimension": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(()))),
+    }
     own = manager.partition_inputs([1, 6], [3, 0])
     count = len(own.tokens)
     found |= {

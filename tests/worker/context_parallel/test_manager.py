@@ -104,6 +104,10 @@ def test_the_same_over_nccl(nccl: RankPool) -> None:
 
 REFUSALS = {
     "no step": "LocalProtocolError: no step has been partitioned yet",
+    "a warm-up": "[-1, -1, -1, -1, -1, -1]",
+    "the largest warm-up": "[-1]",
+    "too long a warm-up": "slot_mapping is (9,); expected one dimension of at most 8, before the first step",
+    "a warm-up of no dimension": "slot_mapping is (); expected one dimension of at most 8",
     "too many tokens": "InvalidBatch: batch: num_scheduled_tokens is 9; expected at most 8 tokens in all",
     "too many requests": "num_scheduled_tokens is 4; expected at most 3 requests with tokens",
     "computed of others": "num_computed_tokens is 1; expected one for each of 2 requests",

@@ -104,7 +104,7 @@ class PCPManager:
             restore_index=self._integers(everywhere),
             gathered_rows=self._integers(max_tokens),
             padded_rows=self._integers(max_tokens),
-            slots=self._integers(cache_groups, everywhere),
+            slots=self._integers(cache_groups, max(everywhere, max_tokens * self.ranks)),
             gathered=torch.empty(everywhere * max_row_bytes, dtype=torch.uint8, device=device),
         )
         self._partition: Partition | None = None
@@ -147,9 +147,12 @@ class PCPManager:
 
         Padding is not written; of a decode, only the first rank's copy is.
 
+        Before the first step an engine warms up: it computes rows that are of no request, as many on every rank. They
+        must not be written, whatever their slots say, so all `R·T` of them are `PAD_SLOT`.
+
         Args:
             slot_mapping: integers `[T]`, the slot of every scheduled token; `PAD_SLOT` for one that this engine
-                worker does not keep.
+                worker does not keep. Before the first step, any `[T]` of at most `max_tokens`.
 
         Returns:
             A view of a buffer, valid until the next step or the next call for the same cache group.
@@ -157,8 +160,14 @@ class PCPManager:
         Raises:
             InvalidBatch: there is not one slot for every scheduled token, or no such cache group.
         """
-        step, at = self.partition, self._buffers
+        at = self._buffers
         check_integer("cache_group", cache_group, 0, len(at.slots) - 1)
+        step = self._partition
+        if step is None:
+            if slot_mapping.dim() != 1 or len(slot_mapping) > self._max_tokens:
+                expected = f"one dimension of at most {self._max_tokens}, before the first step"
+                raise InvalidBatch("slot_mapping", tuple(slot_mapping.shape), expected)
+            return at.slots[cache_group, : len(slot_mapping) * self.ranks].fill_(PAD_SLOT)
         if slot_mapping.shape != (step.num_tokens,) or slot_mapping.dtype not in (torch.int64, torch.int32):
             expected = f"int64 or int32 of shape ({step.num_tokens},)"
             raise InvalidBatch("slot_mapping", (slot_mapping.dtype, tuple(slot_mapping.shape)), expected)
