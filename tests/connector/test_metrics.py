@@ -56,6 +56,7 @@ def record(reason: FailureReason | None = None, staged_bytes: int = 0, early_byt
     return made
 
 
+FAULTS = [reason for reason in FailureReason if reason is not FailureReason.ABORTED]
 COUNTED = {
     "failed_notifications": 2,
     "bad_notifications": 3,
@@ -68,7 +69,12 @@ COUNTED = {
 }
 EVERYTHING = StepResults(
     failed={reason.value: reason for reason in FailureReason},
-    load_records=[record(early_bytes=70), record(staged_bytes=40), record(FailureReason.FENCE, 9, 9)],
+    load_records=[
+        record(early_bytes=70),
+        record(staged_bytes=40),
+        record(FailureReason.FENCE, 9, 9),
+        record(FailureReason.ABORTED, 9, 9),
+    ],
     handshake_s=[0.25, 0.5],
     counts=Counter(COUNTED),
 )
@@ -144,8 +150,9 @@ def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> N
     reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert reported is not None
     assert counters_of(reported) == {
-        **{("failed_loads", reason.value): 1 for reason in FailureReason},
-        ("failed_transfers", ""): len(FailureReason),
+        **{("failed_loads", reason.value): 1 for reason in FAULTS},
+        ("failed_transfers", ""): len(FAULTS),
+        ("aborted_loads", ""): 1,
         **{(name, ""): amount for name, amount in COUNTED.items()},
         ("planned_bytes", ""): 200,
         ("planned_descriptors", ""): 18,
@@ -205,7 +212,7 @@ def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry)
     reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert reported is not None
     registry.metrics.observe(reported.to_dict(), 1)
-    for reason in FailureReason:
+    for reason in FAULTS:
         assert registry.value("kvferry_failed_loads_total", 1, reason=reason.value) == 1
         assert registry.value("kvferry_failed_loads_total", 0, reason=reason.value) == 0
     assert registry.value("nixl_bytes_transferred_sum", 1) == 180

@@ -101,6 +101,21 @@ def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any, chunks: list[
     until((producer, consumer), lambda: is_over(producer, consumer))
 
 
+@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}, {"policy": "fail"}, {"window": 48}], ids=str)
+def test_an_abort_frees_the_blocks_of_a_load_although_its_producer_goes_on_computing(
+    make: Any, chunks: list[int], config: dict[str, Any]
+) -> None:
+    """The producer takes no step any more: its slot stays COMPUTING."""
+    producer, consumer = reading(make, chunks, **config)
+    assert consumer.engine.used_blocks
+    consumer.engine.abort(DECODE)
+    until((consumer,), lambda: consumer.engine.is_whole and settled(consumer))
+    assert consumer.engine.counted("aborted_loads") == max(1, config.get("tp", 1))
+    assert not any(map(consumer.engine.counted, ("local_recomputes", "failed_loads", "failed_requests")))
+    producer.engine.abort(PREFILL)
+    until((producer, consumer), lambda: is_over(producer, consumer))
+
+
 def test_a_consumer_with_streaming_switched_off_reads_the_complete_prompt(make: Any) -> None:
     producer = make("kv_producer", max_step_tokens=64)
     consumer = make("kv_consumer", max_step_tokens=64, extra={"streaming": "off"})

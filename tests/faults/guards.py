@@ -160,7 +160,7 @@ GUARDS = (
         "expiry",
         "a lease without renewals ends",
         (3,),
-        "kvferry.scheduler.state:AwakeClock.wind",
+        "kvferry.protocol.awake_clock:AwakeClock.wind",
         switches.always(0.0),
         (
             "tests/scheduler/test_lease_clock.py::test_the_clock_starts_when_the_request_has_ended",
@@ -172,11 +172,43 @@ GUARDS = (
         "deadline",
         "a load has a deadline",
         (3,),
-        "kvferry.worker.loads.runner:LoadRunner._advance",
-        switches.never_late,
+        "kvferry.worker.loads.deadline:Deadline.missed",
+        switches.nothing,
         (
             f"{_ENGINES}/test_deadlines.py::"
             "test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves_nothing_alive",
+        ),
+    ),
+    Guard(
+        "aborts",
+        "an abort ends the load, so that no producer can keep its blocks",
+        (6,),
+        "kvferry.worker.loads.runner:LoadRunner.cancel",
+        switches.nothing,
+        (
+            f"{_ENGINES}/test_aborted_loads.py::"
+            "test_what_waits_without_a_read_in_flight_frees_its_blocks_at_once[its producer]",
+        ),
+    ),
+    Guard(
+        "longest",
+        "no progress holds a load for ever",
+        (6,),
+        "kvferry.worker.loads.deadline:Deadline.longest_missed",
+        switches.nothing,
+        (
+            f"{_ENGINES}/test_waiting_loads.py::"
+            "test_a_producer_that_changes_a_slot_for_ever_does_not_hold_a_load_for_ever",
+        ),
+    ),
+    Guard(
+        "shares",
+        "a peer that stands still never takes the last of the staging pool",
+        (6,),
+        "kvferry.worker.staging.pool:StagingPool._is_over_share",
+        switches.always(False),
+        (
+            "tests/worker/test_staging_pool.py::test_peers_that_stand_still_leave_room_for_the_next_however_many_they_are",
         ),
     ),
     Guard(
@@ -231,9 +263,17 @@ GUARDS = (
         "awake",
         "a lease's clock stands while its producer does",
         (5,),
-        "kvferry.scheduler.state:AwakeClock.wind",
+        "kvferry.protocol.awake_clock:AwakeClock.wind",
         switches.count_sleep,
         ("tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_does_not_expire_leases",),
+    ),
+    Guard(
+        "awake-loads",
+        "the deadlines of loads stand while their consumer does",
+        (5,),
+        "kvferry.protocol.awake_clock:AwakeClock.wind",
+        switches.count_sleep,
+        ("tests/worker/test_load_runner.py::test_a_pause_of_this_process_fails_no_load_and_time_awake_does",),
     ),
     Guard(
         "listener",

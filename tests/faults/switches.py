@@ -169,16 +169,6 @@ def accept_any_boot(handshake: Function) -> Function:
     return lambda contact, key: handshake(contact, key._replace(boot=_AnyBoot(key.boot)))
 
 
-def never_late(advance: Function) -> Function:
-    def never_late(runner: Any, load: Any, steps: Any) -> Any:
-        import time
-
-        load.progressed_s = time.monotonic()
-        return advance(runner, load, steps)
-
-    return never_late
-
-
 def renew_nothing(_: Function) -> Function:
     def renew(ledger: Any, name: Any, _received_s: float | None = None) -> bool:
         from kvferry.scheduler.producer.lease import LeaseState

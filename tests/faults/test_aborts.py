@@ -1,4 +1,4 @@
-"""The request is aborted (or preempted) while its load stands at each point: the worker goes on to the end regardless.
+"""The request is aborted while its load stands at each point: the load is cancelled, unless it has just ended.
 
 vLLM frees no block of such a request before the worker has reported it, so what is asserted is that every load is
 reported, once, and not before it is over; that nothing is left; and that the next is good.
@@ -61,8 +61,10 @@ def test_aborted_at_every_point(rig: Rig, shape: Any, point: Point) -> None:
     load = consumer.load(producer.prefill(10, 4).params)
     wait_until(there.is_set, f"the load is at {point.name}", BOUND_S)
     abort(consumer, load)
+    consumer.step()
     consumer.fabric.stops.go()
-    assert check_end(rig, producer, consumer, load) is None
+    # At the last point it was reported before; from the others it may get to its end before the next orders are taken.
+    assert check_end(rig, producer, consumer, load) in (None, FailureReason.ABORTED)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, STAGED], ids=["direct", "staged"])
@@ -74,12 +76,14 @@ def test_aborted_in_a_read_that_takes_its_time(rig: Rig, shape: Any) -> None:
     load = consumer.load(producer.prefill(10, 4).params)
     wait_until(lambda: fabric.reading(), "the read is under way", BOUND_S)
     abort(consumer, load)
+    assert rig.until_over(consumer, load, BOUND_S) is FailureReason.ABORTED, "it does not wait for the read"
+    assert consumer.seen.alive == {load.request_id}, "its blocks do"
     assert consumer.fabric.transfers()
     fabric.mend()
-    assert check_end(rig, producer, consumer, load) is None
+    assert check_end(rig, producer, consumer, load) is FailureReason.ABORTED
 
 
-def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: Rig) -> None:
+def test_an_abort_that_is_followed_by_a_failure_is_reported_once(rig: Rig) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C")
     rig.until_good(producer, consumer)
     there = threading.Event()
@@ -90,4 +94,4 @@ def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: Rig) -> None:
     abort(consumer, load)
     producer.give_away(offer)
     consumer.fabric.stops.go()
-    assert check_end(rig, producer, consumer, load) is FailureReason.FENCE
+    assert check_end(rig, producer, consumer, load) in (FailureReason.FENCE, FailureReason.ABORTED)

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.worker.loads import runner as load_runner
 from kvferry.worker.loads.context import LoadContext, Steps
+from kvferry.worker.loads.deadline import Deadline
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import LoadRecord, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
@@ -45,8 +46,11 @@ class _InFlight:
     def __init__(self, name: str) -> None:
         self.order = SimpleNamespace(request_id=name)
         source = PeerKey("host", 1, "engine", "0" * 32)
-        self.progressed_s, self.staged = time.monotonic(), None
-        self.record = LoadRecord(request_id=name, source=source, ordered_s=self.progressed_s)
+        self.record = LoadRecord(request_id=name, source=source, ordered_s=0.0)
+        self.deadline, self.lacks_room, self.is_connecting = Deadline(0.0), False, False
+
+    def progress(self) -> None:
+        """None that it could report."""
 
 
 def test_loads_that_do_not_fit_are_resumed_by_the_next_steps_each_once_a_round(
@@ -85,10 +89,33 @@ def test_a_round_takes_the_time_of_all_its_stretches_and_not_what_lies_between_t
     monkeypatch.setattr(load_runner, "_STRETCH_S", stretch_s)
     monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: now_s))
     for load in runner._running:
-        load.progressed_s = now_s
         runner._running[load] = slow()
     runner.step()
     while runner.is_amid_round():
         now_s += 10.0
         runner.step()
     assert runner.round_s == 0.75
+
+
+class _Clock:
+    """The runner's clock, moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+def test_a_pause_of_this_process_fails_no_load_and_time_awake_does(
+    runner: LoadRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = _Clock(monkeypatch)
+    monkeypatch.setattr(runner, "_fail", lambda load, *_: runner._running.pop(load))
+    runner.step()
+    for _ in range(3):
+        clock.now_s += 100 * runner.timeout_s
+        runner.step()
+    assert len(runner._running) == 3
+    for _ in range(int(runner.timeout_s / 0.2)):
+        clock.now_s += 0.2
+        runner.step()
+    assert not runner._running

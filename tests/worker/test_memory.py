@@ -35,6 +35,27 @@ def test_host_memory_is_dram_of_device_0_and_a_gpu_is_named_by_its_ordinal() -> 
     assert (gpu.kind, gpu.device_index) == (MemoryKind.VRAM, 3)
 
 
+@given(wishes=st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from("abc")), max_size=60))
+def test_a_peer_gets_no_entry_that_would_leave_fewer_free_than_it_then_has(
+    wishes: list[tuple[bool, int, str]],
+) -> None:
+    slot_reads, owned = SlotReads(32), list[tuple[tuple[int, ...], str]]()
+    for take, number, peer in wishes:
+        if take:
+            entries = slot_reads.try_take(number, peer)
+            held = sum(len(one) for one, owner in owned if owner == peer) + number
+            free = 32 - sum(len(one) for one, _ in owned) - number
+            assert (entries is None) == (free < held)
+            if entries is not None:
+                owned.append((entries, peer))
+        elif owned:
+            slot_reads.give_back(*owned.pop(number % len(owned)))
+        assert slot_reads.free() or not owned, "there are some for the next peer"
+    for entries, peer in owned:
+        slot_reads.give_back(entries, peer)
+    assert slot_reads.free() == 32
+
+
 @given(wishes=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
 def test_no_entry_has_two_owners_and_all_come_back(wishes: list[tuple[bool, int]]) -> None:
     slot_reads, owned = SlotReads(8), list[tuple[int, ...]]()

@@ -62,6 +62,12 @@ class Scene:
         self.watchdog.poll(results, self.turned_s)
         return results
 
+    def poll_twice(self) -> StepResults:
+        """Find the thread stuck now and a little later."""
+        assert not self.poll().failed
+        self.now_s += SLACK_S
+        return self.poll()
+
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
@@ -83,11 +89,12 @@ def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(scene: Scen
 def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_alive(scene: Scene) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += 1.0
+    scene.now_s += 1.0
     scene.watchdog.ordered(["later"])
-    scene.now_s += LATE_S - 1.01
+    scene.now_s += LATE_S - 2.01
     assert not scene.poll().failed
     scene.now_s += 0.01
-    results = scene.poll()
+    results = scene.poll_twice()
     assert results.failed == {"stuck": FailureReason.DEADLINE}
     assert results.alive == frozenset({"stuck"}), "in the same report, or its blocks could be given away in between"
     assert results.counts == {"quarantined_loads": 1}
@@ -103,14 +110,25 @@ def test_as_long_as_the_thread_turns_it_judges_progress_itself(scene: Scene) -> 
     scene.turned_s = scene.now_s - LATE_S + 0.01
     assert not scene.poll().failed
     scene.now_s += 0.01
-    assert scene.poll().failed == {"slow": FailureReason.DEADLINE}
+    assert scene.poll_twice().failed == {"slow": FailureReason.DEADLINE}
+
+
+def test_a_pause_of_the_whole_process_fails_no_load(scene: Scene) -> None:
+    """The step thread is the first to go on, before the transfer thread has turned."""
+    scene.watchdog.ordered(["paused"])
+    for _ in range(3):
+        scene.now_s += 10 * LATE_S
+        assert not scene.poll().failed
+        scene.now_s += SLACK_S / 2
+        scene.turned_s = scene.now_s
+        assert not scene.poll().failed
 
 
 @pytest.mark.parametrize("late", ["loaded", "failed"])
 def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_blocks(scene: Scene, late: str) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += LATE_S
-    assert scene.poll().failed
+    assert scene.poll_twice().failed
     said = {"loaded": {"stuck"}} if late == "loaded" else {"failed": {"stuck": FailureReason.TRANSFER}}
     results = scene.poll(**said)
     assert (results.loaded, results.failed, results.alive) == (set(), {}, frozenset())
@@ -119,7 +137,7 @@ def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_bl
 def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(scene: Scene) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += LATE_S
-    assert scene.poll().alive == frozenset({"stuck"})
+    assert scene.poll_twice().alive == frozenset({"stuck"})
     results = scene.poll(failed={"stuck": FailureReason.DEADLINE}, alive=frozenset({"stuck"}))
     assert (results.failed, results.alive) == ({}, None), "it is alive still"
     assert scene.poll(alive=frozenset()).alive == frozenset()

@@ -57,13 +57,19 @@ class CellModel:
         """The largest size in `[least, wanted]` that fits once only quarantined cells are taken; 0: there is none."""
         free = [owner is None or owner not in self.quarantined for owner in self.owner]
         for size in range(wanted, least - 1, -1):
-            within = self.cells_of_peer(peer, quarantined_only=True) + size <= len(self.owner) // 2
+            within = free.count(True) - size >= self.cells_of_peer(peer, quarantined_only=True) + size
             if within and self.fits_at(size, free) is not None:
                 return size
         return 0
 
-    def over_half(self, peer: str, size: int) -> bool:
-        return self.cells_of_peer(peer) + size > len(self.owner) // 2
+    def over_share(self, peer: str, size: int) -> bool:
+        """It would leave less free than its peer then has."""
+        return self.owner.count(None) - size < self.cells_of_peer(peer) + size
+
+    def waits_for_its_own(self, peer: str, size: int) -> bool:
+        return self.over_share(peer, size) and any(
+            PEERS[owner[0]] == peer and owner not in self.quarantined for owner in self.owner if owner
+        )
 
     def ask(self, load: str, wanted: int, least: int) -> tuple[int, int] | None:
         """Start and size of what must be granted."""
@@ -81,12 +87,12 @@ class CellModel:
 
     def _granted(self, load: str, wanted: int, least: int) -> tuple[int, int] | None:
         peer, size = PEERS[load], self.possible(PEERS[load], wanted, least)
-        if self.live_waves(load) == 2 or size == 0 or self.over_half(peer, size):
+        if self.live_waves(load) == 2 or size == 0 or self.over_share(peer, size):
             return None
         names = [entry[0] for entry in self.queue]
         for other, other_wanted, other_least in self.queue[: names.index(load) if load in names else None]:
             other_size = self.possible(PEERS[other], other_wanted, other_least)
-            if other_size and (PEERS[other] == peer or not self.over_half(PEERS[other], other_size)):
+            if other_size and (PEERS[other] == peer or not self.waits_for_its_own(PEERS[other], other_size)):
                 return None
         at = self.fits_at(size, [owner is None for owner in self.owner])
         return None if at is None else (at, size)
@@ -148,6 +154,8 @@ class PoolHistories(RuleBasedStateMachine):
         assert self.pool.waiting == tuple(entry[0] for entry in self.model.queue)
         for peer in set(PEERS.values()):
             assert self.pool.held_by(peer) == CELL * self.model.cells_of_peer(peer)
+        for load, wanted, least in self.model.queue:
+            assert self.pool.lacks_room(load) == (not self.model.possible(PEERS[load], wanted, least))
 
     def teardown(self) -> None:
         """No load waits for ever: with everything given back, each in the queue is served in turn."""
@@ -204,3 +212,55 @@ def test_what_is_not_out_cannot_come_back() -> None:
     with pytest.raises(LocalProtocolError, match="asks for 0 bytes"):
         pool.try_take("load", "peer", 0)
     assert pool.free_bytes == pool.capacity
+
+
+def fill(pool: StagingPool, peer: str, cells: int) -> list[Wave]:
+    """All that loads of one peer can have at once."""
+    waves: list[Wave] = []
+    while (wave := take(pool, f"{peer}-{len(waves)}", cells, peer)) is not None:
+        waves.append(wave)
+    pool.withdraw(f"{peer}-{len(waves)}")
+    return waves
+
+
+def test_peers_that_stand_still_leave_room_for_the_next_however_many_they_are() -> None:
+    """All of their waves go into quarantine at once, as when a switch fails."""
+    pool = pool_of(64)
+    held = {peer: fill(pool, peer, 8) for peer in ("one", "two", "three")}
+    assert [sum(wave.num_bytes for wave in waves) // CELL for waves in held.values()] == [32, 16, 8]
+    for waves in held.values():
+        for one in waves:
+            pool.quarantine(one)
+    for peer, cells in (("four", 4), ("five", 2), ("six", 1)):
+        wave = take(pool, peer, 8, peer, at_least=1)
+        assert wave is not None
+        assert wave.num_bytes == cells * CELL
+        pool.quarantine(wave)
+    assert pool.free_bytes == CELL
+    assert take(pool, "seven", 8, "seven", at_least=1) is None
+    assert pool.lacks_room("seven")
+    pool.give_back(held["three"][0])
+    assert not pool.lacks_room("seven")
+    assert take(pool, "seven", 8, "seven", at_least=1) is not None
+
+
+def test_a_peer_that_has_its_share_keeps_no_other_waiting_and_is_served_when_it_gives_some_back() -> None:
+    pool = pool_of(64)
+    held = fill(pool, "one", 8)
+    assert take(pool, "more", 8, "one") is None
+    assert not pool.lacks_room("more"), "its own waves come back"
+    taken(pool, "other", 8, "two")
+    pool.give_back(held[0])
+    assert take(pool, "more", 8, "one") is None, "beside another peer the share is smaller"
+    pool.give_back(held[1])
+    taken(pool, "more", 8, "one")
+
+
+def test_a_load_that_waits_for_other_peers_waves_is_not_overtaken_for_ever() -> None:
+    pool = pool_of(64)
+    waves = [wave for peer in ("one", "two", "three") for wave in fill(pool, peer, 8)]
+    assert take(pool, "late", 8, "four") is None
+    pool.give_back(waves.pop())
+    assert take(pool, "again", 8, "three") is None, "it is not its turn"
+    pool.give_back(waves.pop())
+    taken(pool, "late", 8, "four")

@@ -109,7 +109,12 @@ class FerryConfig:
     handshake_timeout_s: float = _option(
         5.0, number(0.1, 600), "seconds that a producer may take to send its description, and again for the first read"
     )
-    load_timeout_s: float = _option(60.0, number(0.1, 3600), "seconds without progress after which a load has failed")
+    load_timeout_s: float = _option(
+        60.0,
+        number(0.1, 3600),
+        "seconds without progress after which a load has failed; after 20 times as many, from its order, it has failed "
+        "whatever its progress (20 minutes)",
+    )
     failed_read_grace_s: float = _option(
         FAILED_READ_GRACE_S,
         number(0, 86400),

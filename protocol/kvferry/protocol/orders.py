@@ -132,6 +132,8 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
         completions: of requests whose prompt this step completes: their blocks are written when it has ended.
         ends: of leases that are over, also of some that this step holds.
         fails: requests to be reported as failed loads without a read: their prefill has failed.
+        cancels: loads, of earlier steps or of this one, whose requests were aborted. A load that has not ended posts
+            no more reads and is reported at once, as failed; one that has been reported is not reported again.
     """
 
     version: Literal[1] = ORDERS_VERSION
@@ -143,12 +145,13 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[LeaseEnd, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     fails: tuple[str, ...] = ()
+    cancels: tuple[str, ...] = ()
     prewarms: tuple[Prewarm, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         leases = self.ends or self.opens or self.holds or self.progress or self.completions
-        return bool(leases or self.loads or self.fails or self.prewarms)
+        return bool(leases or self.loads or self.fails or self.cancels or self.prewarms)
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +180,11 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureReason(str, enum.Enum):
-    """Why a load failed: the label of the metric and the word in the log."""
+    """Why a load failed: the label of the metric and the word in the log.
+
+    `STAGING`: what a failed read may still write into leaves it no part of the staging pool. `ABORTED`: its request was
+    aborted, so nobody wants it; it is no fault, and has a metric of its own.
+    """
 
     HANDSHAKE = "handshake"
     REFUSED = "refused"
@@ -189,6 +196,8 @@ class FailureReason(str, enum.Enum):
     DEADLINE = "deadline"
     PREFILL = "prefill"
     ORDERS = "orders"
+    STAGING = "staging"
+    ABORTED = "aborted"
 
 
 _decoder: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)

@@ -104,6 +104,7 @@ def next_orders(
         ends=tuple(due.ends),
         loads=loads.take_orders(),
         fails=fails,
+        cancels=loads.take_cancels(),
         prewarms=loads.prewarms.take(),
     )
 

@@ -74,18 +74,21 @@ def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: 
     scene.network.freeze("producer")
     assert scene.connect(0.0) is None
     assert scene.registry.busy()
-    scene.registry.step(1.1, ())
-    found = scene.registry.get(KEY, 1.1)
+    scene.registry.step(100.0, ())
+    assert scene.registry.get(KEY, 100.0) is None, "a pause of this process counts for little"
+    for tenth in range(1, 12):
+        scene.registry.step(100.0 + tenth / 10, ())
+    found = scene.registry.get(KEY, 101.1)
     assert isinstance(found, Unavailable)
     assert found.reason is FailureReason.HANDSHAKE
     assert scene.registry.closing()
     assert not scene.registry.busy()
     assert scene.slot_reads.free() == ENTRIES - 1
     scene.network.thaw("producer")
-    scene.registry.step(2.0, ())
+    scene.registry.step(102.0, ())
     assert scene.nothing_is_left()
     assert not scene.registry.closing()
-    assert isinstance(scene.connect(100.0), Peer)
+    assert isinstance(scene.connect(200.0), Peer)
 
 
 def test_without_a_free_entry_a_peer_is_tried_again_later(scene: Scene) -> None:

@@ -226,6 +226,8 @@ class TransferThread:
         self._survive(self._change_leases, orders, mark)
         for order in orders.loads:
             self.runner.add(order, mark, arrived_s, head.boot)
+        if orders.cancels:
+            self._survive(self.runner.cancel, orders.cancels)
         for prewarm in orders.prewarms:
             add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
             add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.connector.metrics.tables import OTHER_PEERS
+from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.state import CounterKey
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey
@@ -79,9 +80,13 @@ class FerryStats(KVConnectorStats):
             return None
         counters: LabelledCounts = {name: {"": amount} for name, amount in results.counts.items()}
         samples = {"handshake_s": list(results.handshake_s)} if results.handshake_s else {}
-        if results.failed:
-            counters["failed_transfers"] = {"": len(results.failed)}
-            counters["failed_loads"] = dict(Counter(reason.value for reason in results.failed.values()))
+        failed = Counter(reason.value for reason in results.failed.values())
+        aborted = failed.pop(FailureReason.ABORTED.value, 0)
+        if aborted:  # a client that goes away is no fault of any engine
+            counters["aborted_loads"] = {"": aborted}
+        if failed:
+            counters["failed_transfers"] = {"": failed.total()}
+            counters["failed_loads"] = dict(failed)
         for load in results.load_records:
             for (name, label), amount in _counts_of(load, labels).items():
                 by_label = counters.setdefault(name, {})
@@ -121,6 +126,8 @@ class FerryStats(KVConnectorStats):
 def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:
     """The increments of counters by an ended load."""
     peer = labels.of(load.source, is_good=load.reason is None)
+    if load.reason is FailureReason.ABORTED:
+        return {}
     if load.reason is not None:
         return {("peer_failed_loads", peer): 1}
     counts = {

@@ -110,7 +110,10 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_failed_loads",
         "Failed loads, by worker and reason.",
         "reason",
-        tuple(reason.value for reason in FailureReason),
+        tuple(reason.value for reason in FailureReason if reason is not FailureReason.ABORTED),
+    ),
+    "aborted_loads": Metric(
+        "kvferry_aborted_loads", "Loads that were cancelled since their request was aborted, by worker."
     ),
     "failed_transfers": Metric("nixl_num_failed_transfers", "Failed loads, by worker."),
     "failed_notifications": Metric("nixl_num_failed_notifications", "Notifications that could not be sent."),

@@ -105,6 +105,7 @@ class ConsumerLedger:
         self._ended = EndedLeases(max_ended)
         self.prewarms = PrewarmQueue()
         self._orders: list[LoadOrder] = []
+        self._cancels: list[str] = []
         self._commands: list[LeaseCommand] = []
         self.in_flight = self.loading = 0
         self.quarantine = QuarantinedBlocks(pool)
@@ -216,12 +217,15 @@ class ConsumerLedger:
         return prompt
 
     def failed(self, request_id: str) -> RemotePrompt | None:
-        """A worker could not load it. Release the lease, for the producer workers that were not notified."""
+        """A worker could not load it, or has ended the load since its request was aborted. Release the lease, for the
+        producer workers that were not notified."""
         prompt = self._end_load(request_id, LoadEvent.FAILED)
         if prompt is None:
             return None
-        self.prewarms.forget(Prewarm.of(prompt.source))
         self._end_claim(ReleaseLease(prompt.lease))
+        if prompt.state is LoadState.ABORTED:
+            return prompt  # nobody computes it, and nothing is wrong with its producer
+        self.prewarms.forget(Prewarm.of(prompt.source))
         if self._recomputes:
             self._recompute(prompt, "load_failed")
         else:
@@ -229,10 +233,14 @@ class ConsumerLedger:
         return prompt
 
     def finished(self, request_id: str) -> None:
-        """The request has ended or was aborted."""
+        """The request has ended or was aborted. A load that is under way is cancelled: until every worker has reported
+        its end, vLLM keeps the blocks."""
         prompt = self._by_request.get(request_id)
-        if prompt is not None:
-            self._leave(prompt, LoadEvent.FINISH)
+        if prompt is None:
+            return
+        if prompt.state is LoadState.LOADING:
+            self._cancels.append(request_id)
+        self._leave(prompt, LoadEvent.FINISH)
 
     def decline_offered(self, reason: str) -> None:
         """Decline all loads that have not begun: their prompts are computed here."""
@@ -257,6 +265,11 @@ class ConsumerLedger:
         """The loads ordered since the last call."""
         orders, self._orders = self._orders, []
         return tuple(orders)
+
+    def take_cancels(self) -> tuple[str, ...]:
+        """The loads whose requests were aborted since the last call."""
+        cancels, self._cancels = self._cancels, []
+        return tuple(cancels)
 
     def take_commands(self) -> tuple[LeaseCommand, ...]:
         """Commands for the side channel since the last call, in order."""

@@ -127,7 +127,7 @@ class LoadState(TableEnum):
     DECLINED = "declined"
     """Nothing is loaded: the prompt was in the local cache, or is computed here."""
     ABORTED = "aborted"
-    """The request is gone while workers still read: its blocks stay allocated until they report."""
+    """The request is gone and its load cancelled: its blocks stay allocated until the workers have reported that."""
 
 
 class LoadEvent(TableEnum):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence, Set
 
 import numpy as np
@@ -190,8 +191,12 @@ class Reads:
 class Landing:
     """Memory in equal entries, in which small reads land. An entry belongs to one reader until it is given back.
 
+    Reads of a peer that stands still keep their entries until it goes on. So a peer gets no entry that would leave
+    fewer free than it then has: whatever peers stand still, there are some for the next one.
+
     Attributes:
         memory: `[entries, numbers of an entry]`.
+        given_back: how often entries were given back.
         descriptors: of all entries, once `prepare` has made them: descriptor `i` is entry `i`.
     """
 
@@ -199,7 +204,9 @@ class Landing:
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
+        self.given_back = 0
         self._free = list(range(len(memory) - 1, -1, -1))
+        self._held: Counter[str] = Counter()
 
     def region(self) -> Region:
         """The memory to register."""
@@ -211,15 +218,29 @@ class Landing:
         row = (int(self.memory.ctypes.data), entry_bytes, 0, entry_bytes, len(self.memory))
         self.descriptors = fabric.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
 
-    def try_take(self, count: int) -> tuple[int, ...] | None:
-        """`count` entries, or None when there are not as many free."""
-        if len(self._free) < count:
+    def try_take(self, count: int, peer: str | None = None) -> tuple[int, ...] | None:
+        """`count` entries, or None when there are not as many.
+
+        Args:
+            peer: the peer to be read from, for its share; None for no peer's, which may be all.
+        """
+        least = 0 if peer is None else self._held[peer] + count
+        if len(self._free) - count < least:
             return None
+        if peer is not None:
+            self._held[peer] += count
         return tuple(self._free.pop() for _ in range(count))
 
-    def give_back(self, entries: tuple[int, ...]) -> None:
-        """Return entries that no read can write any more."""
+    def give_back(self, entries: tuple[int, ...], peer: str | None = None) -> None:
+        """Return entries that no read can write any more, and that were taken for `peer`."""
+        if not entries:
+            return
+        self.given_back += 1
         self._free.extend(entries)
+        if peer is not None:
+            self._held[peer] -= len(entries)
+            if not self._held[peer]:
+                del self._held[peer]
 
     def free(self) -> int:
         """Number of free entries."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer
-from kvferry.worker.fabric.reads import IdPages, Reads, SlotReads
+from kvferry.worker.fabric.reads import IdPages, Landing, Reads, SlotReads
 from kvferry.worker.loads.slot_watch import SlotWords
 from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
 
@@ -20,15 +20,18 @@ class LeaseReads:
 
     Args:
         reads: the load's, which settles them.
+        peer: for the fairness of entries and pages.
 
     Attributes:
         entries: where slots and headers are read to; kept from one read to the next.
         pages: where ids are read to.
     """
 
-    def __init__(self, reads: Reads, slot_reads: SlotReads, id_pages: IdPages, slot: int) -> None:
+    def __init__(self, reads: Reads, slot_reads: SlotReads, id_pages: IdPages, slot: int, peer: str) -> None:
         self.entries: tuple[int, ...] = ()
         self.pages: tuple[int, ...] = ()
+        self._peer = peer
+        self._waits_for: Landing | None = None
         self._reads = reads
         self._slot_reads = slot_reads
         self._id_pages = id_pages
@@ -36,9 +39,14 @@ class LeaseReads:
 
     def give_back(self) -> None:
         """Give the memory back. Call it when none of the load's reads can write any more."""
-        self._slot_reads.give_back(self.entries)
-        self._id_pages.give_back(self.pages)
+        self._slot_reads.give_back(self.entries, self._peer)
+        self._id_pages.give_back(self.pages, self._peer)
         self.entries = self.pages = ()
+
+    @property
+    def queue_moves(self) -> int:
+        """While it waits for entries or pages: grows when others give some back."""
+        return self._waits_for.given_back if self._waits_for is not None else 0
 
     def slots(self, peer: Peer) -> Generator[None, None, SlotWords]:
         """Read the slot on every producer worker; no words if this worker reads nothing from any.
@@ -65,14 +73,12 @@ class LeaseReads:
         found: dict[int, np.ndarray] = {}
         for first in range(0, len(pages), _PAGES_AT_ONCE):
             part = pages[first : first + _PAGES_AT_ONCE]
-            while not (taken := self._id_pages.try_take(len(part))):
-                yield
-            self.pages = taken
+            taken = self.pages = yield from self._take(self._id_pages, len(part))
             remote = np.array([row * rows.rows.pages + page for page in part], dtype=np.int32)
             local = np.array(taken, dtype=np.int32)
             yield from self._finish([self._reads.post(self._id_pages.descriptors, local, rows.pages, remote)])
             found.update(zip(part, self._id_pages.memory[local], strict=True))
-            self._id_pages.give_back(taken)
+            self._id_pages.give_back(taken, self._peer)
             self.pages = ()
         return found
 
@@ -84,14 +90,20 @@ class LeaseReads:
         """Read the same descriptor of each of these lists."""
         if not remotes:
             return ()
-        while not self.entries:
-            self.entries = self._slot_reads.try_take(len(remotes)) or ()
-            if not self.entries:
-                yield
+        if not self.entries:
+            self.entries = yield from self._take(self._slot_reads, len(remotes))
         memory, where, wanted = self._slot_reads.memory, list(self.entries), np.array([index], dtype=np.int32)
         memory[where] = EMPTY
         yield from self._finish([self._post(place, remote, wanted) for place, remote in enumerate(remotes)])
         return tuple((int(one), int(two)) for one, two in memory[where])
+
+    def _take(self, landing: Landing, count: int) -> Generator[None, None, tuple[int, ...]]:
+        """Take entries of a landing, when there are enough."""
+        while (taken := landing.try_take(count, self._peer)) is None:
+            self._waits_for = landing
+            yield
+        self._waits_for = None
+        return taken
 
     def _post(self, place: int, remote: RemoteDescriptors, wanted: Indices) -> Transfer:
         entry = np.array([self.entries[place]], dtype=np.int32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, Wanted, every, pair_request
@@ -27,6 +27,7 @@ from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer
 from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
+from kvferry.worker.loads.deadline import Deadline
 from kvferry.worker.loads.lease_reads import LeaseReads
 from kvferry.worker.loads.results import LoadRecord, Stage
 from kvferry.worker.loads.slot_watch import SlotWords, Wait
@@ -34,9 +35,6 @@ from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads
-
-MAX_CHANGES = 1 << 13
-"""More than any prompt needs: a producer that changes a slot for ever must not hold a load for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +51,10 @@ class Load:
         staged: the reads through the staging pool, which may still write too.
         zeroed: reached when the device has zeroed what was not loaded; until then it may still write as well.
         undelivered: producer workers that could not be notified.
-        progressed_s: its last progress, from which its deadline counts: the order, or a change of its slot.
-        changes: the number of times that it progressed.
+        deadline: by which it must have progressed, and be over.
+        changes: the changes of its slot, and the parts of a prompt that it has read.
+        turn: how many of the peer's data reads had to end before what it waits for, by `ReadQueue.ended`.
+        looked_s: when the read of the slot began that it knows the words from: they are at least as new.
         epoch: the epoch that the lease must have after the data.
     """
 
@@ -63,21 +63,23 @@ class Load:
     context: LoadContext
     boot: str
     record: LoadRecord
+    deadline: Deadline
     peer: Peer | None = None
     reads: Reads = field(init=False)
     lease_reads: LeaseReads = field(init=False)
     staged: StagedReads | None = None
     zeroed: DeviceMark | None = None
     undelivered: int = 0
-    progressed_s: float = field(init=False)
     changes: int = 0
+    turn: int = 0
+    looked_s: float = -math.inf
     epoch: Epoch = field(init=False)
 
     def __post_init__(self) -> None:
         context, ticket = self.context, self.order.source.kvferry
         self.reads = context.reader.reads()
-        self.lease_reads = LeaseReads(self.reads, context.slot_reads, context.id_pages, ticket.lease_slot)
-        self.progressed_s = self.record.ordered_s
+        owner = str(self.record.source)
+        self.lease_reads = LeaseReads(self.reads, context.slot_reads, context.id_pages, ticket.lease_slot, owner)
         self.epoch = epoch_from_text(ticket.lease_epoch)
 
     @property
@@ -92,6 +94,22 @@ class Load:
     def waves(self) -> list[Wave]:
         """The waves of the staging pool that it holds."""
         return self.staged.waves() if self.staged is not None else []
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether it waits for its peer's handshake, which has deadlines of its own."""
+        return self.peer is None
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it waits for a part of the pool that it cannot get before a failed read has ended."""
+        return self.staged is not None and self.staged.lacks_room
+
+    def progress(self) -> Hashable:
+        """Its progress, to be compared with that at another time; see `loads.deadline`."""
+        ended = min(self.peer.data_reads.ended, self.turn) if self.peer is not None else 0
+        staged = self.staged.progress() if self.staged is not None else 0
+        return self.record.stage, self.changes, ended, staged, self.lease_reads.queue_moves
 
     def steps(self) -> Steps:
         """The steps of the load, from connecting to the last byte.
@@ -192,10 +210,10 @@ class Load:
         """
         ready, computing = self._word(SlotState.READY), self._word(SlotState.COMPUTING)
         opens_until_s = self._opens_until_s
-        words = yield from self.lease_reads.slots(peer)
+        words = yield from self._slots(peer)
         while not {ready}.issuperset(states := {state for state, _ in words}):
             is_open = states <= {ready, computing}
-            if not is_open and time.monotonic() >= opens_until_s:
+            if not is_open and self.looked_s >= opens_until_s:
                 raise LoadFailed(FailureReason.FENCE, "the lease had ended before the read")
             if is_open:
                 opens_until_s = -math.inf
@@ -203,27 +221,29 @@ class Load:
 
     def _check_fence(self, peer: Peer) -> Steps:
         """The fence after the data: only READY on every producer worker is good."""
-        words = yield from self.lease_reads.slots(peer)
+        words = yield from self._slots(peer)
         if any(state != self._word(SlotState.READY) for state, _ in words):
             raise LoadFailed(FailureReason.FENCE, "the lease had ended after the read")
+
+    def _slots(self, peer: Peer) -> Generator[None, None, SlotWords]:
+        """Read the slot's words now."""
+        self.turn = peer.data_reads.turn
+        self.looked_s = time.monotonic()
+        return (yield from self.lease_reads.slots(peer))
 
     def _wait(self, peer: Peer, words: SlotWords, until_s: float) -> Generator[Wait | None, None, SlotWords]:
         """Park until the slot's words are others, or until a time. Returns the words."""
         source = self.order.source
         wait = Wait(peer, source.kvferry.lease_slot, words, self.epoch, source.remote_num_tokens, until_s)
         self.lease_reads.give_back()
+        self.turn = peer.data_reads.turn
         yield wait
         if wait.error is not None:
             raise wait.error
+        self.looked_s = wait.looked_s
         if wait.words != words:
-            self._progress()
-        return wait.words
-
-    def _progress(self) -> None:
-        """The deadline begins anew, but not for ever."""
-        if self.changes < MAX_CHANGES:
             self.changes += 1
-            self.progressed_s = time.monotonic()
+        return wait.words
 
     @property
     def _opens_until_s(self) -> float:
@@ -236,11 +256,12 @@ class Load:
     def _read_units(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
         if self.record.stage is Stage.FENCE:
             self.record.go_on(Stage.POSTING, time.monotonic())
-        handles = self._post_reads(peer, units)
-        if self.record.stage is Stage.POSTING:
-            self.record.go_on(Stage.READING, time.monotonic())
-        yield from self._read_staged(peer, units)
-        yield from self._finish(handles)
+        with peer.data_reads.queued() as self.turn:  # left too if the load ends here: `close` raises GeneratorExit
+            handles = self._post_reads(peer, units)
+            if self.record.stage is Stage.POSTING:
+                self.record.go_on(Stage.READING, time.monotonic())
+            yield from self._read_staged(peer, units)
+            yield from self._finish(handles)
 
     def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
         handles = []

@@ -202,7 +202,8 @@ class LoadWatchdog:
 
     Each load is reported once, and in time. The transfer thread itself fails loads that are late, unless it is stuck in
     a call of the fabric. Then the watchdog fails them, a little later, and their blocks count as alive until the
-    transfer thread reports the load.
+    transfer thread reports the load. It must have seen the thread stuck twice, `SLACK_S` apart: after a pause of the
+    whole process, which no load must pay for, the step thread may well be the first to go on.
 
     Args:
         timeout_s: without progress, after which a load has failed.
@@ -214,6 +215,7 @@ class LoadWatchdog:
         self._given_up: set[str] = set()
         self._alive: frozenset[str] = frozenset()
         self._reported: frozenset[str] = frozenset()
+        self._stuck_since_s: float | None = None
 
     def __bool__(self) -> bool:
         """Whether a load that was ordered has not been reported yet."""
@@ -237,8 +239,13 @@ class LoadWatchdog:
         self._given_up -= over
         for request_id in over:
             self._ordered_s.pop(request_id, None)
-        overdue_s = time.monotonic() - self._timeout_s - SLACK_S
-        if turned_s <= overdue_s:
+        now_s = time.monotonic()
+        overdue_s = now_s - self._timeout_s - SLACK_S
+        if turned_s > overdue_s or not self._ordered_s:
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        elif now_s >= self._stuck_since_s + SLACK_S:
             self._give_up(results, overdue_s)
         if results.alive is not None:
             self._alive = results.alive

@@ -1,7 +1,8 @@
 """The loads of a worker: those that wait for their turn, those that run, parked and quarantined ones.
 
 A load is parked while it waits for its producer: until its slot changes it holds no place among those that run. A
-failed load is quarantined while its blocks may still be written.
+failed load is quarantined while its blocks may still be written. A load whose request was aborted is cancelled: it
+fails at once, whatever it waits for.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from kvferry.protocol.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
+from kvferry.worker.loads.deadline import Deadline
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.results import LoadRecord, ResultBox, Stage
+from kvferry.worker.loads.results import LoadRecord, ResultBox
 from kvferry.worker.loads.slot_watch import Look, SlotWatch, Wait
 from kvferry.worker.loads.streamed_load import StreamedLoad
 from kvferry.worker.peers.peer import PeerKey
@@ -29,7 +32,13 @@ interpreter's lock, and the engine's step thread would wait that long for the lo
 for a while begins a new stretch, so that loads whose posts copy follow one another without a pause."""
 
 _DEADLINE_CHECK_S = 10e-3
-"""Interval of the checks of loads that do not run."""
+_DEADLINE_CHECKS = 100
+"""Loads that do not run are checked at this interval, or so often in their time without progress."""
+
+_NO_ROOM_S = 1.0
+"""How long a load may wait for a part of the staging pool that failed reads may still write into. A cancelled read of a
+live producer ends within this time; one of a producer that stands still does not, and would cost the load all of its
+`load_timeout_s`."""
 
 
 class LoadRunner:
@@ -54,18 +63,44 @@ class LoadRunner:
         self._waiting: deque[Load] = deque()
         self._watch = SlotWatch(context.reader, context.slot_reads)
         self._parked: dict[Wait, tuple[Load, Steps]] = {}
-        self._resumed: deque[Wait] = deque()
+        self._resumed: dict[Load, Steps] = {}
         self._running: dict[Load, Steps] = {}
         self._round: deque[Load] = deque()
         self._flushing: list[Load] = []
         self.round_s = self._stretched_s = self._checked_s = 0.0
         self._in_use: frozenset[PeerKey] | None = None
+        self._clock = AwakeClock(LONGEST_TURN_S)
 
     def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str) -> None:
         """Queue a load of this boot of the engine; it runs when it is its turn."""
         record = LoadRecord(request_id=order.request_id, source=PeerKey.of(order.source), ordered_s=ordered_s)
         kind = Load if order.source.kvferry.stream_row is None else StreamedLoad
-        self._waiting.append(kind(order, mark, self._context, boot, record))
+        deadline = Deadline(self._clock.wind(time.monotonic()))
+        self._waiting.append(kind(order, mark, self._context, boot, record, deadline))
+
+    def cancel(self, request_ids: Collection[str]) -> None:
+        """End these loads, whose requests were aborted: nobody wants them. Those that have ended are left alone.
+
+        They post no more reads. Where none is in flight, as in one that waits for its producer, the blocks are free.
+        """
+        wanted = frozenset(request_ids)
+        waiting, self._waiting = self._waiting, deque()
+        for load in waiting:
+            if load.order.request_id in wanted:
+                self._cancel(load, None)
+            else:
+                self._waiting.append(load)
+        for wait, (load, steps) in list(self._parked.items()):
+            if load.order.request_id in wanted:
+                self._watch.remove(wait)
+                del self._parked[wait]
+                self._cancel(load, steps)
+        for loads in (self._resumed, self._running):
+            for load, steps in list(loads.items()):
+                if load.order.request_id in wanted:
+                    del loads[load]
+                    self._cancel(load, steps)
+        self._in_use = None
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon."""
@@ -90,6 +125,7 @@ class LoadRunner:
         """Loads that have begun; except for parked ones, they may hold entries, waves or transfers."""
         yield from self._running
         yield from (load for load, _ in self._parked.values())
+        yield from self._resumed
         yield from self._flushing
         yield from self.quarantined
 
@@ -107,7 +143,7 @@ class LoadRunner:
 
     def parked(self) -> int:
         """Number of loads that wait for a change of their slot, or, since it has changed, for their turn."""
-        return len(self._parked)
+        return len(self._parked) + len(self._resumed)
 
     def waiting(self) -> int:
         """Number of loads that have not begun."""
@@ -117,22 +153,27 @@ class LoadRunner:
         """Resume every load once, or as many as fit into a stretch: the next call continues with the others. Returns
         whether there was progress: a load that ended, or reached its next stage or wave. A poll alone is no progress.
 
-        A load that has waited for its turn past its deadline fails when it begins.
+        Deadlines are judged after a load was resumed: what has ended while this process stood still counts.
         """
         begun_s = time.monotonic()
+        awake_s = self._clock.wind(begun_s)
         over, moved = self._watch.step(begun_s)
-        self._resumed.extend(over)
-        ended = self._fail_late_parked(begun_s)
+        for wait in over:
+            load, steps = self._parked.pop(wait)
+            self._resumed[load] = steps
+        ended = self._fail_late(begun_s, awake_s)
         while (self._resumed or self._waiting) and len(self._running) < self._max_loads:
-            self._begin()
+            self._begin(awake_s)
         if not self._round:
             self._round.extend(self._running)
         while self._round:
             load = self._round.popleft()
-            place = _place(load)
+            if load not in self._running:
+                continue  # it was cancelled
+            before = load.deadline.noted
             try:
                 ended |= self._advance(load, self._running[load])
-                moved |= _place(load) != place
+                moved |= load.deadline.noted is not before
             except Exception:  # noqa: BLE001 - shown, with its traceback
                 internal_errors.log(f"req={load.order.request_id}: other loads go on")
             if time.monotonic() >= max(begun_s, self._context.reader.let_go_s) + _STRETCH_S:
@@ -151,41 +192,66 @@ class LoadRunner:
         Returns:
             The loads and looks whose reads may still write.
         """
-        for steps in (*self._running.values(), *(steps for _, steps in self._parked.values())):
+        parked = (steps for _, steps in self._parked.values())
+        for steps in (*self._running.values(), *self._resumed.values(), *parked):
             steps.close()
         return [*self.alive(), *self.looks()]
 
-    def _begin(self) -> None:
-        """Give a place to the next load: resumed ones come first."""
+    def _begin(self, awake_s: float) -> None:
+        """Give a place to the next load: resumed ones come first. What it has waited for a place does not count."""
         if self._resumed:
-            load, steps = self._parked.pop(self._resumed.popleft(), (None, None))
+            load = next(iter(self._resumed))
+            steps = self._resumed.pop(load)
         else:
             load = self._waiting.popleft()
             steps = load.steps()
             self._in_use = None
-        if load is not None and steps is not None:  # else it has missed its deadline since it was resumed
-            self._running[load] = steps
+        load.deadline.excuse(awake_s)
+        self._running[load] = steps
 
-    def _fail_late_parked(self, now_s: float) -> bool:
-        """Fail the parked loads that are past their deadline. Returns whether there were any."""
-        if not self._parked or now_s < self._checked_s + _DEADLINE_CHECK_S:
+    def _fail_late(self, now_s: float, awake_s: float) -> bool:
+        """Fail the loads without a place that are past their deadline. Returns whether there were any."""
+        if now_s < self._checked_s + max(_DEADLINE_CHECK_S, self.timeout_s / _DEADLINE_CHECKS):
             return False
         self._checked_s = now_s
-        late = [wait for wait, (load, _) in self._parked.items() if now_s - load.progressed_s > self.timeout_s]
-        for wait in late:
-            self._watch.remove(wait)
-            self._advance(*self._parked.pop(wait))
+        late: list[tuple[Load, str]] = []
+        suspects = [wait for wait, (load, _) in self._parked.items() if load.deadline.missed(awake_s, self.timeout_s)]
+        for wait in suspects:
+            load, steps = self._parked[wait]
+            load.deadline.note(
+                load.progress(), awake_s
+            )  # not noted for all in every check, which a thousand would feel
+            why = load.deadline.missed(awake_s, self.timeout_s)
+            if why is not None:
+                self._watch.remove(wait)
+                del self._parked[wait]
+                steps.close()
+                late.append((load, why))
+        # Those that only lack a place are given one, unless they have no time left at all.
+        for load, steps in list(self._resumed.items()):
+            why = load.deadline.longest_missed(awake_s, self.timeout_s)
+            if why is not None:
+                del self._resumed[load]
+                steps.close()
+                late.append((load, why))
+        while self._waiting:  # the first was ordered first
+            why = self._waiting[0].deadline.longest_missed(awake_s, self.timeout_s)
+            if why is None:
+                break
+            late.append((self._waiting.popleft(), why))
+        for load, why in late:
+            self._fail(load, FailureReason.DEADLINE, why)
         return bool(late)
 
     def _advance(self, load: Load, steps: Steps) -> bool:
         """Resume one load. Returns whether it has ended, or gives up its place."""
         try:
-            now_s = time.monotonic()
-            if now_s - load.progressed_s > self.timeout_s:
-                steps.close()
-                raise LoadFailed(FailureReason.DEADLINE, f"no progress for {self.timeout_s:g} s")
             wait = next(steps)
+            now_s = time.monotonic()
+            awake_s = self._clock.wind(now_s)
+            load.deadline.note(load.progress(), awake_s)
             if wait is None:
+                self._check_deadline(load, steps, awake_s)
                 return False
             del self._running[load]
             self._parked[wait] = load, steps
@@ -202,6 +268,25 @@ class LoadRunner:
             logger.exception("req=%s peer=%s: an internal error in a load", load.order.request_id, load.record.source)
             self._fail(load, FailureReason.TRANSFER, repr(error))
         return True
+
+    def _check_deadline(self, load: Load, steps: Steps, awake_s: float) -> None:
+        """Check the deadline of a load that runs. Raises `LoadFailed`."""
+        if load.is_connecting:
+            load.deadline.excuse(awake_s)
+        reason = FailureReason.DEADLINE
+        why = load.deadline.missed(awake_s, self.timeout_s)
+        if why is None and load.lacks_room and awake_s - load.deadline.progressed_s > _NO_ROOM_S:
+            reason = FailureReason.STAGING
+            why = "what failed reads may still write into leaves it no part of the staging pool"
+        if why is not None:
+            steps.close()
+            raise LoadFailed(reason, why)
+
+    def _cancel(self, load: Load, steps: Steps | None) -> None:
+        """Fail a load that has been removed from its queue. `steps`: None if it has not begun."""
+        if steps is not None:
+            steps.close()
+        self._fail(load, FailureReason.ABORTED, "its request was aborted")
 
     def _succeed(self, load: Load) -> None:
         record = load.record
@@ -235,7 +320,9 @@ class LoadRunner:
         safe = load.settle()
         if not safe:
             self.quarantined[load] = time.monotonic()
-        logger.warning(
+        is_aborted = reason is FailureReason.ABORTED
+        logger.log(
+            logging.DEBUG if is_aborted else logging.WARNING,
             "req=%s peer=%s load failed (%s): %s%s",
             record.request_id,
             record.source,
@@ -248,6 +335,7 @@ class LoadRunner:
             results.load_records.append(record)
             if not safe:
                 results.alive = frozenset(one.order.request_id for one in self.quarantined)
+            if not safe and not is_aborted:  # reads of aborted loads are expected to end soon, and are not counted
                 results.counts["quarantined_loads"] += 1
                 results.counts["quarantined_blocks"] += sum(map(len, load.order.local_blocks))
 
@@ -270,8 +358,3 @@ class LoadRunner:
             with self._results as results:
                 results.alive = frozenset(one.order.request_id for one in self.quarantined)
         return bool(over)
-
-
-def _place(load: Load) -> tuple[Stage, float, int]:
-    """The progress of a load: its stage, and the changes of its waves."""
-    return load.record.stage, load.progressed_s, load.staged.changes if load.staged is not None else 0

@@ -57,6 +57,7 @@ class Wait:
         epoch: that the load follows.
         num_tokens: of the whole prompt.
         until_s: a look that begins at this time or later ends the wait, whatever it finds.
+        looked_s: when the look began that has ended the wait.
         error: why the peer cannot be read from; None while it can.
         missing: tokens of the prompt that were not complete when the wait began.
     """
@@ -67,6 +68,7 @@ class Wait:
     epoch: Epoch
     num_tokens: int
     until_s: float = math.inf
+    looked_s: float = -math.inf
     error: Exception | None = None
     missing: int = field(init=False)
 
@@ -252,6 +254,7 @@ class SlotWatch:
         for index in np.flatnonzero(is_over).tolist():
             wait = part.waits[index]
             wait.words = tuple((state, progress) for state, progress in found[index].tolist())
+            wait.looked_s = look.begun_s
             tokens += wait.complete - (wait.num_tokens - wait.missing)
             over.append(wait)
         over = watched.remove(over)
@@ -265,7 +268,7 @@ class SlotWatch:
         """Post a look, unless there are too few entries now."""
         part, routes = watched.next_part(), watched.peer.routes
         count = len(part.waits)
-        taken = self._slot_reads.try_take(count * len(routes))
+        taken = self._slot_reads.try_take(count * len(routes), str(watched.peer.key))
         if taken is None:
             watched.due_s = now_s + _SHORTEST_S
             return
@@ -294,5 +297,5 @@ class SlotWatch:
     def _try_close(self, look: Look) -> bool:
         if not look.settle():
             return False
-        self._slot_reads.give_back(look.entries)
+        self._slot_reads.give_back(look.entries, str(look.peer.key))
         return True

@@ -80,15 +80,15 @@ class StreamedLoad(Load):
         if self.blocks is None:
             return units  # this worker reads nothing from any
         done, opens_until_s, is_whole = self.order.first_token, self._opens_until_s, True
-        words = yield from self.lease_reads.slots(peer)
+        words = yield from self._slots(peer)
         while True:
             complete = complete_tokens(words, self.epoch, self.order.source.remote_num_tokens)
             if complete is None:
                 if (yield from self._follow(words, opens_until_s)):
                     done = self.order.first_token
-                    words = yield from self.lease_reads.slots(peer)
+                    words = yield from self._slots(peer)
                     continue
-                soon_s = opens_until_s if time.monotonic() < opens_until_s else -math.inf
+                soon_s = opens_until_s if self.looked_s < opens_until_s else -math.inf
                 words = yield from self._wait(peer, words, soon_s)
                 continue
             opens_until_s, is_ready, held = -math.inf, self._is_ready(words), self.blocks.whole(complete)
@@ -109,6 +109,7 @@ class StreamedLoad(Load):
         """Read the ids that are new, and the tokens from `first` on, since `held` are complete; if all are, also the
         windows, chunks and states."""
         record, begun_s, before = self.record, time.monotonic(), self.record.planned_bytes
+        self.turn = peer.data_reads.turn
         pages = yield from self.lease_reads.ids(self.rows[0], self._row, blocks.missing(held, is_ready=is_ready))
         blocks.take(held, pages, is_ready=is_ready)
         self.held, stop = held, min(held, self.order.stop_token)
@@ -117,7 +118,7 @@ class StreamedLoad(Load):
             ends = self._pair_units(peer, self._blocks, lambda group: not _grows(group))
             units |= {tokens: pairs for tokens, pairs in ends.items() if len(pairs)}
         yield from self._read_units(peer, units)
-        self._progress()
+        self.changes += 1
         if not is_ready:
             record.early_bytes += record.planned_bytes - before
         if len(record.chunks) == _MOST_CHUNKS:
@@ -135,7 +136,7 @@ class StreamedLoad(Load):
         origin = header_word(epoch_from_text(self.order.source.kvferry.lease_epoch))
         headers = yield from self.lease_reads.headers(self.rows, self._row)
         if any(first != origin for first, _ in headers) or EMPTY in (state for state, _ in words):
-            if time.monotonic() >= opens_until_s:
+            if self.looked_s >= opens_until_s:
                 raise LoadFailed(FailureReason.FENCE, "the lease had ended while the prompt was read")
             return False
         present = {present for _, present in headers}
@@ -146,5 +147,5 @@ class StreamedLoad(Load):
         if self.blocks is not None:
             self.blocks.forget()
         self.record.restarts += 1
-        self._progress()
+        self.changes += 1
         return True

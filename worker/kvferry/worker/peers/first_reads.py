@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.worker.caches import KvCaches
@@ -27,6 +28,7 @@ class FirstRead:
         reads: reads that may still write `entries`.
         asked_s: when the peer was first asked for.
         arrived_s: when its description and plan arrived.
+        begun_s: when it began, by the clock of the time awake.
         prepared_s: how long the fabric took to prepare it.
         transfers: the reads that were posted.
     """
@@ -36,6 +38,7 @@ class FirstRead:
     entries: tuple[int, ...]
     asked_s: float
     arrived_s: float
+    begun_s: float
     prepared_s: float
     transfers: list[Transfer] = field(default_factory=list)
 
@@ -57,6 +60,7 @@ class FirstReads:
         self._slot_reads = slot_reads
         self._under_way: dict[PeerKey, FirstRead] = {}
         self._given_up: list[FirstRead] = []
+        self._clock = AwakeClock(LONGEST_TURN_S)
 
     def __len__(self) -> int:
         """Number of those under way."""
@@ -86,16 +90,18 @@ class FirstReads:
             HandshakeFailed: there are too few entries.
             FabricError, InvalidMessage: as `connect` and `Fabric.post_read`.
         """
-        entries = self._slot_reads.try_take(len(plan.routes))
+        entries = self._slot_reads.try_take(len(plan.routes), str(key))
         if entries is None:
             raise HandshakeFailed("too many reads in flight")
         began_s = time.perf_counter()
         try:
             peer = connect(self.reader, self._caches, self._staging, key, description, plan)
         except Exception:
-            self._slot_reads.give_back(entries)
+            self._slot_reads.give_back(entries, str(key))
             raise
-        first = FirstRead(peer, self.reader.reads(), entries, asked_s, now_s, time.perf_counter() - began_s)
+        prepared_s = time.perf_counter() - began_s
+        begun_s = self._clock.wind(now_s)
+        first = FirstRead(peer, self.reader.reads(), entries, asked_s, now_s, begun_s, prepared_s)
         try:
             for entry, route in zip(entries, peer.routes, strict=True):
                 where, slot = np.array([entry], dtype=np.int32), np.zeros(1, dtype=np.int32)
@@ -108,11 +114,12 @@ class FirstReads:
     def step(self, now_s: float) -> list[tuple[FirstRead, Exception | None]]:
         """Those that have ended, each with its error, or None for a peer that is connected."""
         ended: list[tuple[FirstRead, Exception | None]] = []
+        awake_s = self._clock.wind(now_s)
         for first in list(self._under_way.values()):
             error: Exception | None = None
             try:
                 if {self.reader.fabric.poll(read) for read in first.transfers} - {TransferState.DONE}:
-                    if now_s < first.arrived_s + self.timeout_s:
+                    if awake_s < first.begun_s + self.timeout_s:
                         continue
                     error = HandshakeFailed(f"the first read took longer than {self.timeout_s:g} s")
             except Exception as failed:  # noqa: BLE001 - handled by the caller
@@ -121,7 +128,7 @@ class FirstReads:
             if error is None:
                 for read in first.transfers:
                     first.reads.finished(read)
-                self._slot_reads.give_back(first.entries)
+                self._slot_reads.give_back(first.entries, str(first.peer.key))
             else:
                 self._give_up(first)
             ended.append((first, error))
@@ -136,6 +143,6 @@ class FirstReads:
         """Give everything back if the first read can write no more. Returns whether it did."""
         if not first.reads.settle():
             return False
-        self._slot_reads.give_back(first.entries)
+        self._slot_reads.give_back(first.entries, str(first.peer.key))
         disconnect(self.reader, first.peer)
         return True

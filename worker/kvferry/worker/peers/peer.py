@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.plan.descriptors import DescriptorTable, route_tables
@@ -87,15 +88,53 @@ class PeerRoute:
     rows: PreparedRows | None = None
 
 
+@dataclass(slots=True)
+class ReadQueue:
+    """The data reads of one peer. They share its link, where the first that was posted may well end first.
+
+    So a read progresses while those end that were posted before it. Those after it do not count: if a read were lost,
+    a busy peer would keep its load waiting.
+
+    Attributes:
+        under_way: loads that read data from it now.
+        ended: those that have ended, well or badly.
+    """
+
+    under_way: int = 0
+    ended: int = 0
+
+    @property
+    def turn(self) -> int:
+        """What `ended` will be at least when all that is under way now has ended."""
+        return self.ended + self.under_way
+
+    @contextlib.contextmanager
+    def queued(self) -> Iterator[int]:
+        """Read data. Yields the turn: what `ended` is when those before have ended."""
+        turn = self.turn
+        self.under_way += 1
+        try:
+            yield turn
+        finally:
+            self.under_way -= 1
+            self.ended += 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Peer:
-    """A producer engine, ready to be read from. `made` lists the handles to give back, in the order of creation."""
+    """A producer engine, ready to be read from.
+
+    Attributes:
+        made: the handles to give back, in the order of creation.
+        data_reads: of all loads from it.
+    """
 
     key: PeerKey
     description: EngineDescription
     plan: TransferPlan
     routes: tuple[PeerRoute, ...]
     made: tuple[Handle, ...]
+    data_reads: ReadQueue = field(default_factory=ReadQueue)
 
 
 def connect(

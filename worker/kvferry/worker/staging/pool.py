@@ -3,17 +3,20 @@
 Pure bookkeeping over the offsets `[0, capacity)`. A *wave* is a contiguous range that one load reads into and relays
 out from. The rules, and why no load waits for ever:
 
-1. A wave is at most an eighth of the pool. One peer holds at most half, its quarantined waves included.
+1. A wave is at most an eighth of the pool. No wave leaves less free than its peer then holds, quarantined waves
+   included. So one peer holds at most half, a second one beside it a quarter, and so on: a peer that stands still never
+   takes the last of the pool, however many do. (A half for every peer was tried: two that stood still took it all.)
 2. A load may always hold one wave. It gets a second one, to read into while the first is put in place, only while no
    other load waits for its first. It never gets a third.
-3. Loads that wait for their first wave are served in the order in which they began to wait. A load that waits only
-   because its peer holds its half blocks no loads but those of its own peer.
+3. Loads that wait for their first wave are served in the order in which they began to wait. A load that waits only for
+   waves of its own peer, since that has its share, blocks no loads but those of its own peer.
 4. No load waits for quarantined bytes, which may stay out for as long as a dead peer's handles live: where they are in
    the way, a wave is cut to what would fit if everything else came back. Where not even `at_least` would fit, the
-   load waits without blocking others.
+   load `lacks_room`: it waits without blocking others, and its owner should not wait for long.
 
 A load that holds a wave must be able to give it back without being granted another. Then the first in the queue is
-always served: nothing is granted past it, so everything that is out comes back, and by rule 4 it then fits.
+always served: nothing is granted past it but waves of other peers while its own peer has waves that come back, so in
+the end everything that is out comes back, and by rule 4 it then fits.
 """
 
 from __future__ import annotations
@@ -25,8 +28,6 @@ from kvferry.protocol.errors import InvalidConfig, LocalProtocolError
 
 WAVES_PER_POOL = 8
 """A wave is at most this fraction of the pool."""
-PEERS_PER_POOL = 2
-"""One peer holds at most this fraction of the pool."""
 WAVES_PER_LOAD = 2
 
 
@@ -69,6 +70,7 @@ class StagingPool:
 
     Attributes:
         used_bytes: bytes that are out, quarantined ones included.
+        given_back: how often a wave was given back.
 
     Raises:
         PoolTooSmall: an eighth of the capacity is less than `alignment`.
@@ -80,6 +82,7 @@ class StagingPool:
         if self.largest_wave == 0:
             raise PoolTooSmall("staging_pool_bytes", capacity, f"at least {WAVES_PER_POOL * alignment}")
         self.used_bytes = 0
+        self.given_back = 0
         self._out: dict[int, Wave] = {}
         self._quarantined: set[int] = set()
         self._waiting: dict[str, _Wish] = {}
@@ -91,8 +94,8 @@ class StagingPool:
 
     @property
     def peer_limit(self) -> int:
-        """Most bytes that one peer holds."""
-        return self._aligned_down(self.capacity // PEERS_PER_POOL)
+        """Most bytes that one peer holds, when no other one holds any."""
+        return self._aligned_down(self.capacity // 2)
 
     @property
     def free_bytes(self) -> int:
@@ -140,6 +143,15 @@ class StagingPool:
             self._waiting[load] = wish  # a load that waits already keeps its place
         return wave
 
+    def is_waiting(self, load: str) -> bool:
+        """Whether `load` waits for its first wave."""
+        return load in self._waiting
+
+    def lacks_room(self, load: str) -> bool:
+        """Whether `load` waits for its first wave and cannot get it before quarantined ones come back."""
+        wish = self._waiting.get(load)
+        return wish is not None and self._feasible(wish) is None
+
     def withdraw(self, load: str) -> None:
         """Remove `load` from the queue. A load that ends must call it, or others wait behind it for ever."""
         self._waiting.pop(load, None)
@@ -156,6 +168,7 @@ class StagingPool:
         self._check_out(wave)
         del self._out[wave.start]
         self.used_bytes -= wave.num_bytes
+        self.given_back += 1
         self._quarantined.discard(wave.start)
 
     def held_by(self, peer: str) -> int:
@@ -189,7 +202,7 @@ class StagingPool:
 
     def _grant(self, load: str, wish: _Wish) -> Wave | None:
         size = self._feasible(wish)
-        if size is None or self._is_capped(wish.peer, size):
+        if size is None or self._is_over_share(wish.peer, size):
             return None
         for earlier, other in self._waiting.items():
             if earlier == load:
@@ -208,16 +221,25 @@ class StagingPool:
         """The bytes that the wish would get if every wave came back that is not quarantined."""
         kept = [self._out[start] for start in sorted(self._quarantined)]
         gap = max(stop - start for start, stop in _gaps(kept, self.capacity))
-        room = self.peer_limit - sum(wave.num_bytes for wave in kept if wave.peer == wish.peer)
-        size = min(wish.wanted, self._aligned_down(gap), room)
+        free = self.capacity - sum(wave.num_bytes for wave in kept)
+        own = sum(wave.num_bytes for wave in kept if wave.peer == wish.peer)
+        share = self._aligned_down((free - own) // 2)  # the largest size with free - size >= own + size
+        size = min(wish.wanted, self._aligned_down(gap), share)
         return size if size >= wish.at_least else None
 
-    def _is_capped(self, peer: str, size: int) -> bool:
-        return self.held_by(peer) + size > self.peer_limit
+    def _is_over_share(self, peer: str, size: int) -> bool:
+        """Whether a wave of this size would leave less free than the peer then holds."""
+        return self.free_bytes - size < self.held_by(peer) + size
 
     def _stands_in_the_way(self, waiting: _Wish, peer: str) -> bool:
+        """Whether a load of `peer` must not be served before one that waits longer."""
         size = self._feasible(waiting)
-        return size is not None and (waiting.peer == peer or not self._is_capped(waiting.peer, size))
+        if size is None:
+            return False
+        if waiting.peer == peer or not self._is_over_share(waiting.peer, size):
+            return True
+        # Its own peer's waves come back and make room. Without any, it can only wait for the others'.
+        return not any(wave.peer == waiting.peer for wave in self._live())
 
     def _live(self) -> Iterator[Wave]:
         return (wave for start, wave in self._out.items() if start not in self._quarantined)

@@ -128,6 +128,18 @@ class StagedReads:
             if cursor or self._flights:
                 yield
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it waits for its first wave, and failed reads keep the room that it needs."""
+        return self._staging.pool.lacks_room(self._record.request_id)
+
+    def progress(self) -> int:
+        """Grows with its own progress, and while it waits for its first wave with that of others."""
+        pool = self._staging.pool
+        if pool.is_waiting(self._record.request_id) and not self.lacks_room:
+            return self.changes + pool.given_back
+        return self.changes
+
     def settle(self) -> bool:
         """Give back the waves that are safe, and quarantine the others; raises nothing.
 
