@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -211,3 +212,73 @@ def test_a_description_that_claims_very_many_ranks_costs_no_more_than_its_first_
 def test_what_only_the_producer_has_is_not_read() -> None:
     assignment = assign([worker()], [worker([tensor(), tensor(layer="draft.0")])])
     assert assignment.sources == ({0: (Source(("layers.0", "kv"), Range(0, 2)),)},)
+
+
+def hybrid(tp: int, heads: int, states: int) -> list[WorkerDescription]:
+    """Ranks of a model whose K has `heads` heads (0: one MLA latent) and whose state has `states`."""
+    made = []
+    for rank in range(tp):
+        kept = max(1, heads // tp)
+        first = rank * heads // tp if heads else 0
+        attention = tensor(kind="k" if heads else "mla", heads=Range(first, first + kept))
+        state = tensor(kind="ssm", heads=Range(rank * states // tp, (rank + 1) * states // tp))
+        made.append(other(worker(place=Place(tp=rank)), tensors=(attention, state)))
+    return made
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2, 4, 8, 16], ids=lambda heads: f"{heads} heads" if heads else "MLA")
+@pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("there", [1, 2, 4, 8, 16])
+def test_replicated_heads_are_read_where_the_state_is_read_anyway(here: int, there: int, heads: int) -> None:
+    """Before, in turn from all that hold them: MLA, TP 8 -> 16 took 30 routes, one head 4 -> 8 14, two heads 12."""
+    consumers, producers = hybrid(here, heads, 16), hybrid(there, heads, 16)
+    assignment = assign(consumers, producers)
+    check(consumers, producers, assignment)
+    assert sum(map(len, assignment.sources)) == max(here, there)
+    times = Counter(producer for read in assignment.sources for producer, sources in read.items() for _ in sources)
+    assert max(times.values()) <= 2 * -(-here // there)
+
+
+@st.composite
+def mixed(draw: st.DrawFn) -> list[WorkerDescription]:
+    """Ranks that divide one tensor, and hold another one in any part."""
+    count, heads = draw(st.integers(1, 6)), 4
+    made = []
+    for rank in range(count):
+        first = draw(st.sampled_from((0, 2)))
+        replica = tensor(kind="k", heads=Range(first, first + 2))
+        own = tensor(
+            kind="ssm", heads=Range(rank * heads // count, max(rank * heads // count + 1, (rank + 1) * heads // count))
+        )
+        made.append(other(worker(place=Place(tp=rank)), tensors=(replica, own)))
+    return made
+
+
+@given(mixed(), mixed())
+def test_a_reader_takes_a_new_route_only_where_those_that_it_has_serve_enough_already(
+    consumers: list[WorkerDescription], producers: list[WorkerDescription]
+) -> None:
+    """Of all ways to share the replicas out evenly, the fewest new routes: compared with trying all of them."""
+    assignment = assign(consumers, producers)
+    check(consumers, producers, assignment)
+    by_state = [
+        {producer for producer, sources in read.items() if any(one.name[1] == "ssm" for one in sources)}
+        for read in assignment.sources
+    ]
+    for first in (0, 2):
+        wants = [n for n, one in enumerate(consumers) if one.tensors[0].heads.start == first]
+        holds = [n for n, one in enumerate(producers) if one.tensors[0].heads.start == first]
+        if not wants or not holds:
+            continue
+        chosen = [
+            next(p for p, sources in assignment.sources[reader].items() if any(one.name[1] == "k" for one in sources))
+            for reader in wants
+        ]
+        served = [chosen.count(holder) for holder in holds]
+        assert max(served) - min(served) <= 1
+        fewest = min(
+            sum(holder not in by_state[reader] for reader, holder in zip(wants, ways, strict=True))
+            for ways in itertools.product(holds, repeat=len(wants))
+            if max(map(ways.count, holds)) - min(map(ways.count, holds)) <= 1
+        )
+        assert sum(holder not in by_state[reader] for reader, holder in zip(wants, chosen, strict=True)) == fewest

@@ -6,6 +6,7 @@ Tensors that are sharded alike on both sides (usually all layers of a stage) are
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -96,9 +97,16 @@ class _Ledger:
 def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDescription]) -> Assignment:
     """Choose for every (tensor, head, share of the tokens) that a consumer needs exactly one producer that holds it.
 
-    Of several holders the one with the fewest readers of this head and share is chosen, then the one with the fewest
-    bytes to send so far, then the first. Each producer worker without a reader is notified by the consumer worker with
-    the fewest routes.
+    Of several holders each serves as many readers of this head and share as the others, or one more. Within that, as
+    many readers as possible get a holder that they read from already, since each further one costs a route: its
+    descriptors, a fence and a notification. What has the fewest holders is shared out first, and the rest follows it.
+    Of equal holders the one with the fewest bytes to send so far is chosen, then the first. Each producer worker
+    without a reader is notified by the consumer worker with the fewest routes.
+
+    An example: a state divided among two producer workers, an MLA latent that both have, four consumer workers.
+
+        state     0 ← P0, 1 ← P0, 2 ← P1, 3 ← P1     it has no choice
+        latent    0 ← P0, 1 ← P0, 2 ← P1, 3 ← P1     two readers each; in turn (P0, P1, P0, P1) took 6 routes for 4
 
     Raises:
         PlanRefused: the search takes more than `MAX_STEPS`.
@@ -109,7 +117,7 @@ def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDes
         patterns.setdefault((tuple(map(id, wants)), tuple(map(id, held.get(name, ())))), []).append(name)
     cells = {tensor.name: tensor.cell_bytes for worker in consumers for tensor in worker.tensors}
     ledger = _Ledger([0] * len(producers), [{} for _ in consumers])
-    for names in patterns.values():
+    for names in sorted(patterns.values(), key=lambda names: _copies(held.get(names[0], ()))):
         readers, holders = wanted[names[0]], held.get(names[0], ())
         _share_out(readers, holders, names, sum(cells[name] for name in names), ledger)
     del ledger.lacks[MAX_LACKS:]
@@ -158,20 +166,91 @@ def _share_out(
             if len(ledger.lacks) >= MAX_LACKS:
                 return
             ledger.take(len(readers))
-            times = dict.fromkeys(owners.get(share, ()), 0)
-            for reader in readers:
-                if not shares_meet(reader.share, share):
-                    continue
-                if not times:
-                    ledger.lacks += [Lack(name, segment, share) for name in names]
-                    continue
-                ledger.take(len(times) + len(names))
-                chosen = min(times, key=lambda worker: (times[worker], ledger.load[worker], worker))
-                times[chosen] += 1
-                ledger.load[chosen] += len(segment) * head_bytes // share.ranks
-                _add(ledger.sources[reader.worker].setdefault(chosen, []), names, segment)
+            meeting = [reader.worker for reader in readers if shares_meet(reader.share, share)]
+            holders = list(dict.fromkeys(owners.get(share, ())))
+            if not holders:
+                ledger.lacks += [Lack(name, segment, share) for name in names] * len(meeting)
+                continue
+            ledger.take(len(meeting) * (len(holders) + len(names)))
+            num_bytes = len(segment) * head_bytes // share.ranks
+            for reader, chosen in zip(meeting, _choose(meeting, holders, num_bytes, ledger), strict=True):
+                _add(ledger.sources[reader].setdefault(chosen, []), names, segment)
         if not shares:
             ledger.lacks += [Lack(name, segment, Interleave()) for name in names]
+
+
+def _copies(holds: Sequence[Holding]) -> float:
+    """By how many workers each part is held, on average. What has one holder leaves no choice."""
+    return len(holds) / max(1, len({(one.heads, one.share) for one in holds}))
+
+
+def _choose(readers: Sequence[int], holders: Sequence[int], num_bytes: int, ledger: _Ledger) -> list[int]:
+    """The holder of each reader; adds `num_bytes` to the holder's load for each."""
+    least, more = divmod(len(readers), len(holders))
+    by_load = sorted(holders, key=lambda worker: (ledger.load[worker], worker))
+    known = [[holder for holder in by_load if holder in ledger.sources[reader]] for reader in readers]
+    given = _matched(known, least, more, ledger)
+    times = dict.fromkeys(holders, 0)
+    for matched in given:
+        if matched is not None:
+            times[matched] += 1
+            ledger.load[matched] += num_bytes
+    chosen = []
+    for matched in given:
+        holder = matched
+        if holder is None:
+            holder = min(times, key=lambda worker: (times[worker], ledger.load[worker], worker))
+            times[holder] += 1
+            ledger.load[holder] += num_bytes
+        chosen.append(holder)
+    return chosen
+
+
+def _matched(known: Sequence[Sequence[int]], least: int, more: int, ledger: _Ledger) -> list[int | None]:
+    """Give as many readers as possible one of the holders that they know: a matching by augmenting paths.
+
+    Args:
+        known: by reader.
+        least, more: each holder serves `least` readers, and `more` of the holders one more.
+
+    Returns:
+        The holder of each reader; None for a reader without.
+    """
+    given: list[int | None] = [None] * len(known)
+    served: dict[int, list[int]] = {holder: [] for holders in known for holder in holders}
+
+    def give(first: int, room: int) -> bool:
+        """Give the reader a holder, if need be by giving other readers other ones. Not recursive: a description may
+        claim thousands of workers."""
+        asked_by: dict[int, int] = {}
+        asking = deque([first])
+        while asking:
+            reader = asking.popleft()
+            for holder in known[reader]:
+                if holder in asked_by:
+                    continue
+                asked_by[holder] = reader
+                ledger.take(1 + len(served[holder]))
+                if len(served[holder]) >= room:
+                    asking.extend(served[holder])
+                    continue
+                at: int | None = holder
+                while at is not None:  # back along the path, every reader moves on to the holder that it asked
+                    moved = asked_by[at]
+                    before = given[moved]
+                    given[moved] = at
+                    served[at].append(moved)
+                    if before is not None:
+                        served[before].remove(moved)
+                    at = before
+                return True
+        return False
+
+    waiting = [reader for reader in range(len(known)) if known[reader] and not give(reader, least)]
+    for reader in waiting:
+        if more and give(reader, least + 1):
+            more -= 1
+    return given
 
 
 def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
