@@ -203,7 +203,9 @@ def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
     producer.close()
     events = events_of(folder, consumer)
     assert events_about(events, "waiting") == ["DecodeArrived tokens=100", "Finished"]
-    assert events_about(events, "loading") == [*LOADED[:2], "Finished", "LoadReported good=True"]
+    *steps, reported = events_about(events, "loading")
+    assert steps == [*LOADED[:2], "Finished"]
+    assert reported in ("LoadReported good=False", "LoadReported good=True"), "cancelled, unless it had just ended"
     over = [event.how for event in events_of(folder, producer) if event.request == "p1" and hasattr(event, "how")]
     assert over == ["release"]
 
