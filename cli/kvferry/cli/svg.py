@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
-from kvferry.protocol.visible import visible
+from kvferry.protocol.visible import visible_lines
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 THEME = """
@@ -48,7 +48,7 @@ def plain(content: str) -> str:
 
 
 def _clean(content: str) -> str:
-    return visible(content)
+    return visible_lines(content)  # tooltips have lines
 
 
 def _value(value: str | float) -> str:
