@@ -284,6 +284,18 @@ GUARDS = (
         ("tests/scheduler/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",),
     ),
     Guard(
+        "places",
+        "no host that clients name gets more connections and turns to connect than are free",
+        (5,),
+        "kvferry.scheduler.side_channel.places:has_share",
+        switches.always(True),
+        (
+            "tests/scheduler/test_places.py::"
+            "test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_connected_before",
+            "tests/scheduler/test_places.py::test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others",
+        ),
+    ),
+    Guard(
         "curve-auth",
         "with a secret, only peers that have it are admitted",
         (6,),

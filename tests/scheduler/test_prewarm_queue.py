@@ -81,6 +81,20 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(monkeypatch: 
     assert prewarms.take() == (named[0],), "the oldest was forgotten, and is named again"
 
 
+def test_one_host_leaves_prewarms_of_a_step_for_others() -> None:
+    """Clients choose the ports: 64 requests for one host kept all other producers from being prewarmed."""
+    prewarms = PrewarmQueue()
+    for port in range(1, 200):
+        prewarms.expect(Prewarm.of(make_params(remote_port=port)), 0.0)
+    other = Prewarm.of(make_params(remote_host="10.0.1.1"))
+    prewarms.expect(other, 0.0)
+    taken = prewarms.take()
+    assert taken[-1] == other
+    assert len(taken) == MAX_WAITING // 2 + 1
+    prewarms.expect(Prewarm.of(make_params(remote_port=200)), 0.0)
+    assert len(prewarms.take()) == 1, "each step has all of them"
+
+
 def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a_while() -> None:
     loads = ConsumerLedger(Counters())
     static = msgspec.structs.replace(PRODUCER, is_static=True)

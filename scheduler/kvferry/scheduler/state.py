@@ -1,4 +1,4 @@
-"""Shared parts of the ledgers and threads: transition tables, the observer, counters."""
+"""Shared parts of the ledgers and threads: transition tables, the observer, counters, fair shares."""
 
 from __future__ import annotations
 
@@ -100,6 +100,15 @@ class Counters:
         with self._lock:
             taken, self._samples = self._samples, {}
         return taken
+
+
+def has_share(count: int, taken: int, most: int) -> bool:
+    """Whether one host with `count` of the `taken` places may have one more of `most`: if it has fewer than are free.
+
+    Clients choose how many places they want for which host. By this rule one host gets half of them at most, two get a
+    third each, and there is always one for the next; a fixed part of them would be too few for a fleet on one host.
+    """
+    return count < most - taken
 
 
 HEARTBEATS_PER_LEASE = 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -26,14 +27,15 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemotePrompt,
     RenewLease,
 )
-from kvferry.scheduler.state import Counters, Observer, next_state
+from kvferry.scheduler.state import Counters, Observer, has_share, next_state
 
 AGAIN_S = 10.0
 """Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""
 MAX_NAMED = 4096
 """Most producers remembered; the least recently named is dropped. Clients choose what params name."""
 MAX_WAITING = 64
-"""Most prewarms in the orders of one step, static peers apart. Loads from other producers begin with a handshake."""
+"""Most prewarms in the orders of one step, static peers apart; of one host no more than are free, so that others get
+some. Loads from producers that are left out begin with a handshake."""
 
 
 class PrewarmQueue:
@@ -47,13 +49,16 @@ class PrewarmQueue:
     def __init__(self) -> None:
         self._named_s: dict[Prewarm, float] = {}  # the one named last is last
         self._waiting: list[Prewarm] = []
+        self._by_host: Counter[str] = Counter()  # of those that are not static
 
     def expect(self, producer: Prewarm, now_s: float) -> None:
         """A request will read from this producer, or a static peer has answered. `now_s` is of any monotonic clock."""
         named = msgspec.structs.replace(producer, is_static=False)
         is_known = now_s < self._named_s.get(named, -AGAIN_S) + AGAIN_S
-        if not producer.is_static and (is_known or len(self._waiting) >= MAX_WAITING):
-            return
+        if not producer.is_static:
+            if is_known or not has_share(self._by_host[producer.host], self._by_host.total(), MAX_WAITING):
+                return
+            self._by_host[producer.host] += 1
         self._waiting.append(producer)
         self.forget(named)
         self._named_s[named] = now_s
@@ -67,6 +72,7 @@ class PrewarmQueue:
     def take(self) -> tuple[Prewarm, ...]:
         """The producers to prewarm since the last call."""
         waiting, self._waiting = self._waiting, []
+        self._by_host.clear()
         return tuple(waiting)
 
 

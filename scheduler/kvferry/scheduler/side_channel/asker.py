@@ -37,8 +37,8 @@ from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.scheduler.consumer.questions import SETTLING, AskCommand, Producer, StartAsking
-from kvferry.scheduler.side_channel.places import Kind, Place, Places, has_share
-from kvferry.scheduler.state import Counters
+from kvferry.scheduler.side_channel.places import Kind, Place, Places
+from kvferry.scheduler.state import Counters, has_share
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable
 
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.side_channel.connection import Connection
+from kvferry.scheduler.state import has_share
 
 Address = tuple[str, int]
 """Host and port of a side channel."""
@@ -54,11 +55,6 @@ class Kind(enum.Enum):
 
 PLACES_A_TURN = {Kind.PROVEN: 4, Kind.NAMED: 4, Kind.OFFERED: 16}
 """With 256 places 64, 64 and 16 addresses are connected to at a time."""
-
-
-def has_share(count: int, taken: int, most: int) -> bool:
-    """Whether one with `count` of the `taken` places may have one more of `most`: if it has fewer than are free."""
-    return count < most - taken
 
 
 class _Turns:
