@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.messages import workers_of
+from kvferry.connector import messages
+from kvferry.connector.messages import FerryHandshake, workers_of
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.geometry import Place
 from tests.connector.gather_rank import Axes, gathered_by_all
+from tests.protocol.samples import make_worker
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +59,16 @@ def test_a_worker_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
     found = gathered_by_all(Axes(pp=2, tp=2, failing=1), f"file://{tmp_path / 'rendezvous'}")
     reported = ["SiblingFailed: worker 1: ValueError: no caches"]
     assert [rank.agents for rank in found] == [reported, ["ValueError: no caches"], reported, reported]
+
+
+def test_an_engine_with_more_tensors_than_another_reads_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = [make_worker(place=Place(tp=tp)) for tp in range(2)]
+    described = [FerryHandshake.of(worker.place, workers) for worker in workers]
+    tensors = sum(len(worker.tensors) for worker in workers)
+    monkeypatch.setattr(messages, "MAX_ENGINE_TENSORS", tensors)
+    assert len(workers_of(described)) == 2
+    monkeypatch.setattr(messages, "MAX_ENGINE_TENSORS", tensors - 1)
+    with pytest.raises(InvalidConfig, match=f"at most {tensors - 1}"):
+        workers_of(described)

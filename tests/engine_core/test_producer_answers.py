@@ -11,7 +11,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer import asked_prompts
 from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from tests.engine_core.streamed import PROMPT, REMOTE_DECODE, ask, asked_for, is_over
-from tests.harness.core.node import Node
+from tests.harness.core.node import Node, ferry_of
 
 
 def said(answer: Answer) -> tuple[Progress, str]:
@@ -21,6 +21,13 @@ def said(answer: Answer) -> tuple[Progress, str]:
 def prompts_of(node: Node) -> AskedPrompts:
     found: AskedPrompts = node.engine.connector.scheduler_side._offers._asked
     return found
+
+
+def test_a_worker_takes_notifications_before_the_engines_first_step(make: Any) -> None:
+    """Peers know of it from then on, and NIXL keeps what they send until it is taken."""
+    producer: Node = make("kv_producer")
+    for worker in producer.workers:
+        assert ferry_of(worker).worker_side._worker._thread._thread.is_alive()
 
 
 def test_a_prompt_that_cannot_be_decoded_elsewhere_is_not_waited_for(make: Any) -> None:

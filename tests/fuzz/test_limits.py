@@ -10,6 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.cli.arguments import InvalidArgument
+from kvferry.cli.plan import short_engine
+from kvferry.cli.plan.short_engine import engine_of_form
+from kvferry.cli.plan.short_form import read_short_form
 from kvferry.plan import planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
@@ -200,6 +204,26 @@ def test_a_description_file_may_have_as_many_bytes_as_its_limit_and_no_more(monk
     decode_engine_json(text)
     with pytest.raises(InvalidDescription, match="at most"):
         decode_engine_json(text + b" ")
+
+
+def test_an_engine_may_have_as_many_tensors_in_a_file_and_a_short_form_as_at_a_handshake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = [make_worker(place=Place(tp=tp)) for tp in range(2)]
+    tensors = sum(len(each.tensors) for each in workers)
+    text = encode_engine_json(engine_json_of(make_description(workers=tuple(workers))))
+    form = read_short_form("layers=2,heads=8,dim=64,block=16,layout=NHD,dtype=bfloat16")
+    for module in (description_json, short_engine):
+        monkeypatch.setattr(module, "MAX_ENGINE_TENSORS", tensors)
+    decode_engine_json(text)
+    monkeypatch.setattr(description_json, "MAX_ENGINE_TENSORS", tensors - 1)
+    with pytest.raises(InvalidDescription, match="at most"):
+        decode_engine_json(text)
+    monkeypatch.setattr(short_engine, "MAX_ENGINE_TENSORS", 4)
+    engine_of_form(form, "a")
+    monkeypatch.setattr(short_engine, "MAX_ENGINE_TENSORS", 3)
+    with pytest.raises(InvalidArgument, match="more than 3"):
+        engine_of_form(form, "a")
 
 
 def test_the_rows_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.protocol.errors import InvalidConfig, KvferryError
 from kvferry.protocol.geometry import Place
-from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
+from kvferry.protocol.handshake import MAX_ENGINE_TENSORS, WorkerDescription, decode_worker, encode
 from kvferry.trace.events import LoadEnded
 from kvferry.worker.loads.results import WorkerGauges
 
@@ -65,7 +65,7 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
     Raises:
         InvalidMessage: a description cannot be read.
         InvalidConfig: it is another connector's. A MultiConnector passes on the metadata of one child only, so at most
-            one of its children may hand prompts over.
+            one of its children may hand prompts over. Or there are more tensors than an engine reads of another.
     """
     frames: list[bytes] = []
     for one in handshakes:
@@ -73,6 +73,11 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
             raise InvalidConfig("connectors", type(one).__name__, "one child that hands prompts over: FerryConnector")
         frames.extend(one.frames)
     by_place = {worker.place: worker for worker in map(decode_worker, frames)}
+    tensors = sum(len(worker.tensors) for worker in by_place.values())
+    if tensors > MAX_ENGINE_TENSORS:
+        raise InvalidConfig(
+            "parallel sizes", f"{tensors} paged tensors of all workers", f"at most {MAX_ENGINE_TENSORS}"
+        )
     places = sorted(by_place, key=lambda place: (place.pp, place.pcp, place.tp))
     return tuple(by_place[place] for place in places)
 

@@ -16,7 +16,14 @@ from msgspec import Meta, structs
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import MISSING, UNKNOWN, InvalidDescription, cut, one_of
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
+from kvferry.protocol.handshake import (
+    MAX_ENGINE_TENSORS,
+    CacheGroup,
+    EngineDescription,
+    LeaseTable,
+    ModelFacts,
+    WorkerDescription,
+)
 from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 
@@ -113,6 +120,9 @@ def decode_engine_json(text: bytes) -> EngineJson:
             "kvferry_description", plain["kvferry_description"], f"version {DESCRIPTION_JSON_VERSION} of this schema"
         )
     engine_json = as_type(plain, EngineJson, InvalidDescription)
+    tensors = sum(len(worker.tensors) for worker in engine_json.workers)
+    if tensors > MAX_ENGINE_TENSORS:
+        raise InvalidDescription("workers.tensors", tensors, f"at most {MAX_ENGINE_TENSORS} in all, as at a handshake")
     for path, names in _unknown(plain, engine_json, ""):
         raise InvalidDescription(cut(path) or repr(path), UNKNOWN, one_of(path.rpartition(".")[2], names))
     return engine_json

@@ -49,6 +49,20 @@ def test_a_flood_of_malformed_ones_is_counted_whole_and_does_not_flood_the_log(
     rig.transfer(producer, consumer)
 
 
+def test_an_idle_worker_takes_notifications_that_it_does_not_expect(rig: Rig) -> None:
+    """Also before its first orders. NIXL keeps them until then, any number from any agent."""
+    producer, _ = rig.pair()
+    producer.worker.start()
+    for times in range(1, 4):
+        _send(rig, producer, *[MAGIC + b"\xc1"] * 100)
+        inbox = rig.network._by_name[producer.fabric.agent_name].inbox
+        wait_until(lambda: not inbox, "they are taken")  # noqa: B023 - called here
+        rig.step_until(
+            lambda times=times: producer.seen.counts["bad_notifications"] == 100 * times,  # type: ignore[misc]
+            "they are counted",
+        )
+
+
 def test_one_worker_that_repeats_itself_does_not_free_what_its_sibling_still_reads(rig: Rig) -> None:
     producer, _ = rig.pair()
     offer = producer.prefill(tokens=10)

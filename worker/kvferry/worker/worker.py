@@ -105,6 +105,11 @@ class FerryWorker:
         consumers[self._index] = self._as_consumer()
         self._first_contact.set_workers(consumers, self._index, workers)
 
+    def start(self) -> None:
+        """Take notifications from now on, also before the first orders. Call it when the engine has captured its graphs
+        (the thread uses the device), before peers learn of this worker. Idempotent."""
+        self._thread.start()
+
     def carry_out(self, head: bytes, frame: bytes) -> None:
         """Take a step's orders; returns at once, however many blocks they name. Call it on the thread that launches the
         device's work.

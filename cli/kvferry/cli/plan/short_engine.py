@@ -16,14 +16,13 @@ from kvferry.cli.plan.short_form import ShortForm
 from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
 from kvferry.protocol.description_json import EngineJson, WorkerJson
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, ModelFacts
+from kvferry.protocol.handshake import MAX_ENGINE_TENSORS, CacheGroup, ModelFacts
 
 UNKNOWN_MODEL = "short form"
 """Placeholder for facts about weights and activations, which a short form does not have."""
 
 _Groups = list[tuple[CacheGroup, tuple[int, ...]]]
 
-MAX_TENSORS_IN_ALL = 1 << 18
 MAX_BLOCK_PIECES = 1 << 20
 MAX_CACHE_TOKENS = 1 << 31
 MAX_WORKER_BYTES = 1 << 47
@@ -226,7 +225,7 @@ def _check_sizes(form: ShortForm) -> None:
     tensors = form.pcp * form.tp * ((form.layers - states) * per_attention + states * per_state)
     pieces = math.ceil(form.heads / form.tp) * form.kernel_block * (form.dim if form.layout == "CPU" else 1)
     limits: list[tuple[str, object, str, int, int]] = [
-        ("layers", form.layers, "layers·tp·pcp makes {} paged tensors", tensors, MAX_TENSORS_IN_ALL),
+        ("layers", form.layers, "layers·tp·pcp makes {} paged tensors", tensors, MAX_ENGINE_TENSORS),
         ("blocks", form.blocks, "blocks·block is {} tokens", form.blocks * form.block, MAX_CACHE_TOKENS - 1),
         ("kernel_block", form.kernel_block, "a block has {} heads·tokens·elements", pieces, MAX_BLOCK_PIECES),
     ]

@@ -80,7 +80,10 @@ class WorkerSide:
             raise
 
     def describe(self) -> FerryHandshake | None:
-        """The descriptions of this worker and its replicas, for peers; None before the caches exist."""
+        """The descriptions of this worker and its replicas, for peers; None before the caches exist. vLLM asks for them
+        when it has captured its graphs, perhaps long before the first step."""
+        if self._worker is not None:
+            self._worker.start()
         return self._handshake
 
     def bind(self, metadata: FerryMetadata) -> None:
