@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +163,14 @@ def test_of_hybrids_what_grows_with_the_prompt_is_read_while_it_is_computed() ->
         nothing_grows = make()
         del nothing_grows.kv_cache_groups[0]
         assert not can_stream(engine_config(), nothing_grows, FerryConfig())
+
+
+def test_a_layer_that_is_not_causal_spoils_what_grows_beside_it() -> None:
+    caches = kv_cache_config(8, window=32)
+    assert can_stream(engine_config(), caches, FerryConfig())
+    full, second = caches.kv_cache_groups
+    second.kv_cache_spec = dataclasses.replace(full.kv_cache_spec, non_causal=True)
+    assert not can_stream(engine_config(), caches, FerryConfig())
 
 
 def test_switched_off_or_with_drafters_no_prompt_is_read_while_it_is_computed() -> None:
