@@ -78,7 +78,7 @@ def test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_conn
     async def run() -> None:
         scene = Scene()
         await scene.connect("silent-not", 5600)
-        scene.places._proven["silent", 5600] = None
+        scene.places.proven.add(("silent", 5600))
         for port in range(300):
             scene.begin("silent", port)
         await settle()
@@ -235,5 +235,25 @@ def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(s
         scene.connected.clear()
         await scene.connect("after")
         assert ("after", 1) in scene.connected
+
+    play(run)
+
+
+def test_an_address_that_was_connected_for_something_else_does_not_wait_for_new_ones() -> None:
+    """A producer is asked for a prompt, or prewarmed, before its leases are renewed."""
+
+    async def run() -> None:
+        asking = Scene()
+        await asking.connect("silent-not", 1)
+        await asking.connect("good", 5600)
+        renewing = Scene()
+        renewing.places = Places(MOST, asking.places.proven)
+        for port in range(300):
+            renewing.begin("silent", port)
+            renewing.begin(f"silent{port}", 1)
+        await renewing.connect("good", 5600)
+        assert ("good", 5600) in renewing.connected
+        await renewing.cancel_all()
+        await asking.cancel_all()
 
     play(run)

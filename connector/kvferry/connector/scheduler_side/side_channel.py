@@ -100,9 +100,8 @@ class SideChannel:
             warn_of_trust(allowed, secrets)
             self._bell = Bell(local.boot, num_workers(local.topology), self._loop.wake, depth)
             self.renewer.client.watch(self._bell.fileno(), self._bell.take_rings)
-            self._asker = Asker(
-                self.renewer.client, announced_id(local.boot, local.engine_id), counters, asking.on_answer
-            )
+            own_id = announced_id(local.boot, local.engine_id)
+            self._asker = Asker(self.renewer.client, own_id, counters, asking.on_answer, self.renewer.proven)
         if self.renewer is not None and config.prewarm_peers:
             peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
             client = self.renewer.client
@@ -215,5 +214,7 @@ class SideChannel:
 
     def _on_producer(self, producer: Prewarm) -> None:
         """Called on the client's thread."""
+        if self.renewer is not None:
+            self.renewer.proven.add((producer.host, producer.port))
         self._found.append(producer)
         self._loop.wake()

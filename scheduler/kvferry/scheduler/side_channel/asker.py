@@ -37,7 +37,7 @@ from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.scheduler.consumer.questions import SETTLING, AskCommand, Producer, StartAsking
-from kvferry.scheduler.side_channel.places import Kind, Place, Places
+from kvferry.scheduler.side_channel.places import Kind, Place, Places, ProvenAddresses
 from kvferry.scheduler.state import Counters, has_share
 
 logger = logging.getLogger(__name__)
@@ -109,14 +109,22 @@ class Asker:
         on_answer: called on the client's thread with every answer that settles a question, and with those that change
             whether a producer knows its prompt; one that cannot be reached does not know any of its prompts. A producer
             that repeats its answers costs the engine nothing.
+        proven: see `Places`.
     """
 
-    def __init__(self, client: SideChannelClient, asker: str, counters: Counters, on_answer: OnAnswer) -> None:
+    def __init__(
+        self,
+        client: SideChannelClient,
+        asker: str,
+        counters: Counters,
+        on_answer: OnAnswer,
+        proven: ProvenAddresses | None = None,
+    ) -> None:
         self._client = client
         self._asker = asker
         self._counters = counters
         self._on_answer = on_answer
-        self._places = Places(MAX_PRODUCERS)
+        self._places = Places(MAX_PRODUCERS, proven)
         self._open: dict[int, _Open] = {}
         self._by_producer: dict[Producer, _Asked] = {}
         self._offered: Counter[str] = Counter()  # by host

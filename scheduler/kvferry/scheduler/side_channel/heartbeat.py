@@ -27,6 +27,7 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemoteLease,
     RenewLease,
 )
+from kvferry.scheduler.side_channel.places import ProvenAddresses
 from kvferry.scheduler.side_channel.sender import Endpoint, Message, PeerSender
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
@@ -108,6 +109,7 @@ class LeaseRenewer:
 
     Attributes:
         client: until `close`, for the prewarmer too.
+        proven: addresses that were connected, for and by the other users of the client, on its loop.
 
     Raises:
         InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
@@ -124,7 +126,8 @@ class LeaseRenewer:
         self._timer: asyncio.TimerHandle | None = None
         self._kept: dict[Endpoint, _Producer] = {}
         self.client = SideChannelClient(secrets, allowed)
-        self._sender = PeerSender(self.client, counters)
+        self.proven = ProvenAddresses()
+        self._sender = PeerSender(self.client, counters, self.proven)
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:
         """Hand over commands; returns at once."""

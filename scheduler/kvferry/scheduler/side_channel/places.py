@@ -36,7 +36,6 @@ MOST_WAITING = 4096
 """Most addresses that wait for their turn."""
 
 _MOST_PROVEN = 4096
-"""Most addresses that are remembered as proven; the one connected to longest ago is forgotten first."""
 
 _FILES_A_PLACE = 16
 """With fewer files for each place there are fewer places. A connection takes four of them."""
@@ -55,6 +54,25 @@ class Kind(enum.Enum):
 
 PLACES_A_TURN = {Kind.PROVEN: 4, Kind.NAMED: 4, Kind.OFFERED: 16}
 """With 256 places 64, 64 and 16 addresses are connected to at a time."""
+
+
+class ProvenAddresses:
+    """Addresses that were connected, until an attempt fails. The one connected to longest ago is forgotten first."""
+
+    def __init__(self) -> None:
+        self._addresses: OrderedDict[Address, None] = OrderedDict()
+
+    def __contains__(self, address: Address) -> bool:
+        return address in self._addresses
+
+    def add(self, address: Address) -> None:
+        self._addresses[address] = None
+        self._addresses.move_to_end(address)
+        if len(self._addresses) > _MOST_PROVEN:
+            self._addresses.popitem(last=False)
+
+    def discard(self, address: Address) -> None:
+        self._addresses.pop(address, None)
 
 
 class _Turns:
@@ -137,13 +155,15 @@ class Places:
 
     Args:
         most: connections, besides those that are being made.
+        proven: may be that of other places, so that an address that was asked for a prompt is known when its leases are
+            renewed.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, proven: ProvenAddresses | None = None) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most = most if files == resource.RLIM_INFINITY else max(1, min(most, files // _FILES_A_PLACE))
         self._turns = {kind: _Turns(max(1, self.most // places)) for kind, places in PLACES_A_TURN.items()}
-        self._proven: OrderedDict[Address, None] = OrderedDict()
+        self.proven = proven if proven is not None else ProvenAddresses()
         self._waiting: Counter[str] = Counter()
         self._num_waiting = 0
         self._in_use: dict[Place, None] = {}
@@ -173,7 +193,7 @@ class Places:
             KvferryError: as `connect`.
         """
         host, _ = address
-        turns = self._turns[Kind.PROVEN if address in self._proven else kind]
+        turns = self._turns[Kind.PROVEN if address in self.proven else kind]
         if not has_share(self._waiting[host], self._num_waiting, MOST_WAITING):
             raise HandshakeFailed("too many other addresses of this host wait to be connected")
         self._waiting[host] += 1
@@ -192,13 +212,10 @@ class Places:
         try:
             connection = await connect()
         except KvferryError:
-            self._proven.pop(address, None)
+            self.proven.discard(address)
             raise
         else:
-            self._proven[address] = None
-            self._proven.move_to_end(address)
-            if len(self._proven) > _MOST_PROVEN:
-                self._proven.popitem(last=False)
+            self.proven.add(address)
             return self._add(Place(self, host, connection, give_up))
         finally:
             turns.end(host)

@@ -17,7 +17,7 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port
-from kvferry.scheduler.side_channel.places import Place, Places
+from kvferry.scheduler.side_channel.places import Place, Places, ProvenAddresses
 from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,13 @@ class PeerSender:
 
     Args:
         counters: counts messages as they say, and `side_channel_errors`.
+        proven: see `Places`.
     """
 
-    def __init__(self, client: SideChannelClient, counters: Counters) -> None:
+    def __init__(self, client: SideChannelClient, counters: Counters, proven: ProvenAddresses | None = None) -> None:
         self._client = client
         self._counters = counters
-        self._places = Places(MAX_PEERS)
+        self._places = Places(MAX_PEERS, proven)
         self._peers: dict[Endpoint, _Peer] = {}
         self._failures = RateLimitedLog(logger)  # clients choose the addresses
 
