@@ -11,7 +11,7 @@ from kvferry.protocol.handshake import encode
 from kvferry.protocol.params import RemotePrefill, decode_params
 from kvferry.protocol.params_mac import check_params_mac
 from kvferry.scheduler.producer.lease import Lease
-from tests.harness.core.node import Node
+from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import Scheduled, tokens
 from tests.scheduler.channel import client
 
@@ -22,14 +22,14 @@ REMOTE_DECODE = {"do_remote_decode": True}
 def ask(node: Node, name: str, prompt: list[int] = PROMPT, *, number: int = 1, streams: bool = True) -> Answer:
     """The listener's answer to a consumer."""
     digest = digest_chain(Prompt(tokens=prompt))[-1]
-    spans = node.engine.connector.scheduler_side.channel.local.block_spans if streams else ()
+    spans = ferry_of(node.engine.connector).scheduler_side.channel.local.block_spans if streams else ()
     question = Question(number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, spans=spans)
     return answer_to(node, question)
 
 
 def answer_to(node: Node, question: Question) -> Answer:
     """The listener's answer to a consumer with other blocks."""
-    with client(node.engine.connector.scheduler_side.channel.local.port) as sock:
+    with client(ferry_of(node.engine.connector).scheduler_side.channel.local.port) as sock:
         sock.send_multipart([b"", encode(Ask(asker="consumer", questions=(question,)))])
         return decode_answers(sock.recv_multipart()[1]).answers[0]
 

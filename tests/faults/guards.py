@@ -12,6 +12,7 @@ from tests.faults import switches
 from tests.faults.switches import Guard
 
 _ENGINES = "tests/worker/engines"
+_TAKEN_BACK = "tests/engine_core/test_taken_back.py"
 
 GUARDS = (
     Guard(
@@ -74,6 +75,30 @@ GUARDS = (
         (
             "tests/faults/test_fence_attack.py::"
             "test_every_load_of_a_prompt_that_was_preempted_while_it_was_read_ends_with_the_right_bytes[direct]",
+        ),
+    ),
+    Guard(
+        "unsettled",
+        "nothing of a request is published while a load within the step may turn out to have failed",
+        (1,),
+        "kvferry.connector.scheduler_side.unsettled:UnsettledRequests.__contains__",
+        switches.always(False),
+        (
+            f"{_TAKEN_BACK}::test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left"
+            "[in one step-in turn-recompute]",
+            f"{_TAKEN_BACK}::test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left"
+            "[in parts-overlapping-fail]",
+        ),
+    ),
+    Guard(
+        "taken-back",
+        "what relies on blocks that were not filled is not offered, nor hit by later prompts",
+        (1,),
+        "kvferry.connector.scheduler_side.offers:Offers.taken_back",
+        switches.nothing,
+        (
+            f"{_TAKEN_BACK}::test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again",
+            f"{_TAKEN_BACK}::test_a_report_that_comes_too_late_ends_the_lease",
         ),
     ),
     Guard(

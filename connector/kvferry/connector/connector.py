@@ -126,7 +126,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.scheduler_side.tracing.scheduled(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
-        return self.scheduler_side.build_metadata(scheduler_output.num_scheduled_tokens, preempted)
+        return self.scheduler_side.build_metadata(
+            scheduler_output.num_scheduled_tokens, preempted, loads=scheduler_output.has_sync_kv_loads
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.update(connector_output)

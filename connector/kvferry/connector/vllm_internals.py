@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,10 @@ class EngineBlocks:
     def free(self, request: Request) -> None:
         """Free the blocks of a request that vLLM is about to free as well; then vLLM finds none."""
         self._bound.free(request)
+
+    def forget_hits(self, blocks: Iterable[int]) -> None:
+        """Take blocks out of the prefix cache: no later prompt hits them. Who has them keeps them."""
+        self._bound.evict_blocks({block for block in blocks if 0 <= block < self.num_blocks})
 
     @property
     def watermark(self) -> int:

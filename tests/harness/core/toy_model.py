@@ -34,11 +34,17 @@ def sampled_from(state: int) -> int:
     return state % 997 + 1
 
 
-def expected_tokens(prompt: Sequence[int], count: int, window: int = 0) -> list[int]:
-    """The toy model's answer with a correct cache."""
+def states_of(prompt: Sequence[int], window: int = 0) -> list[int]:
+    """What a correct cache holds for each token."""
     states: list[int] = []
     for token in prompt:
         states.append(next_state(states, token, window))
+    return states
+
+
+def expected_tokens(prompt: Sequence[int], count: int, window: int = 0) -> list[int]:
+    """The toy model's answer with a correct cache."""
+    states = states_of(prompt, window)
     answer = []
     for _ in range(count):
         answer.append(sampled_from(states[-1]))

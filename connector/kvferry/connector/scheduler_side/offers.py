@@ -12,6 +12,10 @@ lacks, and lack what has left a window since.
 
 A model with recurrent states moves them between blocks when a request ends, so there, as for turns, they are held from
 then on. Such a prefill is always capped (`leave_out`).
+
+As long as vLLM may take back what a request's first step has computed (`unsettled.py`), nothing of the request is
+published, and no ticket is given. If that step completes the prompt, the blocks are held from its next step on, or from
+its end, whichever comes first: it gets there only if vLLM has kept the tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_ended_well, prompt_of
+from kvferry.connector.scheduler_side.unsettled import UnsettledRequests, first_of
 from kvferry.connector.vllm_internals import EngineBlocks, cached_tokens_of, distinct_blocks
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
@@ -73,6 +78,7 @@ class Offers:
     Args:
         asked: the prompts that other engines may ask for.
         counters: counts `streams_refused`.
+        max_steps: the most steps in flight.
         streams: whether prompts can be read while they are computed.
 
     Attributes:
@@ -88,6 +94,7 @@ class Offers:
         asked: AskedPrompts,
         counters: Counters,
         *,
+        max_steps: int,
         streams: bool,
     ) -> None:
         self.builder = builder
@@ -99,11 +106,13 @@ class Offers:
         self._holds_early = not local.has_states
         self._counters = counters
         self._streams = streams
+        self._unsettled = UnsettledRequests(max_steps)
         self._prefilling: dict[str, _Prefill] = {}
         self._built: dict[str, Offer] = {}
 
     def opened(self, request: Request) -> None:
         """The request is scheduled, for the first time or again, and its lease has a slot."""
+        self._unsettled.admitted(request.request_id)
         lease = self._leases.running(request.request_id)
         if lease is None:
             self._asked.over(request.request_id, "no_lease")
@@ -119,13 +128,17 @@ class Offers:
         """The weights have changed or are about to: a prompt that begins anew gets other digests."""
         self._prefilling.clear()
 
-    def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str]) -> None:
+    def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str], *, loads: bool) -> None:
         """Hold the blocks of the prompts that this step completes, and publish those of streamed ones.
 
         Args:
             num_tokens: of each request, in this step.
             preempted: requests whose blocks were freed since the last step.
+            loads: whether another connector loads within this step.
         """
+        self._unsettled.begin_step(loads=loads)
+        for request_id in filter(self._unsettled.__contains__, num_tokens):
+            self._unsettled.computes(request_id, self._blocks.table(request_id)[0])
         for request_id in self._built.keys() & preempted:
             self._leases.start_deadline(self._built[request_id][1])  # the request may be computed again late, or never
         for request_id, prefill in list(self._prefilling.items()):
@@ -134,6 +147,30 @@ class Offers:
                 del self._prefilling[request_id]
             elif lease.state is LeaseState.COMPUTING:
                 self._advance(prefill, lease, num_tokens.get(request_id, 0), request_id in preempted)
+
+    def taken_back(self, invalid: set[int], requests: Mapping[str, Request]) -> None:
+        """vLLM has heard that these blocks were not filled, and has put back the counts of the requests that have them.
+
+        Of requests that share such a block, vLLM has only one compute it again, and lets the others go on as if it were
+        done already. That one may be late, be preempted or aborted, so the others are served without a lease. And it
+        leaves the blocks in the prefix cache meanwhile, where later prompts would hit them: they are taken out.
+
+        Args:
+            requests: those that have not ended.
+        """
+        not_filled = invalid.union(*self._unsettled.relying_on(invalid))
+        for request in requests.values():
+            table = self._blocks.table(request.request_id)[0]  # vLLM refuses such a report where there are more groups
+            first = first_of(invalid, table)
+            if first is None:
+                continue
+            not_filled.update(table[first:])
+            if request.num_computed_tokens > first * self._local.block_spans[0]:
+                self._give_up(request.request_id)
+        for lease in self._leases.leases(LeaseState.HELD):
+            if not not_filled.isdisjoint(lease.block_ids):
+                self._leases.end(lease, "abandoned")
+        self._blocks.forget_hits(not_filled)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Offer | None:
         """The request has ended: the params of its blocks, which are held, and the lease; None if they are not."""
@@ -149,17 +186,30 @@ class Offers:
         self._asked.finished(request.request_id, reason if offer is None else "")
         return offer
 
+    def _give_up(self, request_id: str) -> None:
+        """What a request computes may not be read; it is answered all the same."""
+        lease = self._leases.running(request_id)
+        if lease is not None and lease.state is LeaseState.COMPUTING:
+            self._leases.abandon(request_id)
+            self._asked.over(request_id, "no_lease")
+
     def _finish(self, request: Request, block_ids: Sequence[Sequence[int]], prefill: _Prefill | None) -> Offer | None:
         lease = self._leases.running(request.request_id)
         if lease is None:
             return None
+        # Of what vLLM has taken back, and of what it has not answered yet, nothing counts here.
         num_tokens = self.builder.num_complete_tokens(request, lease.use)
         is_whole = num_tokens == request.num_prompt_tokens
-        if lease.stream is not None and is_whole:
+        # A stream that an unsettled step has completed: its ticket may promise a block of a window that vLLM has freed.
+        is_late = lease.stream is not None and (self._holds_early or not is_whole)
+        if is_late:
+            self._leases.abandon(request.request_id)
+            return None
+        if lease.stream is not None:
             self._publish(lease, lease.stream, block_ids, num_tokens, is_last=True)
         digests = prefill.digests(num_tokens) if prefill is not None and is_whole else ()
         params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s, digests)
-        if params is None or (lease.stream is not None and not is_whole):
+        if params is None:
             self._leases.abandon(request.request_id)
             return None
         self._leases.finish(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
@@ -180,6 +230,17 @@ class Offers:
         if not num_tokens:
             return
         num_complete = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
+        if request.request_id not in self._unsettled:
+            self._offer_step(prefill, lease, num_complete)
+        if request.request_id in self._prefilling and prefill.chain is not None:
+            prefill.chain.grow(min(num_complete + num_tokens, request.num_prompt_tokens))  # a step ahead
+
+    def _offer_step(self, prefill: _Prefill, lease: Lease, num_complete: int) -> None:
+        """So many tokens of a prompt are complete when this step has ended, and vLLM will take none of them back."""
+        request, stream = prefill.request, lease.stream
+        if stream is not None and request.num_computed_tokens >= request.num_prompt_tokens:
+            self._give_up(request.request_id)  # an unsettled step has completed it: see `_finish`
+            return
         is_complete = num_complete == request.num_prompt_tokens
         if stream is None and not is_complete:
             stream = self._begin_stream(prefill, lease)
@@ -189,8 +250,6 @@ class Offers:
         if is_held:
             del self._prefilling[request.request_id]
             self._complete(prefill, lease)
-        elif prefill.chain is not None:
-            prefill.chain.grow(min(num_complete + num_tokens, request.num_prompt_tokens))  # a step ahead
 
     def _publish(
         self, lease: Lease, stream: Stream, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool

@@ -99,7 +99,10 @@ class SchedulerSide:
         self._intake = RequestIntake(local, self.leases, self.loads, counters, trusted, self.tracing, asking, asked)
         builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
         streams = can_stream(vllm_config, kv_cache_config, config)
-        self._offers = Offers(local, self.leases, self.blocks, builder, asked, counters, streams=streams)
+        depth = vllm_config.max_concurrent_batches
+        self._offers = Offers(
+            local, self.leases, self.blocks, builder, asked, counters, max_steps=depth, streams=streams
+        )
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
         self.eviction = LeaseEviction(
@@ -118,7 +121,6 @@ class SchedulerSide:
         facts = facts_of(vllm_config, config)
         try:
             tick = self._idle.poll
-            depth = vllm_config.max_concurrent_batches
             self.channel = SideChannel(
                 local, facts, config, secrets, allowed, self.leases, self.loads, counters, tick, asking, asked, depth
             )
@@ -209,14 +211,17 @@ class SchedulerSide:
 
     # Hooks of a step.
 
-    def build_metadata(self, num_tokens: Mapping[str, int], preempted: Collection[str] = ()) -> FerryMetadata:
+    def build_metadata(
+        self, num_tokens: Mapping[str, int], preempted: Collection[str] = (), *, loads: bool = False
+    ) -> FerryMetadata:
         """All changes since the last step, for the workers.
 
         Args:
             num_tokens: scheduled in this step, by request.
             preempted: requests whose blocks were freed since the last step, and may be other requests' in this one.
+            loads: whether another connector loads within this step.
         """
-        self._offers.scheduled(num_tokens, preempted)
+        self._offers.scheduled(num_tokens, preempted, loads=loads)
         self._take_answers()
         self.channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
         asks = self._idle.begin_step()
@@ -248,6 +253,8 @@ class SchedulerSide:
                 for request_id in self.leases.acknowledge(worker, over):
                     logger.debug("req=%s: its blocks are free", request_id)
             self._idle.reported(report.over)
+        if output.invalid_block_ids:
+            self._offers.taken_back(output.invalid_block_ids, self.eviction.requests.by_id)
         failed = output.failed_recving or set()
         for request_id in failed:
             self._admission.failed(request_id)
