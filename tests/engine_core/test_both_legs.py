@@ -229,8 +229,9 @@ def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     ids=["another id", "no kvferry engine", "no port", "another prompt"],
 )
 def test_a_leg_that_does_not_fit_is_computed_here(
-    make: Any, changed: dict[str, Any], prompt: list[int], reason: str
+    make: Any, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], prompt: list[int], reason: str
 ) -> None:
+    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.5)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -239,6 +240,28 @@ def test_a_leg_that_does_not_fit_is_computed_here(
     check(consumer, decode, prompt)
     assert consumer.engine.counted("local_recomputes", reason) == 1
     assert consumer.engine.counted("loads") == 0
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_client_cannot_tell_from_the_time_of_its_answer_whether_an_id_is_live(
+    make: Any, monkeypatch: pytest.MonkeyPatch, is_live: bool
+) -> None:
+    """Its own prompt is another one. It is answered when an id that nobody has would be, and no earlier."""
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prefill, decode = ids("x")
+    if is_live:
+        producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decode, tokens(140, seed=9), leg_params(producer, "x"), max_tokens=COUNT)
+    questions = consumer.engine.connector.scheduler_side.channel.asking.questions
+    asker = consumer.engine.connector.scheduler_side.channel._asker
+    until((consumer,), lambda: not len(questions) or any(x.has_answer for x in list(asker._open.values())))
+    for _ in range(5):
+        consumer.step()
+    assert len(questions) == 1, "the request still waits"
+    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.0)
+    until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    assert consumer.engine.counted("local_recomputes", "other_prompt" if is_live else "prompt_unknown") == 1
+    producer.engine.abort(prefill)
 
 
 def test_prompts_of_one_id_go_to_who_has_the_same_prompt(make: Any) -> None:

@@ -111,7 +111,8 @@ def test_tickets_that_do_not_fit_into_one_frame_come_in_several(counters: Counte
 
 def test_more_changes_than_fit_into_one_message_come_in_several(counters: Counters) -> None:
     asked, port, count = AskedPrompts(), free_port(), MAX_QUESTIONS + 10
-    questions = [Question(number=n, key=str(n), num_tokens=3, digest="0" * 32) for n in range(count)]
+    (digest,) = digest_chain(Prompt(tokens=[1, 2, 3]))
+    questions = [Question(number=n, key=str(n), num_tokens=3, digest=digest) for n in range(count)]
     with contextlib.closing(SideChannelListener(HOST, port, counters, asked=asked)), client(port) as sock:
         for part in (questions[:MAX_QUESTIONS], questions[MAX_QUESTIONS:]):
             sock.send_multipart([b"", encode(Ask(asker="d", questions=tuple(part)))])

@@ -93,7 +93,7 @@ class Progress(str, enum.Enum):
     """How far a prompt is on the producer."""
 
     UNKNOWN = "unknown"
-    """No request with this key has arrived."""
+    """No request with this key and prompt has arrived."""
     QUEUED = "queued"
     """It waits, or its first chunks are computed."""
     TICKET = "ticket"
@@ -117,7 +117,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         number: of the question.
         progress: how far the prompt is.
         params: with a ticket, the params of the producer's response, for `kvferry.protocol.params.decode_params`.
-        reason: why it is over, as a label of metrics.
+        reason: why it is over, or not known, as a label of metrics.
         cached_tokens: with a ticket, the prompt's tokens that the producer had in its cache. vLLM adds them to the
             params of a response, for the usage that the decoder's response reports.
     """

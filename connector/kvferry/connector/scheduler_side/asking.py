@@ -42,7 +42,7 @@ class Settled(NamedTuple):
         waits: whether its request waits for the answer; if not, a ticket is to be given back.
         answer: a ticket or `OVER`; None if no producer knows of the prompt, or the question was crowded out.
         digest: of the whole prompt.
-        is_crowded_out: see `OpenQuestion`.
+        is_crowded_out, unknown_why: see `OpenQuestion`.
     """
 
     request_id: str
@@ -50,6 +50,7 @@ class Settled(NamedTuple):
     answer: Answer | None
     digest: str = ""
     is_crowded_out: bool = False
+    unknown_why: str = ""
 
 
 class _Answers:
@@ -182,7 +183,7 @@ class Asking:
         with self._lock:
             answers = self._answers.take_first(MOST_AT_ONCE)
         for producer, answer in answers:
-            opened = self.questions.answered(producer, answer.number, answer.progress, now_s)
+            opened = self.questions.answered(producer, answer.number, answer.progress, now_s, answer.reason)
             if opened is not None:
                 yield self._settled(opened, answer)
         for opened in islice(self.questions.give_up(now_s), MOST_AT_ONCE):
@@ -191,7 +192,14 @@ class Asking:
     def _settled(self, opened: OpenQuestion, answer: Answer | None) -> Settled:
         if opened.waits:
             self._parking.leave(opened.request_id)
-        return Settled(opened.request_id, opened.waits, answer, opened.question.digest, opened.is_crowded_out)
+        return Settled(
+            request_id=opened.request_id,
+            waits=opened.waits,
+            answer=answer,
+            digest=opened.question.digest,
+            is_crowded_out=opened.is_crowded_out,
+            unknown_why=opened.unknown_why,
+        )
 
 
 def is_ticket(answer: Answer | None) -> bool:

@@ -111,10 +111,10 @@ class RequestIntake:
                 self._accept_remote_prompt(request, params)
             elif settled.is_crowded_out:
                 self._compute_here(request, "too_many_questions", "hosts with fewer open questions need the place")
+            elif answer is None and settled.unknown_why == "other_prompt":
+                self._compute_here(request, "other_prompt", "the producer prefills another one under this id")
             elif answer is None:
                 self._compute_here(request, "prompt_unknown", "no producer has said that it prefills it")
-            elif answer.reason == "other_prompt":
-                self._compute_here(request, "other_prompt", "the producer prefills another one under this id")
             elif answer.reason == "no_lease":
                 self._compute_here(request, "no_lease", "the producer had no slot for it, or cannot share it")
             elif self._asking.recomputes:

@@ -64,6 +64,7 @@ class OpenQuestion:
     Attributes:
         host: of the producer that the request names.
         waits: whether its request waits for the answer; False when it has ended.
+        unknown_why: what a producer has said that does not know of it, as a label of metrics.
         known_by: the producer that was the last to say that it has the prompt in its queue, or none.
         is_crowded_out: it was given up for the question of another host.
     """
@@ -72,6 +73,7 @@ class OpenQuestion:
     host: str
     question: Question
     waits: bool = True
+    unknown_why: str = ""
     known_by: set[Producer] = field(default_factory=set)
     is_crowded_out: bool = False
 
@@ -187,8 +189,13 @@ class Questions:
         self._commands.append(StartAsking(producer, question))
         return True
 
-    def answered(self, producer: Producer, number: int, progress: Progress, now_s: float) -> OpenQuestion | None:
+    def answered(
+        self, producer: Producer, number: int, progress: Progress, now_s: float, reason: str = ""
+    ) -> OpenQuestion | None:
         """A producer has answered, or is not reachable (`UNKNOWN`).
+
+        Args:
+            reason: the answer's.
 
         Returns:
             The question, if this settles it: with a ticket, or because the prompt is over. None if it stays open, or
@@ -200,6 +207,7 @@ class Questions:
         if progress in SETTLING:
             self._settle(opened)
             return opened
+        opened.unknown_why = reason or opened.unknown_why
         if progress is Progress.QUEUED:
             opened.known_by = {producer}
             self._unknown.stop(number)

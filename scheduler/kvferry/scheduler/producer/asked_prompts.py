@@ -335,9 +335,14 @@ class AskedPrompts:
         if key is not None and claimed is not None:
             key.waiting.pop(claimant, None)
             return claimed.answer(question.number)
-        if key is None or not key.num_running:
-            return Answer(number=question.number, progress=Progress.UNKNOWN)
-        return Answer(number=question.number, progress=Progress.OVER, reason="other_prompt")
+        # Not OVER where the key has other prompts: then a client could tell from the time of its answer whether a
+        # request with an id that it has guessed runs. Its engine waits as for an id that nobody has.
+        has_others = key is not None and key.num_running > 0
+        return Answer(
+            number=question.number,
+            progress=Progress.UNKNOWN,
+            reason="other_prompt" if has_others else "",
+        )
 
     def _free(self, key: _Key, question: Question) -> AskedPrompt | None:
         """Take a prompt that agrees with a question and has no claimant. Each prompt is digested once."""

@@ -349,7 +349,7 @@ class Asker:
                 self._on_answer(producer, answer)
         else:
             opened.known_by.pop(producer, None)
-            if is_first:
+            if is_first or answer.reason:
                 self._on_answer(producer, answer)
 
     def _report(self, opened: _Open, producer: Producer) -> None:
