@@ -22,6 +22,7 @@ PARTS: dict[str, tuple[Message, ...]] = {
         handshake.Release,
         handshake.LeaseName,
         handshake.EngineDescription,
+        handshake.DescriptionPart,
         handshake.Refused,
         asks.Ask,
         asks.Question,

@@ -10,12 +10,17 @@ import msgspec
 import pytest
 
 from kvferry.protocol.asks import decode_answers
+from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
+    MAX_PART_BYTES,
+    MAX_PART_FRAME_BYTES,
     MAX_RENEWALS,
     MAX_REQUEST_BYTES,
     EngineDescription,
     LeaseName,
+    PartsReceived,
+    PartsSent,
     Refused,
     Release,
     Renew,
@@ -55,7 +60,8 @@ HEX: list[object] = [..., None, "", "a" * 31, "A" * 32, "a" * 32 + "\n", 7]
 def test_the_bytes_of_a_hello_are_these() -> None:
     """Engines of two versions meet on these bytes; a change needs a new `CHANNEL_VERSION`."""
     fields = b"\xa4type\xa5hello\xa7version\x02\xa9engine_id\xa9prefill-0\xa5asker\xa8decode-3"
-    assert encode(HELLO) == b"\x85" + fields + b"\xa4asks\xc2"
+    assert encode(HELLO) == b"\x86" + fields + b"\xa4asks\xc2\xa2at\xc0"
+    assert decode_request(b"\x85" + fields + b"\xa4asks\xc2") == HELLO, "as an earlier version sends it"
     assert decode_request(b"\x84" + fields) == HELLO, "that of an engine without questions"
 
 
@@ -212,3 +218,49 @@ def test_the_fields_of_a_description_are_these() -> None:
     tensor = plain["workers"][0]["tensors"][0]
     assert tensor == msgspec.to_builtins(make_tensor())
     assert tensor["heads"] == [2, 4]
+
+
+@pytest.mark.parametrize("spare", [0, 1, MAX_PART_BYTES - 1, MAX_PART_BYTES])
+def test_a_description_that_comes_in_parts_is_the_whole_one(spare: int) -> None:
+    whole = encode(make_description()).ljust(2 * MAX_PART_BYTES + spare, b"x")
+    sent, received = PartsSent(whole), PartsReceived()
+    parts = [sent.answer(at) for at in range(0, len(whole), MAX_PART_BYTES)]
+    assert all(len(part) <= MAX_PART_FRAME_BYTES for part in parts)
+    assert [received.take(part) for part in parts] == [*[None] * (len(parts) - 1), whole]
+    assert sent.answer(None) == whole, "who does not ask for parts gets all of it"
+
+
+def test_a_short_description_is_one_answer() -> None:
+    whole = encode(make_description())
+    assert PartsSent(whole).answer(0) == whole
+    assert PartsReceived().take(whole) == whole
+    assert PartsReceived().take(encode(REPLIES[1])) == encode(REPLIES[1])
+
+
+def test_a_part_that_is_not_the_next_one_of_the_same_description_is_refused() -> None:
+    whole, other = (bytes([byte]) * (2 * MAX_PART_BYTES + 5) for byte in b"xy")
+    sent = PartsSent(whole)
+    first, second, third = (sent.answer(at) for at in range(0, len(whole), MAX_PART_BYTES))
+    fields = msgspec.msgpack.decode(second)
+    wrong = {
+        "the first again": first,
+        "a later one": third,
+        "one of another description": PartsSent(other).answer(MAX_PART_BYTES),
+        "a short one": msgspec.msgpack.encode(fields | {"data": b"x"}),
+        "one of another length": msgspec.msgpack.encode(fields | {"total_bytes": len(whole) + 1}),
+        "a whole description": encode(make_description()),
+        "a request": encode(HELLO),
+    }
+    for frame in wrong.values():
+        received = PartsReceived()
+        assert received.take(first) is None
+        with pytest.raises(InvalidMessage):
+            received.take(frame)
+    received = PartsReceived()
+    for part in (first, second):
+        assert received.take(part) is None
+    changed = msgspec.msgpack.encode(msgspec.msgpack.decode(third) | {"data": b"zzzzz"})
+    with pytest.raises(InvalidMessage, match="the digest of what has come"):
+        received.take(changed)
+    with pytest.raises(InvalidMessage, match="at"):
+        sent.answer(len(whole))

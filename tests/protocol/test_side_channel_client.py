@@ -78,7 +78,7 @@ def test_the_description_comes_as_it_was_sent_and_the_asker_names_itself(client:
     description = make_description()
     with answering(encode(description)) as (port, asked):
         assert fetch(client, port, host) == description
-    assert decode_request(asked[0]) == Hello(engine_id="prefill-0", asker="decode-0")
+    assert decode_request(asked[0]) == Hello(engine_id="prefill-0", asker="decode-0", at=0)
 
 
 def test_a_refusal_is_raised_with_its_field(client: SideChannelClient) -> None:
@@ -117,7 +117,7 @@ def test_an_answer_of_several_frames_is_refused(client: SideChannelClient) -> No
 def test_an_answer_longer_than_the_bound_is_never_taken_in(
     client: SideChannelClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr(clients, "MAX_PART_FRAME_BYTES", 1000)
     with answering(bytes(1001)) as (port, _), pytest.raises(HandshakeFailed):
         fetch(client, port, timeout_s=0.5)
 

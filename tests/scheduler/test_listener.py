@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import zmq
 
+from kvferry.protocol import handshake
 from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Ask, Question, decode_answers
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InvalidConfig
@@ -25,6 +26,7 @@ from kvferry.protocol.handshake import (
     Refused,
     Release,
     Renew,
+    decode_reply,
     encode,
 )
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
@@ -53,6 +55,20 @@ def test_a_hello_is_answered_with_the_whole_description(
 ) -> None:
     assert ask(served[1]) == make_description()
     assert counters.total("handshakes_served") == 1
+
+
+def test_a_long_description_is_fetched_in_parts_as_one_handshake(
+    served: tuple[RecordingListener, int], counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "MAX_PART_BYTES", 100)
+    with SideChannelClient() as asker:
+        assert asker.fetch_description(HOST, served[1], "prefill-0", "test", 30.0) == make_description()
+    assert counters.total("handshakes_served") == 1
+    with client(served[1]) as sock:
+        sock.send_multipart([b"", encode(Hello(engine_id="prefill-0", asker="test", at=1 << 20))])
+        assert decode_reply(sock.recv_multipart()[1]) == Refused(
+            field="at", value=str(1 << 20), expected=f"less than {len(encode(make_description()))}"
+        )
 
 
 def test_before_the_workers_are_ready_a_hello_is_refused_as_starting(counters: Counters) -> None:

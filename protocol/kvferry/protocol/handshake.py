@@ -4,8 +4,8 @@ One ZMQ ROUTER socket per producing engine answers; each frame is one msgpack ma
 of a REQ socket: an empty frame, then the message.
 
     consumer                                     producer
-    Hello{version, engine_id, boot}       →
-                                          ←      EngineDescription | Refused
+    Hello{version, engine_id, at}         →
+                                          ←      EngineDescription | DescriptionPart | Refused
     Renew{leases}                         →      (no answer)
     Release{lease}                        →      (no answer)
 
@@ -17,6 +17,7 @@ message type is only sent to peers that have announced it; anything else raises 
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 import msgspec
@@ -34,6 +35,10 @@ from kvferry.protocol.stream_rows import StreamRows
 CHANNEL_VERSION = 2
 MAX_REQUEST_BYTES = 256 << 10
 MAX_REPLY_BYTES = 64 << 20
+MAX_PART_BYTES = 256 << 10
+"""Of a description that is longer. ZMQ keeps the frames of a message until its last, and takes 32 times the bytes of
+empty ones; so an asker takes no long messages from an engine that it may not know."""
+MAX_PART_FRAME_BYTES = MAX_PART_BYTES + 1024
 MAX_RENEWALS = 4096
 MAX_ENGINE_TENSORS = 1 << 16
 """Most paged tensors of all workers of an engine together. Clients choose which engine's description is read, and
@@ -54,12 +59,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         engine_id: the engine that the asker expects at this address, or `?` for any.
         asker: engine id of the sender, for the receiver's log.
         asks: whether the sender asks for prompts that are named without a ticket.
+        at: for a sender that takes a long description in parts, the first byte of the next; None if it does not.
     """
 
     version: Positive = CHANNEL_VERSION
     engine_id: Text
     asker: Text
     asks: bool = False
+    at: Annotated[int, Meta(ge=0, lt=MAX_REPLY_BYTES)] | None = None
 
 
 class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +244,22 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     expected: Annotated[str, Meta(max_length=512)]
 
 
+class DescriptionPart(msgspec.Struct, frozen=True, kw_only=True, tag="part"):
+    """The answer to `Hello` with an `at`, where the description is longer than `MAX_PART_BYTES`.
+
+    Attributes:
+        total_bytes: of the description's frame.
+        digest: BLAKE2b of that frame, 16 bytes: the parts are of one description.
+        at: the first byte of this part.
+        data: as many bytes as there are, `MAX_PART_BYTES` at most.
+    """
+
+    total_bytes: Annotated[int, Meta(ge=1, le=MAX_REPLY_BYTES)]
+    digest: Hex128
+    at: Annotated[int, Meta(ge=0, lt=MAX_REPLY_BYTES)]
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_PART_BYTES)]
+
+
 Reply = EngineDescription | Refused
 
 
@@ -248,6 +271,9 @@ class UnreadDescription(EngineDescription, frozen=True, kw_only=True, tag="engin
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = msgspec.msgpack.Decoder(UnreadDescription | Refused)
+_replies_or_parts: msgspec.msgpack.Decoder[UnreadDescription | Refused | DescriptionPart] = msgspec.msgpack.Decoder(
+    UnreadDescription | Refused | DescriptionPart
+)
 _workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(WorkerDescription)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -257,7 +283,7 @@ def channel_address(host: str, port: int) -> str:
     return f"tcp://{host_port(host, port)}"
 
 
-def encode(message: Request | Reply | WorkerDescription | Answers) -> bytes:
+def encode(message: Request | Reply | DescriptionPart | WorkerDescription | Answers) -> bytes:
     """Any message of the side channel as one frame."""
     return _encoder.encode(message)
 
@@ -274,6 +300,71 @@ def decode_reply(frame: bytes) -> Reply:
     """
     reply = decode_without_workers(frame)
     return reply if isinstance(reply, Refused) else _with_workers(reply)
+
+
+class PartsSent:
+    """The frame of a description, and the parts of it that answer a `Hello`."""
+
+    def __init__(self, frame: bytes) -> None:
+        self.frame = frame
+        self._digest = _digest_of(frame)
+
+    def answer(self, at: int | None) -> bytes:
+        """The frame that answers a `Hello` with this `at`: a part, or all where that was asked for or is no longer.
+
+        Raises:
+            InvalidMessage: there is no such part.
+        """
+        if at is None or (not at and len(self.frame) <= MAX_PART_BYTES):
+            return self.frame
+        if at >= len(self.frame):
+            raise InvalidMessage("at", at, f"less than {len(self.frame)}")
+        data = self.frame[at : at + MAX_PART_BYTES]
+        return encode(DescriptionPart(total_bytes=len(self.frame), digest=self._digest, at=at, data=data))
+
+
+class PartsReceived:
+    """The frames that answer a `Hello`, put together."""
+
+    def __init__(self) -> None:
+        self._first: DescriptionPart | None = None
+        self._parts: list[bytes] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that have come, so the next `at`."""
+        return sum(map(len, self._parts))
+
+    def take(self, frame: bytes) -> bytes | None:
+        """The whole answer; None if more parts are to come.
+
+        Raises:
+            InvalidMessage: it is no answer, or not the part that comes next.
+        """
+        part = decode(frame, _replies_or_parts, MAX_PART_FRAME_BYTES, InvalidMessage)
+        if not isinstance(part, DescriptionPart):
+            if self._first is not None:
+                raise InvalidMessage("type", "another answer", "the next part of the description")
+            return frame
+        first = self._first = self._first or part
+        if (part.total_bytes, part.digest) != (first.total_bytes, first.digest):
+            raise InvalidMessage("digest", part.digest, f"{first.digest}: a part of the same description")
+        start = self.num_bytes
+        expected = min(MAX_PART_BYTES, part.total_bytes - start)
+        if part.at != start or len(part.data) != expected:
+            found = f"{len(part.data)} bytes at {part.at}"
+            raise InvalidMessage("data", found, f"{expected} bytes at {start}")
+        self._parts.append(part.data)
+        if self.num_bytes < part.total_bytes:
+            return None
+        whole = b"".join(self._parts)
+        if _digest_of(whole) != part.digest:
+            raise InvalidMessage("digest", part.digest, "the digest of what has come")
+        return whole
+
+
+def _digest_of(frame: bytes) -> str:
+    return hashlib.blake2b(frame, digest_size=16).hexdigest()
 
 
 def decode_without_workers(frame: bytes) -> UnreadDescription | Refused:

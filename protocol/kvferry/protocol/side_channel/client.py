@@ -13,11 +13,20 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
-from kvferry.protocol.handshake import MAX_REPLY_BYTES, EngineDescription, Hello, Refused, decode_reply, encode
+from kvferry.protocol.handshake import (
+    MAX_PART_FRAME_BYTES,
+    EngineDescription,
+    Hello,
+    PartsReceived,
+    Refused,
+    decode_reply,
+    encode,
+)
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.connection import Connection, EndlessMessages, within
 from kvferry.protocol.side_channel.host_names import HostNames
@@ -28,6 +37,11 @@ from kvferry.protocol.side_channel.sockets import derive_keys
 _JOIN_S = 5.0
 _MOST_ENDS = 3
 """A listener that restarts ends a connection once."""
+
+MAX_EXCHANGED_BYTES = 2 << 20
+"""Of an answer to a request that is not interpreted here."""
+
+Converse = Callable[[Connection], Coroutine[Any, Any, bytes]]
 
 T = TypeVar("T")
 
@@ -97,7 +111,10 @@ class SideChannelClient:
             InvalidMessage: the answer is not one of the protocol's.
         """
         hello = Hello(engine_id=engine_id, asker=asker, asks=asks)
-        reply = decode_reply(self.exchange(host, port, encode(hello), timeout_s, waits=waits))
+        exchange = self._exchange(
+            host, port, lambda connection: describe(connection, hello), MAX_PART_FRAME_BYTES, timeout_s, waits=waits
+        )
+        reply = decode_reply(self.wait_for(exchange))
         if isinstance(reply, Refused):
             why = refusal(reply)
             if reply.field == "engine_id":  # another engine: perhaps one of this host, where that of another was meant
@@ -106,7 +123,8 @@ class SideChannelClient:
         return reply
 
     def exchange(self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True) -> bytes:
-        """Send one frame to a listener and return the one frame of its answer; neither is interpreted.
+        """Send one frame to a listener and return the one frame of its answer, which has `MAX_EXCHANGED_BYTES` at most;
+        neither is interpreted.
 
         Args:
             waits: whether to wait for a listener as long as there is none.
@@ -115,7 +133,12 @@ class SideChannelClient:
             HandshakeFailed: no answer came in time, the address is invalid, or the client was closed.
             PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
         """
-        return self.wait_for(self._exchange(host, port, request, timeout_s, waits=waits))
+
+        async def converse(connection: Connection) -> bytes:
+            await connection.send(request)
+            return await connection.receive()
+
+        return self.wait_for(self._exchange(host, port, converse, MAX_EXCHANGED_BYTES, timeout_s, waits=waits))
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result.
@@ -192,22 +215,25 @@ class SideChannelClient:
             raise HandshakeFailed(why)
         return address
 
-    async def _exchange(self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool) -> bytes:
+    async def _exchange(
+        self, host: str, port: int, converse: Converse, max_answer_bytes: int, timeout_s: float, *, waits: bool
+    ) -> bytes:
         where = host_port(host, port)
         try:
-            asking = self._ask_until_answered(host, port, request, waits=waits)
+            asking = self._ask_until_answered(host, port, converse, max_answer_bytes, waits=waits)
             return await within(timeout_s, asking, advice(host))
         except PeerRefused as refused:
             raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
         except HandshakeFailed as failed:
             raise HandshakeFailed(f"{where} {failed}") from None
 
-    async def _ask_until_answered(self, host: str, port: int, request: bytes, *, waits: bool) -> bytes:
+    async def _ask_until_answered(
+        self, host: str, port: int, converse: Converse, max_answer_bytes: int, *, waits: bool
+    ) -> bytes:
         for _ in range(_MOST_ENDS):
-            connection = await self.connect(host, port, MAX_REPLY_BYTES, waits=waits)
+            connection = await self.connect(host, port, max_answer_bytes, waits=waits)
             try:
-                await connection.send(request)
-                return await connection.receive()
+                return await converse(connection)
             except ConnectionEnded:
                 continue
             finally:
@@ -225,6 +251,22 @@ class SideChannelClient:
             self._context.destroy()
             self._endless.close()
             self._loop.close()
+
+
+async def describe(connection: Connection, hello: Hello) -> bytes:
+    """The frame of the listener's description, or of its refusal. A long description comes in parts, so that a
+    connection that brings more than one part at a time can be ended.
+
+    Raises:
+        ConnectionEnded: the connection has ended before.
+        InvalidMessage: a part is not the one that comes next.
+    """
+    received = PartsReceived()
+    while True:
+        await connection.send(encode(msgspec.structs.replace(hello, at=received.num_bytes)))
+        frame = received.take(await connection.receive())
+        if frame is not None:
+            return frame
 
 
 async def _cancel_others() -> None:

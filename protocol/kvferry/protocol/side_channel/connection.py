@@ -20,7 +20,7 @@ from kvferry.protocol.side_channel.tcp import LOOK_S, RECEIVE_BUFFER_BYTES, Arri
 _TRIES_IN_PLAIN = 3
 """A restarting listener cuts a connection once; one that has a secret cuts it every time."""
 
-_SPARE_BYTES = 8 * RECEIVE_BUFFER_BYTES
+_SPARE_BYTES = 4 * RECEIVE_BUFFER_BYTES
 """Bytes that a connection may bring beyond its longest answer: what is in TCP's buffer, and short answers behind it."""
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from typing import NoReturn
 import zmq
 
 from kvferry.protocol.errors import KvferryError, PeerRefused
-from kvferry.protocol.handshake import MAX_REPLY_BYTES, UNKNOWN_ENGINE, Hello, Refused, decode_without_workers, encode
+from kvferry.protocol.handshake import MAX_PART_FRAME_BYTES, UNKNOWN_ENGINE, Hello, Refused, decode_without_workers
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.side_channel.client import SideChannelClient, refusal
+from kvferry.protocol.side_channel.client import SideChannelClient, describe, refusal
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port
 
@@ -97,10 +97,10 @@ async def _find(client: SideChannelClient, host: str, port: int, asker: str) -> 
     Raises:
         KvferryError: no usable answer came.
     """
-    connection = await client.connect(host, port, MAX_REPLY_BYTES, waits=True)
+    connection = await client.connect(host, port, MAX_PART_FRAME_BYTES, waits=True)
     try:
-        await connection.send(encode(Hello(engine_id=UNKNOWN_ENGINE, asker=asker, asks=True)))
-        answer = decode_without_workers(await connection.receive())
+        hello = Hello(engine_id=UNKNOWN_ENGINE, asker=asker, asks=True)
+        answer = decode_without_workers(await describe(connection, hello))
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))
     except BaseException:

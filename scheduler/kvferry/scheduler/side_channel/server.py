@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Answer, Answers, Ask, Unask
+from kvferry.protocol.asks import MAX_QUESTIONS, Answer, Answers, Ask, Unask
 from kvferry.protocol.awake_clock import AwakeClock
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
@@ -29,8 +29,10 @@ from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
     LeaseName,
+    PartsSent,
     Refused,
     Renew,
+    Request,
     channel_address,
     decode_request,
     encode,
@@ -46,6 +48,9 @@ from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_SHARED_FRAME_BYTES = 1 << 20
+"""Most bytes of a frame with several answers. A ticket may have more, up to `MAX_ANSWERS_BYTES`; but an asker ends a
+connection that brings much more than one such ticket without being received, and two frames may wait."""
 _ANSWER_BYTES = 8 << 10
 """Most bytes of an answer beside its params, with its share of a frame's other fields."""
 
@@ -94,7 +99,7 @@ class SideChannelListener:
         self._tick = tick
         self._knows = knows
         self._counters = counters
-        self._published: tuple[EngineDescription, bytes] | None = None
+        self._published: tuple[EngineDescription, PartsSent] | None = None
         try:
             self.address = listening_address(host)
             self._socket = GuardedSocket(self.address, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one)
@@ -118,7 +123,7 @@ class SideChannelListener:
 
     def publish(self, description: EngineDescription) -> None:
         """Answer with this description from now on. Before that, `Hello` is refused with "starting"."""
-        self._published = (description, encode(description))
+        self._published = (description, PartsSent(encode(description)))
 
     def close(self) -> None:
         """Stop the thread and free the port. Idempotent."""
@@ -148,14 +153,15 @@ class SideChannelListener:
 
     def _answer_one(self, asker: bytes, body: bytes) -> None:
         try:
-            request = decode_request(body)
+            self._answer(asker, decode_request(body))
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
             refusal = Refused(
                 field=invalid.field[:512], value=invalid.shown_value[:512], expected=invalid.expected[:512]
             )
             self._socket.send(asker, encode(refusal))
-            return
+
+    def _answer(self, asker: bytes, request: Request) -> None:
         if isinstance(request, Hello):
             self._socket.send(asker, self._answer_hello(request))
         elif isinstance(request, Ask):
@@ -180,7 +186,7 @@ class SideChannelListener:
         part_bytes = 0
         for answer in answers.answers:
             answer_bytes = memoryview(answer.params).nbytes + _ANSWER_BYTES
-            if part and (len(part) == MAX_QUESTIONS or part_bytes + answer_bytes > MAX_ANSWERS_BYTES):
+            if part and (len(part) == MAX_QUESTIONS or part_bytes + answer_bytes > _SHARED_FRAME_BYTES):
                 self._send_part(peer, answers, part)
                 part = []
                 part_bytes = 0
@@ -204,12 +210,14 @@ class SideChannelListener:
         published = self._published
         if published is None:
             return encode(Refused(field="engine", value="starting", expected="an engine whose workers are ready"))
-        description, answer = published
+        description, parts = published
         if hello.version != CHANNEL_VERSION:
             return encode(Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION)))
         if hello.engine_id not in (description.engine_id, UNKNOWN_ENGINE):
             return encode(Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id))
         self.has_askers |= hello.asks
-        self._counters.add("handshakes_served")
-        logger.debug("side channel: described this engine to %s", hello.asker)
+        answer = parts.answer(hello.at)
+        if not hello.at:  # otherwise it is counted already
+            self._counters.add("handshakes_served")
+            logger.debug("side channel: described this engine to %s", hello.asker)
         return answer
