@@ -3,12 +3,13 @@ wait for answers takes no step."""
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,55 @@ def test_without_a_core_or_with_two_none_is_woken_and_nothing_happens(make_core:
     cores = [make_core(), make_core()]
     EngineLoop().wake()
     assert all(core.input_queue.empty() for core in cores)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("update_weights", True),
+        ("reload_weights", True),
+        ("finish_weight_update", True),
+        ("start_draft_weight_update", True),
+        ("update_weight_from_trainer", True),
+        ("load_model", True),
+        ("init_weight_transfer_engine", False),
+        ("get_weights_info", False),
+        ("check_health", False),
+        ("profile", False),
+    ],
+)
+def test_weights_that_are_updated_are_those_of_no_other_engine_until_they_are_named(
+    make_core: Any, method: str, changes: bool
+) -> None:
+    core = make_core()
+    core._weight_version = "default"  # as vLLM begins
+    calls: list[Any] = []
+    core.model_executor = SimpleNamespace(collective_rpc=lambda *call: calls.append(call))
+    weights = RunningWeights()
+    weights.watch()
+    weights.watch()
+    before = inspect.signature(core.collective_rpc)
+    core.collective_rpc(method, None, (1,), {"two": 2})
+    assert calls == [(method, None, (1,), {"two": 2})]
+    assert before == inspect.signature(MethodType(EngineCoreProc.collective_rpc, core)), "vLLM converts by it"
+    first = weights.version()
+    assert bool(first) == changes
+    core.collective_rpc(method)
+    assert (weights.version() != first) == changes, "another update, other weights"
+    core.set_weight_version("step-7")
+    assert weights.version() == "step-7"
+    core.collective_rpc(method)
+    assert (weights.version() != "step-7") == changes
+
+
+def test_an_engine_notices_updates_from_its_first_turn_on(make_engine: Any, make_core: Any) -> None:
+    engine = make_engine("kv_producer")
+    core = make_core()
+    core._weight_version = "default"
+    core.model_executor = SimpleNamespace(collective_rpc=lambda *call: None)
+    engine.connector.has_pending_push_work()
+    core.collective_rpc("update_weights")
+    assert engine.connector.scheduler_side.channel.local.weights.version().startswith("unnamed")
 
 
 def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_updated(make_core: Any) -> None:

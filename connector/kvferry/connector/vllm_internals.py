@@ -8,6 +8,7 @@
 | a status of waiting requests that are skipped (`scheduler_side/parking.py`) | no | every step costs more |
 | the number of blocks that a request lacks (`EngineBlocks.lacking`) | no | leases are not evicted |
 | the engine's loop (`EngineLoop`) | no | an idle engine is not woken, and no pause is seen |
+| the weights' version, calls that change them (`RunningWeights`) | no | updated ones are taken for those of the start |
 | a request's count of cached tokens (`report_cached_tokens`) | no | with both legs at once, usage is the decoder's |
 
 All are tried before they are relied on: the first three at the start, when vLLM binds its KV cache manager and
@@ -16,9 +17,11 @@ registers its caches; the loop when the engine has no request for the first time
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -300,20 +303,74 @@ class RunningWeights:
     """The version of the weights that this process's engine runs with.
 
     Weights can be updated at run time, and vLLM does not notify connectors. But whoever updates them can name what they
-    have become (`finish_weight_update`, `update_weight_version`), and the engine core keeps the name.
+    have become (`finish_weight_update`, `update_weight_version`), and the engine core keeps the name. An update itself
+    is a call to all workers, which the engine core forwards: there it is noticed by the name of what is called. Weights
+    that were updated and have no name yet are those of no other engine.
     """
 
-    def version(self) -> str:
-        """The name; empty for the weights of the start, which no one has named, and where no core is found."""
+    def __init__(self) -> None:
+        self._core: Any = None
+        self._updates = 0
+        self._is_unnamed = False
+        self._name_before = ""
+        self._own_name = f"unnamed {secrets.token_hex(16)}"
+
+    def watch(self) -> None:
+        """Notice updates from now on, if there is an engine core.
+
+        vLLM's loop asks the connector for work before it takes its first request or call, so none is missed.
+        """
+        if self._core is not None:
+            return
         try:
-            version = str(_find_core().get_weight_version())
+            core = _find_core()
+            _ = core.get_weight_version()
+            call = core.collective_rpc
         except Exception:  # noqa: BLE001 - vLLM's internals may differ, or the engine is in a user's own program
+            return
+
+        @functools.wraps(call)  # vLLM reads its signature
+        def noticed(method: Any, *args: Any, **options: Any) -> Any:
+            if _changes_weights(method):
+                self._updated()
+            return call(method, *args, **options)
+
+        core.collective_rpc = noticed
+        self._core = core
+
+    def version(self) -> str:
+        """The name; empty for the weights of the start, which need none, and where no core is found."""
+        self.watch()
+        if self._core is None:
             return ""
-        return "" if version == _FIRST_WEIGHTS else version
+        name = str(self._core.get_weight_version())
+        if self._is_unnamed and name == self._name_before:
+            return f"{self._own_name} {self._updates}"
+        self._is_unnamed = False
+        return "" if name == _FIRST_WEIGHTS else name
+
+    def _updated(self) -> None:
+        if not self._is_unnamed:
+            logger.warning(
+                "the weights are updated: until the new ones are named (/update_weight_version), "
+                "prompts are handed over to no engine"
+            )
+        self._is_unnamed = True
+        self._updates += 1
+        self._name_before = str(self._core.get_weight_version())
 
 
 _FIRST_WEIGHTS = "default"
 """vLLM's name of weights that were not updated."""
+
+_READS_WEIGHTS = ("get", "check", "init", "shutdown", "list", "save", "dump", "is_", "has_")
+
+
+def _changes_weights(method: Any) -> bool:
+    """Whether a call to all workers may change their weights, by its name: vLLM's own are `update_weights`,
+    `reload_weights`, `finish_weight_update` and others; trainers bring workers of their own with similar names."""
+    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    return ("weight" in name or name == "load_model") and not name.startswith(_READS_WEIGHTS)
 
 
 def _find_core() -> Any:

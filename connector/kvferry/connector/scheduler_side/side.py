@@ -281,6 +281,7 @@ class SchedulerSide:
 
         Answers need no step: an idle engine gives the tickets of requests that have ended back at once.
         """
+        self._local.weights.watch()
         self._take_answers()
         return self.channel.poll() or self.channel.asking.has_answers or self._idle.must_step()
 
