@@ -170,6 +170,19 @@ GUARDS = (
         ),
     ),
     Guard(
+        "admission",
+        "a failed load, or one that waits for pinned blocks, lets the requests behind it pass",
+        (6,),
+        "kvferry.connector.scheduler_side.admission:Admission.must_wait",
+        switches.always(False),
+        (
+            "tests/engine_core/test_stalls.py::"
+            "test_a_prompt_that_cannot_fit_beside_pinned_blocks_lets_others_pass_until_they_return",
+            "tests/engine_core/test_stalls.py::"
+            "test_several_failed_loads_of_one_producer_that_stands_still_let_a_short_prompt_pass",
+        ),
+    ),
+    Guard(
         "distinct-done",
         "a worker that notifies twice counts once",
         (2,),

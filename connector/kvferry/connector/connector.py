@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -144,7 +145,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.scheduler_side.channel.publish(metadata.values())
+        self.scheduler_side.described(metadata.values())
 
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM should make a running request wait for a step instead of preempting one."""
@@ -163,7 +164,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker_side.describe()
+        is_child = has_kv_transfer_group() and get_kv_transfer_group() is not self
+        return self.worker_side.describe(is_child=is_child)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's transfers, before the forward pass, so that they overlap with it."""

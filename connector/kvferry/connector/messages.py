@@ -49,9 +49,13 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
 
     vLLM keeps one of these per pipeline stage and tensor-parallel rank, from any one of the replicas of prefill
     context parallelism. So each carries the descriptions of all replicas.
+
+    Attributes:
+        is_child: whether the worker's connector is a child of a MultiConnector; the scheduler's side cannot see that.
     """
 
     frames: tuple[bytes, ...]
+    is_child: bool = False
 
     @classmethod
     def of(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:

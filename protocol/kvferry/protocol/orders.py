@@ -160,7 +160,7 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         opens: as in `StepOrders`.
         loads: ids of the requests to be loaded.
-        fails: as in `StepOrders`.
+        fails, cancels: as in `StepOrders`.
         marks: whether there are `progress` or `completions`: the end of the step must be marked.
     """
 
@@ -169,14 +169,21 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     opens: tuple[LeaseOpen, ...] = ()
     loads: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()
+    cancels: tuple[str, ...] = ()
     marks: bool = False
 
     @classmethod
     def of(cls, orders: StepOrders) -> OrdersHead:
         """The head of these orders."""
-        loads, marks = tuple(load.request_id for load in orders.loads), bool(orders.progress or orders.completions)
-        opens, fails = orders.opens, orders.fails
-        return cls(version=orders.version, boot=orders.boot, opens=opens, loads=loads, fails=fails, marks=marks)
+        return cls(
+            version=orders.version,
+            boot=orders.boot,
+            opens=orders.opens,
+            loads=tuple(load.request_id for load in orders.loads),
+            fails=orders.fails,
+            cancels=orders.cancels,
+            marks=bool(orders.progress or orders.completions),
+        )
 
 
 class FailureReason(str, enum.Enum):

@@ -29,7 +29,7 @@ from kvferry.connector import FerryConnector
 from kvferry.protocol.geometry import Place
 from tests.harness.cache_engine import free_port, wait_until_idle
 from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
-from tests.harness.core.runners import FirstRunner, SecondRunner, no_forward
+from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
 from tests.harness.core.scheduler import Answer, Engine, Scheduled
 from tests.harness.core.toy_model import ToyModel, expected_tokens
 from tests.waiting import deadline_s
@@ -41,6 +41,12 @@ _LAYER_MODULE = SimpleNamespace(
 )
 """The replacement of the attention layer where vLLM looks layers up by name: it can write a cache."""
 _TIMEOUT_S = 60.0
+
+
+def _described(worker: Any) -> Any:
+    with connected(worker):
+        return worker.get_handshake_metadata()
+
 
 RunnerType = type[FirstRunner] | type[SecondRunner]
 
@@ -135,8 +141,7 @@ class Node:
         self.engine.sample = self.model.sample
         self._aggregator = KVOutputAggregator.from_connector(self.engine.connector, len(places))
         described = {
-            (place.pp, place.tp): worker.get_handshake_metadata()
-            for place, worker in zip(places, self.workers, strict=True)
+            (place.pp, place.tp): _described(worker) for place, worker in zip(places, self.workers, strict=True)
         }
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(between_processes(described))
         self._add_siblings()

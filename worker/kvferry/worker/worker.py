@@ -126,6 +126,7 @@ class FerryWorker:
                 results.counts["lost_orders"] += 1
             return
         self._watchdog.ordered(first.loads)
+        self._watchdog.cancelled(first.cancels)
         if first.fails:  # here, since the transfer thread may be stuck
             with self._thread.results as results:
                 results.failed.update(dict.fromkeys(first.fails, FailureReason.PREFILL))

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -109,6 +110,10 @@ class SchedulerSide:
             vllm_config, local, self.leases, self._idle, self.blocks, config.max_leased_fraction
         )
         self._admission = Admission(self.eviction.requests, self.blocks, self.loads.quarantine)
+        # Another child of a MultiConnector may hold the blocks of a request that is aborted while it is loaded. vLLM
+        # frees them at the first of two reports, the load's end and that child's, and ends the engine at the second.
+        # So this connector holds them too, and reports the end as that child does: MultiConnector waits for both.
+        self._children_hold = False
         self._stalls = StallWatch(self.eviction.requests, self.blocks, self.leases, self.loads, self._idle, counters)
         self.monitor = EngineMonitor(
             self.leases,
@@ -186,11 +191,12 @@ class SchedulerSide:
         """The request has ended.
 
         Returns:
-            Whether vLLM must hold its blocks, which is always False, and the params of its response. vLLM could hold
-            them, but then the request stays in its scheduler, and the engine steps every millisecond, on more than one
-            core, as long as they are held. So the lease has a reference of its own on each block.
+            Whether vLLM must hold its blocks, and the params of its response. vLLM could hold a lease's blocks, but
+            then the request stays in its scheduler, and the engine steps every millisecond, on more than one core, as
+            long as they are held. So the lease has a reference of its own on each block. An aborted load's blocks are
+            held by vLLM itself, except under a MultiConnector (`_children_hold`).
         """
-        self.loads.finished(request.request_id)
+        is_held = self.loads.finished(request.request_id) and self._children_hold
         self.channel.asking.finished(request.request_id)
         self.eviction.requests.remove(request.request_id)
         self._admission.admitted(request.request_id)
@@ -202,7 +208,7 @@ class SchedulerSide:
             self.leases.abandon(request.request_id)
         offer = self._offers.finished(request, block_ids)
         if offer is None:
-            return False, None
+            return is_held, None
         params, lease = offer
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, params.remote_num_tokens)
         self.tracing.params_given(request.request_id, params, lease)
@@ -258,9 +264,11 @@ class SchedulerSide:
         failed = output.failed_recving or set()
         for request_id in failed:
             self._admission.failed(request_id)
-        for request_id in output.finished_recving or ():
+        for request_id in tuple(output.finished_recving or ()):
             if self.loads.state(request_id) not in IN_FLIGHT:
                 continue  # another child of a MultiConnector has loaded it
+            if self._children_hold and self.loads.state(request_id) is LoadState.ABORTED:
+                output.finished_recving.discard(request_id)
             self.tracing.reported(request_id, good=request_id not in failed)
             if request_id in failed:
                 prompt = self.loads.failed(request_id)
@@ -284,6 +292,11 @@ class SchedulerSide:
         self._local.weights.watch()
         self._take_answers()
         return self.channel.poll() or self.channel.asking.has_answers or self._idle.must_step()
+
+    def described(self, handshakes: Collection[KVConnectorHandshakeMetadata]) -> None:
+        """The workers have described themselves. Raises as `SideChannel.publish`."""
+        self.channel.publish(handshakes)
+        self._children_hold = any(getattr(handshake, "is_child", False) for handshake in handshakes)
 
     def reset(self) -> bool:
         """The weights have changed or are about to: caches of the old weights must not be used with the new ones.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +63,7 @@ class WorkerSide:
         self._labels = PeerLabels(config.max_peer_labels)
         self._is_asked = False
         self._is_idle = False
+        self._is_child = False
         self._tracing: WorkerTracing | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -79,12 +81,19 @@ class WorkerSide:
             self.close()
             raise
 
-    def describe(self) -> FerryHandshake | None:
+    def describe(self, *, is_child: bool = False) -> FerryHandshake | None:
         """The descriptions of this worker and its replicas, for peers; None before the caches exist. vLLM asks for them
-        when it has captured its graphs, perhaps long before the first step."""
+        when it has captured its graphs, perhaps long before the first step.
+
+        Args:
+            is_child: whether this connector is a child of a MultiConnector.
+        """
         if self._worker is not None:
             self._worker.start()
-        return self._handshake
+        if self._handshake is None:
+            return None
+        self._is_child = is_child
+        return replace(self._handshake, is_child=is_child)
 
     def bind(self, metadata: FerryMetadata) -> None:
         """Start the step's orders, which run in parallel with the forward pass. The step before has been launched: with
@@ -103,7 +112,8 @@ class WorkerSide:
     def take_results(self) -> KVConnectorTransferResults:
         """The loads that ended since the last step. `take_stats` and `take_metadata` return the step's other results.
 
-        Ended leases are not reported here, since vLLM does not hold their blocks: see `take_metadata`.
+        Ended leases are not reported here, since vLLM does not hold their blocks: see `take_metadata`. A child of a
+        MultiConnector has it hold those of aborted loads, as if they were being sent.
         """
         timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
         self._step = self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
@@ -112,7 +122,7 @@ class WorkerSide:
             self._tracing.ended(self._step.load_records)
         failed = set(self._step.failed)
         return KVConnectorTransferResults(
-            finished_sending=set(),
+            finished_sending=self._step.over_cancels if self._is_child else set(),
             finished_recving=self._step.loaded | failed,
             failed_recving=failed,
         )

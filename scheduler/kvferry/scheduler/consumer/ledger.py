@@ -238,15 +238,17 @@ class ConsumerLedger:
             self._counters.add("failed_requests")
         return prompt
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str) -> bool:
         """The request has ended or was aborted. A load that is under way is cancelled: until every worker has reported
-        its end, vLLM keeps the blocks."""
+        its end, vLLM keeps the blocks. Returns whether that is so."""
         prompt = self._by_request.get(request_id)
         if prompt is None:
-            return
-        if prompt.state is LoadState.LOADING:
+            return False
+        is_cancelled = prompt.state is LoadState.LOADING
+        if is_cancelled:
             self._cancels.append(request_id)
         self._leave(prompt, LoadEvent.FINISH)
+        return is_cancelled
 
     def decline_offered(self, reason: str) -> None:
         """Decline all loads that have not begun: their prompts are computed here."""

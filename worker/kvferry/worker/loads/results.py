@@ -136,6 +136,7 @@ class StepResults:
         sent: held requests that are over; each is reported once.
         loaded: requests whose blocks are complete.
         failed: requests whose blocks must not be used, with the reason.
+        over_cancels: cancelled loads (`StepOrders.cancels`) that are over; each is reported once.
         load_records: records of the loads, good and bad, that have ended.
         handshake_s: durations of the first contacts that succeeded.
         gauges: the worker's values; None when they have not changed.
@@ -146,6 +147,7 @@ class StepResults:
     sent: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: dict[str, FailureReason] = field(default_factory=dict)
+    over_cancels: set[str] = field(default_factory=set)
     load_records: list[LoadRecord] = field(default_factory=list)
     handshake_s: list[float] = field(default_factory=list)
     gauges: WorkerGauges | None = None
@@ -213,6 +215,7 @@ class LoadWatchdog:
         self._timeout_s = timeout_s
         self._ordered_s: dict[str, float] = {}  # the oldest is first
         self._given_up: set[str] = set()
+        self._cancelled: set[str] = set()
         self._alive: frozenset[str] = frozenset()
         self._reported: frozenset[str] = frozenset()
         self._stuck_since_s: float | None = None
@@ -225,6 +228,10 @@ class LoadWatchdog:
         """Start the deadline of these loads."""
         now_s = time.monotonic()
         self._ordered_s.update(dict.fromkeys(request_ids, now_s))
+
+    def cancelled(self, request_ids: Iterable[str]) -> None:
+        """These loads are cancelled. When one is over, now or later, it is in `StepResults.over_cancels` once."""
+        self._cancelled.update(request_ids)
 
     def poll(self, results: StepResults, turned_s: float) -> None:
         """Remove loads that were reported already, and add those that are overdue.
@@ -247,6 +254,8 @@ class LoadWatchdog:
             self._stuck_since_s = now_s
         elif now_s >= self._stuck_since_s + SLACK_S:
             self._give_up(results, overdue_s)
+        results.over_cancels = self._cancelled - self._ordered_s.keys()
+        self._cancelled -= results.over_cancels
         if results.alive is not None:
             self._alive = results.alive
         alive = self._alive | self._given_up
