@@ -80,7 +80,7 @@ def test_a_producer_that_is_killed_between_two_loads_fails_the_next(fleet: Fleet
         reason = until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S)
         assert reason == ("transfer" if known else "handshake")
         if not known:
-            assert time.monotonic() - began_s >= HANDSHAKE_S / 2, "without an answer it takes the whole deadline"
+            assert time.monotonic() - began_s < HANDSHAKE_S, "a closed port is known as closed"
         (producer,) = fleet.start(start)
         if not known:
             transfer(producer, consumer)

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
@@ -158,6 +159,24 @@ def test_what_waits_without_a_read_in_flight_frees_its_blocks_at_once(
         assert not len(consumer.loads)
         assert consumer.fabric.calls["post_data_read"] == posts
         assert consumer.worker._memory.staging is None or not consumer.pool.waiting
+
+
+def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) -> None:
+    """Four with a host are under way at once; the others would have had their turns before those of later requests."""
+    with ExitStack() as stack:
+        ports = [stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(7)]
+        producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=60.0, max_loads=8))
+        offers = [producer.prefill(2) for _ in ports]
+        loads = [
+            consumer.load(producer.changed(offer, remote_port=port)) for offer, port in zip(offers, ports, strict=True)
+        ]
+        handshakes = consumer.worker._thread.registry._handshakes
+        wait_until(
+            lambda: [x.is_awaited for x in list(handshakes._asked.values())] == [True] * len(ports), "all are awaited"
+        )
+        abort(rig, consumer, *loads)
+        under_way = FOR_LOADS.per_unverified_host + AHEAD.per_unverified_host
+        wait_until(lambda: len(handshakes) <= under_way, "those that had not begun are withdrawn")
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])

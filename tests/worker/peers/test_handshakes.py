@@ -239,6 +239,19 @@ def test_a_prewarm_that_a_load_waits_for_arrives_before_the_others_although_it_h
     assert _key("dark", 100) in arrived
 
 
+def test_handshakes_that_no_load_waits_for_any_more_leave_their_places_unless_they_are_under_way(scene: Scene) -> None:
+    for number in range(20):
+        scene.ask("dark", number)
+    scene.is_asked("dark", FOR_LOADS.per_unverified_host)
+    withdrawn = [scene.handshakes.withdraw(_key("dark", number)) for number in range(20)]
+    assert withdrawn.count(True) == 20 - FOR_LOADS.per_unverified_host
+    assert len(scene.handshakes) == FOR_LOADS.per_unverified_host
+    assert not scene.handshakes.withdraw(_key("dark", 19)), "it is not known any more"
+    scene.let_go.set()
+    scene.has_ended_all(FOR_LOADS.per_unverified_host)
+    assert scene.asked_of("dark") == FOR_LOADS.per_unverified_host
+
+
 def test_a_host_that_has_answered_leaves_places_for_others_however_many_of_its_ports_are_named(scene: Scene) -> None:
     scene.handshakes._answered["dark"] = None
     refused = [why for number in range(300) if (why := scene.ask("dark", number)) is not None]

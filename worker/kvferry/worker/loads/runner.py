@@ -81,9 +81,11 @@ class LoadRunner:
     def cancel(self, request_ids: Collection[str]) -> None:
         """End these loads, whose requests were aborted: nobody wants them. Those that have ended are left alone.
 
-        They post no more reads. Where none is in flight, as in one that waits for its producer, the blocks are free.
+        They post no more reads. Where none is in flight, as in one that waits for its producer, the blocks are free. A
+        handshake that only they wait for is not begun any more.
         """
         wanted = frozenset(request_ids)
+        contacts = set()
         waiting, self._waiting = self._waiting, deque()
         for load in waiting:
             if load.order.request_id in wanted:
@@ -99,7 +101,12 @@ class LoadRunner:
             for load, steps in list(loads.items()):
                 if load.order.request_id in wanted:
                     del loads[load]
+                    if load.is_connecting:
+                        contacts.add(load.record.source)
                     self._cancel(load, steps)
+        if contacts:
+            contacts.difference_update(load.record.source for load in self._running if load.is_connecting)
+            self._context.registry.withdraw(contacts)
         self._in_use = None
 
     def busy(self) -> bool:

@@ -163,6 +163,17 @@ class Handshakes:
         self._begin()
         return None
 
+    def withdraw(self, key: PeerKey) -> bool:
+        """No load waits for this peer any more: its handshake is not begun. Returns whether it was waiting.
+
+        Otherwise aborted requests would keep their places, and have their turns, before requests that still wait.
+        """
+        asked = self._asked.get(key)
+        if asked is None or asked.is_under_way or not asked.is_awaited:
+            return False
+        del self._asked[key]
+        return True
+
     def ask_ahead(self, key: PeerKey) -> None:
         """Request the handshake with a peer that no load waits for yet, if there is a place."""
         if key not in self._asked and self._why_full(key.host, AHEAD) is None:

@@ -16,7 +16,7 @@ a first contact with it failed, until it has restarted or refuses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.plan.refusals import PlanRefused
@@ -126,6 +126,12 @@ class PeerRegistry:
                 return Unavailable(FailureReason.HANDSHAKE, full)
             self._asked_s.setdefault(key, now_s)
         return None
+
+    def withdraw(self, keys: Iterable[PeerKey]) -> None:
+        """No load waits for these peers any more. Handshakes with them that are under way go on."""
+        for key in keys:
+            if self._handshakes.withdraw(key):
+                self._asked_s.pop(key, None)
 
     def prewarm_static(self, key: PeerKey, now_s: float) -> None:
         """Prewarm a peer that the configuration names and that has just answered: it becomes static, in place of the
