@@ -38,7 +38,9 @@ _SAME_SETTING = {
     "draft": "give both engines the same --speculative-config, with the same draft model",
 }
 """By the first part of a setting's name the change that helps; for all others it is the model's configuration."""
-_SAME_CONFIG = "serve the same configuration on both sides (config.json, --hf-config-path, --hf-overrides)"
+_SAME_CONFIG = (
+    "serve the same configuration on both sides (config.json, --hf-config-path, --hf-overrides, --trust-remote-code)"
+)
 _SAME_GROUPS = (
     "serve the same model, on both sides with the hybrid cache manager or on both without: it is off with"
     " --disable-hybrid-kv-cache-manager and beside a child of MultiConnector that does not support it"
