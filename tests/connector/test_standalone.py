@@ -9,7 +9,7 @@ import torch
 
 from kvferry.connector.standalone import StandaloneEngine
 from kvferry.protocol.digests import Prompt
-from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.errors import InvalidBlocks, InvalidParams
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason
@@ -136,3 +136,48 @@ def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(pair: 
 def test_views_of_other_shapes_are_refused(view: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"layers\.0/k: expected"):
         KvCaches.of({("layers.0", "k"): view})
+
+
+@pytest.mark.parametrize("at", [0, 1, 18], ids=["first", "second", "last"])
+def test_block_0_stands_for_none_and_is_refused_on_both_ends(pair: Pair, at: int) -> None:
+    """The plan leaves its tokens out, so a load into it would be reported as good without them."""
+    with_null = (tuple(0 if index == at else block for index, block in enumerate(BLOCKS[0])),)
+    params = pair.offer("prefill")
+    with pytest.raises(InvalidBlocks, match=r"blocks\[0\] is 0; expected ids above 0"):
+        pair.consumer.start_load("decode", params, PROMPT, with_null)
+    assert pair.consumer.start_load("decode", params, PROMPT, BLOCKS) == 300
+    step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+    assert pair.producer.leases.open("again")
+    with pytest.raises(InvalidBlocks, match=r"blocks\[0\] is 0; expected ids above 0"):
+        pair.producer.offer("again", with_null, PROMPT)
+    pair.producer.leases.abandon("again")
+
+
+def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(pair: Pair) -> None:
+    blocks = ((*BLOCKS[0][:16], 0, 0, 0),)
+    assert pair.consumer.start_load("decode", pair.offer("prefill"), Prompt(tokens=[*range(256), 1]), blocks) == 256
+    step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+    read = list(BLOCKS[0][:16])
+    assert torch.equal(pair.caches["consumer"][read], pair.caches["producer"][read])
+
+
+def test_blocks_of_other_cache_groups_are_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidBlocks, match="those of 1"):
+        pair.consumer.start_load("decode", pair.offer("prefill"), PROMPT, (*BLOCKS, *BLOCKS))
+
+
+def test_an_engine_does_not_load_from_itself(pair: Pair) -> None:
+    """The blocks are its own."""
+    assert pair.producer.start_load("decode", pair.offer("prefill"), PROMPT, BLOCKS) == 0
+    assert pair.producer.counters.total("handshakes_served") == 0
+
+
+def test_nothing_is_kept_of_what_is_over(pair: Pair) -> None:
+    """Neither measurements, which nobody takes here, nor loads, whose request ids may come again."""
+    for number in range(3):
+        assert pair.consumer.start_load("decode", pair.offer(f"prefill{number}"), PROMPT, BLOCKS) == 300
+        step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+        pair.until_sent(f"prefill{number}")
+    pair.producer.step()
+    assert len(pair.consumer.loads) == 0
+    assert [engine.counters.take_samples() for engine in (pair.producer, pair.consumer)] == [{}, {}]

@@ -8,7 +8,8 @@
 
 `step` is to be called again and again, on the thread that launches the device's work. The caller allocates blocks:
 those of an offered prompt must not change until `sent` names it; those of a load that has failed must not be used while
-`writing` names it. Prompts that are read while they are computed, turns and evictions are left out.
+`writing` names it. Block 0 is no block: on both ends it stands for one that a window has left behind. Prompts that are
+read while they are computed, turns and evictions are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.plan.blocks import NULL_BLOCK
+from kvferry.plan.tokens import first_needed
 from kvferry.protocol.digests import Prompt, digest_chain, shared_tokens
+from kvferry.protocol.errors import InvalidBlocks
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.ids import new_boot_id
@@ -154,7 +158,11 @@ class StandaloneEngine:
 
         Returns:
             The params for the consumer, as plain objects; None if the request has no lease.
+
+        Raises:
+            InvalidBlocks: not those of this engine's cache groups, or block 0 is among those that are needed.
         """
+        self._check_blocks(blocks, len(prompt.tokens), from_first=False)
         lease = self.leases.finish(request_id, blocks if self._copies_blocks else ())
         if lease is None:
             return None
@@ -201,11 +209,13 @@ class StandaloneEngine:
 
         Raises:
             InvalidParams: the params cannot be used.
+            InvalidBlocks: see `offer`.
         """
         source = read_params(params)
-        if not isinstance(source, RemotePrefill):
+        if not isinstance(source, RemotePrefill) or source.boot == self.boot:
             return 0
         shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
+        self._check_blocks(blocks, shared, from_first=True)
         if self.loads.offer(request_id, source, shared, time.monotonic()) is not None:
             self.loads.decline(source)
             return 0
@@ -223,6 +233,7 @@ class StandaloneEngine:
             worker.end_step()
         self.collect()
         self.renewer.submit(self.loads.take_commands())
+        self.counters.take_samples()  # vLLM's metrics take them; a program that wants them takes them before
         ended, self._ended = self._ended, Ended()
         return ended
 
@@ -265,6 +276,27 @@ class StandaloneEngine:
             else:
                 self.loads.failed(request_id)
                 self._ended.failed[request_id] = failed
+            self.loads.finished(request_id)  # nothing is asked about it any more; its params may be megabytes
+
+    def _check_blocks(self, blocks: Blocks, num_tokens: int, *, from_first: bool) -> None:
+        """Raises `InvalidBlocks` if a block that these tokens need is block 0: the plan takes it for one that is not
+        held, and would leave its tokens out of a load that ends well.
+
+        Args:
+            from_first: whether the blocks begin with the prompt's first token; otherwise they are its last ones.
+        """
+        groups = self.description.groups
+        if len(blocks) != len(groups):
+            raise InvalidBlocks("blocks", f"of {len(blocks)} cache groups", f"those of {len(groups)}")
+        for index, (group, ids) in enumerate(zip(groups, blocks, strict=True)):
+            span = group.block_tokens * self.description.topology.dcp
+            first = first_needed(group, num_tokens) // span
+            stop = -(-num_tokens // span)
+            needed = ids[first:stop] if from_first else ids[max(0, len(ids) - (stop - first)) :]
+            if group.policy != "state" and NULL_BLOCK in needed:
+                raise InvalidBlocks(
+                    f"blocks[{index}]", NULL_BLOCK, f"ids above {NULL_BLOCK}, which stands for no block"
+                )
 
     def _knows(self, boot: str, name: LeaseName) -> bool:
         """Called on the listener's thread."""

@@ -9,6 +9,7 @@
     │   ├── InvalidConfig     … in the configuration of this engine
     │   │   ├── InvalidSecretFile … in the file of the side channel's secrets, its owner or its mode
     │   │   └── UnsupportedVllm   … in the installed vLLM
+    │   ├── InvalidBlocks     … in the blocks that a program gives to an engine without vLLM
     │   └── InvalidBatch      … in a step whose tokens are divided among ranks (`kvferry.worker.context_parallel`)
     ├── PeerRefused           the other engine answered with a refusal
     ├── HandshakeFailed       no usable answer came from the other engine in time
@@ -67,6 +68,12 @@ class Shown(str):
 
 MISSING = Shown("missing")
 UNKNOWN = Shown("unknown")
+
+
+class InvalidBlocks(InputError):
+    """Blocks of a prompt that an engine without vLLM cannot offer, or cannot load into."""
+
+    what = "blocks"
 
 
 class InvalidParams(InputError):
