@@ -69,16 +69,17 @@ class Life:
     """One life of one engine.
 
     Args:
+        draw: all that happens is drawn with it.
         port: of a side channel that takes what it is sent.
         failing: how many of the loads fail, from 0 to 1.
         frozen: whether blocks of failed loads stay pinned until `end`.
     """
 
     def __init__(
-        self, engine: Engine, seed: int, port: int, *, failing: float, frozen: bool, is_producer: bool
+        self, engine: Engine, draw: random.Random, port: int, *, failing: float, frozen: bool, is_producer: bool
     ) -> None:
         self.engine = engine
-        self.random = random.Random(seed)
+        self.random = draw
         self.workers = Workers()
         self._port = port
         self._failing = failing

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -192,20 +190,17 @@ LIVES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", LIVES)
 def test_as_long_as_loads_end_requests_end_and_short_ones_do_not_wait_for_pins(
-    make_engine: Any, eavesdropper: Eavesdropper, kind: str
+    make_engine: Any, eavesdropper: Eavesdropper, run_seed: int, kind: str
 ) -> None:
-    """`KVFERRY_SEED` runs one life again, exactly: no thread has a part in it."""
-    given = os.environ.get("KVFERRY_SEED")
-    for _ in range(1 if given else 3):
-        seed = int(given) if given else secrets.randbelow(10**6)
-        print(f"KVFERRY_SEED={seed}")
+    """`KVFERRY_SEED` runs the same lives again, exactly: no thread has a part in them."""
+    for index in range(3):
+        draw = random.Random(f"{run_seed} {index}")
         config = dict(LIVES[kind])
         role = config.pop("role", "kv_consumer")
         engine = make_engine(role, **config)
-        draw = random.Random(seed)
         failing = draw.choice((0.3, 0.7, 1.0))
         is_frozen = draw.random() < 0.5
-        life = Life(engine, seed, eavesdropper.port, failing=failing, frozen=is_frozen, is_producer=role == "kv_both")
+        life = Life(engine, draw, eavesdropper.port, failing=failing, frozen=is_frozen, is_producer=role == "kv_both")
         life.live(40)
         life.end()
         assert engine.counted("stalled_heartbeats") == 0
