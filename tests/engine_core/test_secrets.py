@@ -18,6 +18,7 @@ from kvferry.protocol.errors import InvalidConfig, InvalidSecretFile
 from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
+from kvferry.worker.fabric.nixl import NixlFabric
 from tests.harness.core.scheduler import Engine, tokens
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 
@@ -49,8 +50,21 @@ def secret_file(folder: Path, *secrets: Secret) -> Iterator[None]:
     ids=["rotation", "missing", "superfluous", "another"],
 )
 def test_a_prompt_is_read_if_the_secrets_go_together_and_computed_if_they_do_not(
-    make: Any, tmp_path: Path, theirs: list[Secret], ours: list[Secret], is_loaded: bool
+    make: Any,
+    tmp_path: Path,
+    theirs: list[Secret],
+    ours: list[Secret],
+    is_loaded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    parsed: list[bytes] = []
+    add_peer = NixlFabric.add_peer
+
+    def record(self: NixlFabric, metadata: bytes) -> Any:
+        parsed.append(metadata)
+        return add_peer(self, metadata)
+
+    monkeypatch.setattr(NixlFabric, "add_peer", record)
     with secret_file(tmp_path, *theirs):
         producer = make("kv_producer")
     with secret_file(tmp_path, *ours):
@@ -59,6 +73,7 @@ def test_a_prompt_is_read_if_the_secrets_go_together_and_computed_if_they_do_not
     assert consumer.engine.counted("local_recomputes", "load_failed") == (not is_loaded)
     assert consumer.engine.counted("failed_loads", "refused") == (not is_loaded)
     assert bool(consumer.engine.counted("planned_bytes")) == is_loaded
+    assert bool(parsed) == is_loaded, "NIXL parses metadata in native code, of peers with the secret alone"
     if is_loaded:
         producer.until(lambda: producer.engine.is_whole)
         assert producer.engine.counted("leases_released", "done") == 1

@@ -39,7 +39,9 @@ CASES = [
     Case("ten million block ids", lambda params: put(remote_block_ids=[list(range(10_000_000))])(params)),
     Case("block ids out of range", put(remote_block_ids=[[10**6, 10**6 + 1]]), "load_failed"),
     Case("a dead port", put(remote_port=9), "load_failed"),
-    Case("a host that does not exist", put(remote_host="no.such.host.invalid"), "load_failed"),
+    Case("a host that is not trusted", put(remote_host="203.0.113.7"), "host_not_allowed"),
+    Case("a name that is not trusted", put(remote_host="no.such.host.invalid"), "host_not_allowed"),
+    Case("an address with a zone", put(remote_host="::1%2]:0;[::1"), "host_not_allowed"),
     Case("another epoch", put_in_ticket(lease_epoch="0" * 14 + "1"), "load_failed"),
 ]
 
