@@ -247,6 +247,7 @@ def test_a_client_cannot_tell_from_the_time_of_its_answer_whether_an_id_is_live(
     make: Any, monkeypatch: pytest.MonkeyPatch, is_live: bool
 ) -> None:
     """Its own prompt is another one. It is answered when an id that nobody has would be, and no earlier."""
+    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 1e6)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
     if is_live:
