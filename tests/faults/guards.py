@@ -91,6 +91,19 @@ GUARDS = (
         ),
     ),
     Guard(
+        "raised-step",
+        "nothing is readable that a step which raised was to write",
+        (1,),
+        "kvferry.connector.worker_side.step_watch:StepWatch.has_raised",
+        switches.always(False),
+        (
+            "tests/engine_core/test_raised_steps.py::test_nothing_of_a_step_that_raised_is_read"
+            "[in one step-in turn-first runner]",
+            "tests/engine_core/test_raised_steps.py::test_nothing_of_a_step_that_raised_is_read"
+            "[in parts-overlapping-second runner]",
+        ),
+    ),
+    Guard(
         "taken-back",
         "what relies on blocks that were not filled is not offered, nor hit by later prompts",
         (1,),

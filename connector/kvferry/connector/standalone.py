@@ -228,7 +228,12 @@ class StandaloneEngine:
         applied. Returns the requests that have ended since the last step."""
         receive_messages(self.listener.inbox, self.leases, self.boot, self.counters)
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
-        compute()
+        try:
+            compute()
+        except BaseException:
+            for worker in self.workers:
+                worker.fail_step()
+            raise
         for worker in self.workers:
             worker.end_step()
         self.collect()

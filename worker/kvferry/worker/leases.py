@@ -237,6 +237,22 @@ class LeaseTable:
             self._clear(order.slot)
             return lease.request_id
 
+    def distrust(self) -> list[str | None]:
+        """End every lease that is not READY: its blocks may not have been written. Call it on the step thread, which
+        opens leases: none of a later step's is ended.
+
+        Returns:
+            For each the request, if it was held and has not been reported: report it now.
+        """
+        with self._lock:
+            doubtful = {slot: lease for slot, lease in self._leases.items() if not self._is_ready(slot, lease)}
+            for slot in doubtful:
+                self._clear(slot)
+            return [lease.request_id for lease in doubtful.values()]
+
+    def _is_ready(self, slot: int, lease: _Lease) -> bool:
+        return int(self.words[slot]) == slot_word(lease.epoch, SlotState.READY)
+
     def done(self, message: Done) -> str | None:
         """Record that a consumer's worker needs nothing more under a lease. A worker counts once, the workers of each
         consumer separately; a report that comes before the hold is kept.

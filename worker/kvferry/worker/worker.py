@@ -140,6 +140,16 @@ class FerryWorker:
             self._marks = False
             self._thread.complete(self._device.mark())
 
+    def fail_step(self) -> None:
+        """The step has raised: nothing that it was to compute, or that steps before it have begun, may be read."""
+        self._marks = False
+        ended = self._memory.table.distrust()
+        if not ended:
+            return
+        logger.error("a step has raised: %d leases end that consumers could not read yet", len(ended))
+        with self._thread.results as results:
+            results.sent.update(request_id for request_id in ended if request_id is not None)
+
     def take_results(self, timeout_s: float = 0.0) -> StepResults:
         """Return the results since the last call.
 

@@ -30,6 +30,7 @@ from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata, engine_groups, gather_workers
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
+from kvferry.connector.worker_side.step_watch import StepWatch
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -64,6 +65,7 @@ class WorkerSide:
         self._is_asked = False
         self._is_idle = False
         self._is_child = False
+        self._watch = StepWatch(vllm_config.max_concurrent_batches)
         self._tracing: WorkerTracing | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -98,15 +100,21 @@ class WorkerSide:
     def bind(self, metadata: FerryMetadata) -> None:
         """Start the step's orders, which run in parallel with the forward pass. The step before has been launched: with
         drafts, vLLM's first model runner does not say so on the pipeline stages before the last one."""
+        self._watch.end()
         self.end_step()
+        self._watch.begin()
         self._is_asked |= metadata.asks
         self._is_idle = metadata.is_idle
         if metadata.head and self._worker is not None:
             self._worker.carry_out(metadata.head, metadata.frame)
 
     def end_step(self) -> None:
-        """The step's forward pass has been launched, drafters included."""
-        if self._worker is not None:
+        """The step's forward pass has been launched, drafters included, or it has raised."""
+        if self._worker is None:
+            return
+        if self._watch.has_raised():
+            self._worker.fail_step()
+        else:
             self._worker.end_step()
 
     def take_results(self) -> KVConnectorTransferResults:
@@ -115,6 +123,11 @@ class WorkerSide:
         Ended leases are not reported here, since vLLM does not hold their blocks: see `take_metadata`. A child of a
         MultiConnector has it hold those of aborted loads, as if they were being sent.
         """
+        self._watch.reports()
+        if self._watch.has_raised():
+            self.end_step()
+            self._step = StepResults()  # the step's output is thrown away: what there is to report waits for another
+            return KVConnectorTransferResults()
         timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
         self._step = self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
         self._has_reported = False
@@ -136,6 +149,8 @@ class WorkerSide:
 
     def take_metadata(self) -> FerryWorkerMetadata | None:
         """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
+        if self._watch.has_raised():
+            return None
         alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
         gauges, loads = self._step.gauges, self._tracing.take() if self._tracing is not None else ()
         self._step.alive, self._step.sent, self._step.gauges, self._is_asked = None, set(), None, False
