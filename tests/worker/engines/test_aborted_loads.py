@@ -204,6 +204,32 @@ def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read
     rig.transfer(producer, consumer)
 
 
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_what_has_read_no_data_frees_its_blocks_although_its_producer_stands_still(rig: Rig, how: str) -> None:
+    """Its read of the slot is in flight, which writes into no block."""
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    offer = producer.prefill(10)
+    rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(offer.params)
+    wait_until(consumer.fabric.transfers, "it reads the slot")
+    if how == "abort":
+        abort(rig, consumer, load)
+    else:
+        consumer.set_timeouts(load_s=0.0)
+        rig.step_until(lambda: consumer.seen.is_over(load.request_id), "it is over", only=consumer)
+        assert consumer.seen.failed[load.request_id] is FailureReason.DEADLINE
+        consumer.set_timeouts()
+    assert not consumer.seen.alive
+    assert not consumer.seen.counts["quarantined_loads"]
+    assert consumer.fabric.transfers(), "it is kept until it has ended"
+    assert not consumer.all_entries_are_free()
+    rig.network.thaw(producer.fabric.agent_name)
+    wait_until(consumer.all_entries_are_free, "it has ended")
+    free(consumer, load)
+    rig.transfer(producer, consumer)
+
+
 def test_the_producers_blocks_are_free_when_the_consumer_does_not_want_them(any_rig: Rig) -> None:
     """Nothing waits for the lease: it is given back. The prompt becomes ready after the abort."""
     producer, consumer = any_rig.pair()

@@ -36,6 +36,8 @@ from kvferry.worker.peers.registry import Unavailable
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads
 
+_BEFORE_DATA = (Stage.QUEUED, Stage.CONNECTING, Stage.FENCE)
+
 
 @dataclass(slots=True, eq=False)
 class Load:
@@ -94,6 +96,12 @@ class Load:
     def waves(self) -> list[Wave]:
         """The waves of the staging pool that it holds."""
         return self.staged.waves() if self.staged is not None else []
+
+    @property
+    def has_read_data(self) -> bool:
+        """Whether it has begun to read into the request's blocks. Before that, its reads write only into entries and
+        pages of the worker, so the blocks are safe whatever is in flight."""
+        return self.record.stage not in _BEFORE_DATA
 
     @property
     def is_connecting(self) -> bool:

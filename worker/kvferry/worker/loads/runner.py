@@ -1,7 +1,7 @@
 """The loads of a worker: those that wait for their turn, those that run, parked and quarantined ones.
 
 A load is parked while it waits for its producer: until its slot changes it holds no place among those that run. A
-failed load is quarantined while its blocks may still be written. A load whose request was aborted is cancelled: it
+failed load is quarantined while its reads may still write. A load whose request was aborted is cancelled: it
 fails at once, whatever it waits for.
 """
 
@@ -50,7 +50,8 @@ class LoadRunner:
         max_loads: loads that run at once.
 
     Attributes:
-        quarantined: failed loads whose blocks may still be written, each with the time since when; the oldest is first.
+        quarantined: failed loads with reads that may still write, each with the time since when; the oldest is first.
+            Those that have read no data yet keep entries and pages from use, but not their blocks.
         round_s: how long the last round took that resumed every load once, without posts that copied.
     """
 
@@ -319,14 +320,15 @@ class LoadRunner:
         )
 
     def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
-        """Report a failed load at once; it is quarantined while its blocks may still be written."""
+        """Report a failed load at once; it is quarantined while its reads may still write."""
         record = load.record
         record.reason = reason
         record.end(time.monotonic())
         self._running.pop(load, None)
-        safe = load.settle()
-        if not safe:
+        is_over = load.settle()
+        if not is_over:
             self.quarantined[load] = time.monotonic()
+        safe = is_over or not load.has_read_data
         is_aborted = reason is FailureReason.ABORTED
         logger.log(
             logging.DEBUG if is_aborted else logging.WARNING,
@@ -341,7 +343,7 @@ class LoadRunner:
             results.failed[record.request_id] = reason
             results.load_records.append(record)
             if not safe:
-                results.alive = frozenset(one.order.request_id for one in self.quarantined)
+                results.alive = self._alive()
             if not safe and not is_aborted:  # reads of aborted loads are expected to end soon, and are not counted
                 results.counts["quarantined_loads"] += 1
                 results.counts["quarantined_blocks"] += sum(map(len, load.order.local_blocks))
@@ -354,14 +356,19 @@ class LoadRunner:
 
     def _poll_quarantined(self) -> bool:
         over = [load for load in self.quarantined if load.settle()]
-        if over:
-            since_s = [self.quarantined.pop(load) for load in over]
+        since_s = {load: self.quarantined.pop(load) for load in over}
+        kept_blocks = [load for load in over if load.has_read_data]
+        if kept_blocks:
             logger.info(
                 "%s: the blocks are out of quarantine, the oldest after %.1f s; %d loads are left in it",
-                ", ".join(f"req={load.order.request_id}" for load in over[:8]),
-                time.monotonic() - min(since_s),
-                len(self.quarantined),
+                ", ".join(f"req={load.order.request_id}" for load in kept_blocks[:8]),
+                time.monotonic() - min(since_s[load] for load in kept_blocks),
+                len(self._alive()),
             )
             with self._results as results:
-                results.alive = frozenset(one.order.request_id for one in self.quarantined)
+                results.alive = self._alive()
         return bool(over)
+
+    def _alive(self) -> frozenset[str]:
+        """Requests whose blocks may still be written after their load failed."""
+        return frozenset(load.order.request_id for load in self.quarantined if load.has_read_data)
