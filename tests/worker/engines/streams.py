@@ -74,9 +74,12 @@ class Stream:
         return list(self.consumer.worker._thread.runner.alive())
 
     def is_over(self, polls: int) -> bool:
-        """Whether the load has ended, or the consumer has polled more reads than these."""
+        """Whether the load has ended, collected or not, or the consumer has polled more reads than these."""
         assert self.load is not None
-        return self.consumer.seen.is_over(self.load.request_id) or self.consumer.fabric.calls["poll"] > polls
+        results = self.consumer.worker._thread.results._results
+        is_reported = self.load.request_id in results.loaded | results.failed.keys()
+        is_over = is_reported or self.consumer.seen.is_over(self.load.request_id)
+        return is_over or self.consumer.fabric.calls["poll"] > polls
 
     def over(self) -> FailureReason | None:
         assert self.load is not None
