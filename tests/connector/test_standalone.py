@@ -100,6 +100,21 @@ def test_params_that_cannot_be_used_are_refused_and_a_request_without_any_is_com
     assert pair.producer.offer("never opened", BLOCKS, PROMPT) is None
 
 
+def test_a_step_that_raises_makes_no_prompt_readable(pair: Pair) -> None:
+    engine = pair.producer
+    engine.leases.open("p")
+    engine.step()
+    engine.leases.complete("p")
+
+    def compute() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.step(compute)
+    tables = [worker._memory.table for worker in engine.workers]
+    assert [int(table.words.any()) for table in tables] == [0] * len(tables)
+
+
 def test_a_load_that_one_worker_cannot_read_has_failed(pair: Pair) -> None:
     params = pair.offer("prefill")
     first = pair.producer.description.workers[0].agent

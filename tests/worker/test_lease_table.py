@@ -184,6 +184,19 @@ class LeaseTableHistory(RuleBasedStateMachine):
             if not lease.over:
                 lease.steps.append((order.tokens, mark))
 
+    @rule()
+    def a_step_raises(self) -> None:
+        """What could be read before can be read; nothing else is any more."""
+        ended = [lease for lease in self.leases if not lease.over and not lease.ready]
+        said = [request_id for request_id in self.table.distrust() if request_id is not None]
+        assert sorted(said) == sorted(lease.request_id for lease in ended if lease.held)
+        for lease in ended:
+            lease.over = True
+            lease.broken = not lease.held
+            lease.steps = []
+            self.ending = [order for order in self.ending if order.epoch != lease.text]
+            self.report(lease, lease.request_id if lease.held else None)
+
     @precondition(lambda self: any(x.steps for x in self.leases))
     @rule(draw=leases_of, count=st.integers(1, 3))
     def finish_steps(self, draw: int, count: int) -> None:
