@@ -199,6 +199,8 @@ class Offers:
             return None
         # Of what vLLM has taken back, and of what it has not answered yet, nothing counts here.
         num_tokens = self.builder.num_complete_tokens(request, lease.use)
+        if lease.use is LeaseUse.PROMPT:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)  # one may have ended unsettled with an answer
         is_whole = num_tokens == request.num_prompt_tokens
         # A stream that an unsettled step has completed: its ticket may promise a block of a window that vLLM has freed.
         is_late = lease.stream is not None and (self._holds_early or not is_whole)
