@@ -107,6 +107,32 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
         one.close()
 
 
+def test_unfinished_messages_of_one_host_cost_no_other_its_connection(known: Connections) -> None:
+    """A long request on its way has more bytes than each of the connections that fill the bound for all together."""
+    server = socket.create_server((HOST, 0))
+
+    def sent(source: str, num_bytes: int) -> socket.socket:
+        connection = socket.create_connection(server.getsockname(), source_address=(source, 0))
+        file = server.accept()[0].detach()
+        known.accepted(file)
+        files.append(file)
+        connection.sendall(bytes(num_bytes))
+        wait_until(lambda: known._known[file].unfinished_bytes() == num_bytes, "its bytes have arrived")
+        return connection
+
+    files: list[int] = []
+    honest = sent("127.0.0.2", 16 << 10)
+    hostile = [sent(HOST, 4 << 10) for _ in range(24)]
+    with mock.patch("kvferry.scheduler.side_channel.connections.MAX_UNFINISHED_IN_ALL_BYTES", 64 << 10):
+        num_ended = known.end_endless()
+        assert num_ended == 12, "16 KiB and 24 times 4 KiB came, of 64 KiB"
+        assert known.end_endless() == 0
+    assert not has_ended(honest)
+    assert sum(map(has_ended, hostile)) == num_ended
+    for one in (honest, *hostile, server, *(socket.socket(fileno=file) for file in files)):
+        one.close()
+
+
 @pytest.mark.parametrize(("files", "most"), [(1024, 512), (1 << 20, MAX_CONNECTIONS)])
 def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(files: int, most: int) -> None:
     with mock.patch.object(resource, "getrlimit", return_value=(files, 1 << 20)), listening() as (listener, _):

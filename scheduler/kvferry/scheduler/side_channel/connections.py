@@ -1,9 +1,8 @@
 """The connections of a listening socket: refused ones are counted, endless messages and too many connections ended.
 
-A connection that has sent too many bytes since its last whole message is closed (`tcp.py`), and so are those with the
-most of them when all together have sent too many. When there are too many
-connections, the one that has been silent for longest is closed: an engine connects again when needed, and the process
-needs its files.
+A connection that has sent too many bytes since its last whole message is closed (`tcp.py`). When all together have sent
+too many, the host that has sent most of them loses its largest. When there are too many connections, the one that has
+been silent for longest is closed: an engine connects again when needed, and the process needs its files.
 
 ZMQ reports connections on a monitor, by file number. It closes a refused one so soon that its peer's address may be
 missing in the log.
@@ -11,8 +10,10 @@ missing in the log.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import resource
+from collections import Counter
 
 import zmq
 
@@ -130,13 +131,36 @@ class Connections:
         for file in self.arrivals.take():
             if file in self._known:
                 self._unfinished_bytes[file] = self._known[file].unfinished_bytes()
-        num_ended = 0
+        too_many = [file for file, unfinished in self._unfinished_bytes.items() if unfinished > MAX_UNFINISHED_BYTES]
+        num_ended = sum(self.end(file) for file in too_many)
+        if sum(self._unfinished_bytes.values()) > MAX_UNFINISHED_IN_ALL_BYTES:
+            num_ended += self._end_largest()
+        return num_ended
+
+    def _end_largest(self) -> int:
+        """Close the largest connection of the host with the most bytes, until those of all are few enough. Returns how
+        many.
+
+        The largest of all were closed at first: with a thousand connections of one host, 17 KiB on each, every longer
+        request of another host cost its connection.
+        """
         in_all = sum(self._unfinished_bytes.values())
-        for file, unfinished in sorted(self._unfinished_bytes.items(), key=lambda entry: entry[1], reverse=True):
-            if unfinished <= MAX_UNFINISHED_BYTES and in_all <= MAX_UNFINISHED_IN_ALL_BYTES:
-                break
+        of_host: dict[str, list[int]] = {}  # files, the largest is last
+        bytes_of_host: Counter[str] = Counter()
+        for file in sorted(self._unfinished_bytes, key=self._unfinished_bytes.__getitem__):
+            host = self._known[file].peer
+            of_host.setdefault(host, []).append(file)
+            bytes_of_host[host] += self._unfinished_bytes[file]
+        hosts = [(-total, host) for host, total in bytes_of_host.items()]
+        heapq.heapify(hosts)
+        num_ended = 0
+        while in_all > MAX_UNFINISHED_IN_ALL_BYTES:
+            negated, host = heapq.heappop(hosts)
+            file = of_host[host].pop()
+            unfinished = self._unfinished_bytes[file]
             in_all -= unfinished
             num_ended += self.end(file)
+            heapq.heappush(hosts, (negated + unfinished, host))
         return num_ended
 
     def _forget(self, file: int) -> TcpConnection | None:
