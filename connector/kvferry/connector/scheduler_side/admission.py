@@ -13,8 +13,11 @@ blocks it moves to the front of the second queue. So these wait like that:
     a failed load, once                     it moves to the second queue: the first has only requests with blocks
     a request that cannot fit beside        pins last as long as a producer stands still: minutes, or for ever
     pinned blocks
-    a request that does not fit beside      vLLM reserves a failed load's blocks against all new loads. By priority
+    a load that does not fit beside         vLLM reserves a failed load's blocks against all new loads. By priority
     a failed load that waits                they may stand before it: each would wait for the other
+
+For a request that is skipped vLLM looks its prefix up in every step, so of the last two kinds all but the first few are
+parked (`parking.py`), and looked at again when pins or failed loads have changed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
+from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.scheduler.block_references import QuarantinedBlocks
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -43,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
+_MAX_COUNTED = 4096
+"""Most lengths of requests whose number of blocks is remembered."""
+
 
 class Admission:
     """The failed loads of one engine that wait to be computed, and what waits because of them.
@@ -59,6 +66,10 @@ class Admission:
         self._failed: set[str] = set()  # vLLM has not looked at them since
         self._tried: set[str] = set()  # vLLM was to take them where they are
         self._moved: dict[str, Request] = {}
+        self._skipped: dict[str, bool] = {}  # whether each may load
+        self._parking = Parking()
+        self._counted: dict[tuple[int, int], int] = {}
+        self._situation: tuple[int, tuple[str, ...]] = (0, ())
 
     def failed(self, request_id: str) -> None:
         """A load has failed, and vLLM computes its prompt as soon as it fits."""
@@ -70,21 +81,52 @@ class Admission:
         self._failed.discard(request_id)
         self._tried.discard(request_id)
         self._moved.pop(request_id, None)
+        self._is_free(request_id)
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether vLLM must skip this request in this step. Asked while it holds no blocks."""
+    def must_wait(self, request: Request, *, may_load: bool) -> bool:
+        """Whether vLLM must skip this request in this step. Asked while it holds no blocks.
+
+        Args:
+            may_load: whether it may begin a load. If not, vLLM reserves nothing against it.
+        """
         if request.request_id in self._failed or request.request_id in self._tried:
             return self._moves(request)
-        if self._is_shut_out(request):
-            return True
-        if request.request_id in self._moved or not self._moved:
+        if not self._is_kept_out(request, may_load=may_load):
+            self._is_free(request.request_id)
             return False
-        moved = [other for other in self._moved.values() if not self._is_shut_out(other)]
-        return bool(moved) and not self._fits_beside(request, moved)
+        if request.request_id not in self._skipped and not request.skip_reading_prefix_cache:
+            # vLLM admits one that reads no prefix whatever the connector says, if it fits: that one keeps its status.
+            self._skipped[request.request_id] = may_load
+            self._parking.enter(request)
+        return True
+
+    def look_again(self) -> None:
+        """If pins or failed loads have changed, have vLLM look at what need not wait for them any more."""
+        situation = (self._quarantine.num_blocks, tuple(self._moved))
+        if situation == self._situation:
+            return
+        self._situation = situation
+        for request_id, may_load in list(self._skipped.items()):
+            request = self._requests.by_id.get(request_id)
+            if request is None or not self._is_kept_out(request, may_load=may_load):
+                self._is_free(request_id)
 
     def loads_nothing(self, request: Request) -> bool:
         """Whether no load of this request can begin while a failed one is shut out: vLLM would stop at it."""
         return bool(self._moved) and not self._fits_beside(request, self._moved.values())
+
+    def _is_free(self, request_id: str) -> None:
+        """A request has to wait no more, if it had to."""
+        if self._skipped.pop(request_id, None) is not None:
+            self._parking.leave(request_id)
+
+    def _is_kept_out(self, request: Request, *, may_load: bool) -> bool:
+        if self._is_shut_out(request):
+            return True
+        if request.request_id in self._moved or not may_load:
+            return False
+        moved = [other for other in self._moved.values() if not self._is_shut_out(other)]
+        return bool(moved) and not self._fits_beside(request, moved)
 
     def _moves(self, request: Request) -> bool:
         """Whether a failed load is skipped, and so moves. If its blocks seem to be free, vLLM is to take it at once; if
@@ -103,14 +145,23 @@ class Admission:
         if not len(self._quarantine) or not self._can_count:
             return False
         usable = self._blocks.num_blocks - 1 - self._quarantine.num_blocks  # without the null block
-        return self._requests.lacking(self._blocks, request) > usable
+        return self._lacking(request) > usable
 
     def _fits_beside(self, request: Request, others: Iterable[Request]) -> bool:
         """Whether blocks for all of these requests are free now."""
         if not self._can_count:
             return True
-        lacking = [self._requests.lacking(self._blocks, each) for each in (request, *others)]
-        return sum(lacking) <= self._blocks.num_free
+        return sum(map(self._lacking, (request, *others))) <= self._blocks.num_free
+
+    def _lacking(self, request: Request) -> int:
+        """Blocks of a request that holds none: its lengths alone decide. vLLM takes some 5 us to count them."""
+        lengths = (request.num_prompt_tokens, request.num_tokens)
+        counted = self._counted.get(lengths)
+        if counted is None:
+            if len(self._counted) >= _MAX_COUNTED:
+                self._counted.clear()
+            counted = self._counted[lengths] = self._requests.lacking(self._blocks, request)
+        return counted
 
     @property
     def _can_count(self) -> bool:

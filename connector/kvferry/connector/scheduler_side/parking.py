@@ -1,4 +1,4 @@
-"""Waiting requests that vLLM skips: of those with open questions, all but the first few.
+"""Waiting requests that vLLM skips: of those that it must not admit yet, all but the first few.
 
 For a waiting request vLLM looks up its prompt's prefix before it asks the connector, in every step. With 512 requests
 whose prefix of 256 blocks is cached, that took 205 ms a step; with all but 16 parked, 4 ms.
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_ASKED = 16
-"""Most requests with open questions that vLLM looks at in a step."""
+"""Most requests that wait for the same thing (answers; pinned blocks) and that vLLM looks at in a step."""
 
 _PARKED, _WAITING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING
 
 
 class Parking:
-    """The requests of one engine that wait for answers."""
+    """The requests of one engine that wait for the same thing."""
 
     def __init__(self) -> None:
         self._looked_at: set[str] = set()
         self._parked: dict[str, Request] = {}  # the first that arrived is first
 
     def enter(self, request: Request) -> None:
-        """A request waits for an answer. It is parked if enough others do, unless it waits for a grammar as well."""
+        """A request waits. It is parked if enough others do, unless it waits for a grammar as well."""
         has_grammar = request.structured_output_request is not None
         if len(self._looked_at) < MAX_ASKED or has_grammar or request.status is not _WAITING:
             self._looked_at.add(request.request_id)
@@ -39,7 +39,7 @@ class Parking:
             self._parked[request.request_id] = request
 
     def leave(self, request_id: str) -> None:
-        """A request has its answer, or has ended; the first parked one takes its place. No-op for other requests."""
+        """A request waits no more, or has ended; the first parked one takes its place. No-op for other requests."""
         self._looked_at.discard(request_id)
         leaving = [self._parked.pop(request_id)] if request_id in self._parked else []
         while self._parked and len(self._looked_at) < MAX_ASKED:

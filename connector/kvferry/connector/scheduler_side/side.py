@@ -156,7 +156,8 @@ class SchedulerSide:
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.slots.free and self._idle.has_news:
             return None
-        if self._admission.must_wait(request):
+        may_load = self._children_hold or self.loads.state(request.request_id) is LoadState.OFFERED
+        if self._admission.must_wait(request, may_load=may_load):
             return None
         matched = self.loads.matched_tokens(request.request_id, num_local_tokens)
         if matched and self._admission.loads_nothing(request):
@@ -236,6 +237,7 @@ class SchedulerSide:
         boot, now_s = self.channel.local.boot, time.monotonic()
         fails = self.channel.asking.begin_step()
         orders = next_orders(self.leases, self.loads, boot, now_s, fails, may_expire=may_expire)
+        self._admission.look_again()
         self._stalls.step(bool(num_tokens), self.channel.asking.questions)
         self.monitor.poll()
         metadata = _NOTHING
@@ -279,6 +281,7 @@ class SchedulerSide:
             prompt = self.loads.loaded(request_id)
             if prompt is not None:
                 self.monitor.counters.sample("handover_s", time.monotonic() - prompt.offered_s)
+        self._admission.look_again()
         self.channel.flush()
         self.monitor.poll()
 
