@@ -18,6 +18,7 @@ from kvferry.protocol.side_channel.hosts import (
     advice,
     check_announced,
     host_port,
+    one_spelling,
     read_address,
     read_host,
 )
@@ -96,6 +97,7 @@ def test_what_no_connection_can_be_meant_to_is_no_host(host: str) -> None:
 )
 def test_an_address_has_one_spelling(host: str, address: str) -> None:
     assert read_host(host) == read_address(host) == ipaddress.ip_address(address)
+    assert one_spelling(host) == address
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_an_address_has_one_spelling(host: str, address: str) -> None:
 )
 def test_a_name_is_read_without_a_look_up(host: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(socket, "getaddrinfo")
-    assert read_host(host) == name
+    assert read_host(host) == one_spelling(host) == name
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,23 @@ def test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_conn
     play(run)
 
 
+def test_a_host_that_is_written_in_many_ways_is_one_host() -> None:
+    """Clients choose how they write it: each way had a share of its own, and together they had all turns."""
+
+    async def run() -> None:
+        scene = Scene()
+        for port in range(300):
+            letters = zip("example", f"{port % 128:07b}", strict=True)
+            scene.begin("silent." + "".join(one.upper() if up == "1" else one for one, up in letters), port)
+        await settle()
+        assert len(scene.begun) == AT_ONCE[Kind.NAMED] // 2
+        await scene.connect("other")
+        assert ("other", 1) in scene.connected
+        await scene.cancel_all()
+
+    play(run)
+
+
 def test_hosts_take_turns_when_there_are_too_many() -> None:
     async def run() -> None:
         scene = Scene()

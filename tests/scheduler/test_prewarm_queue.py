@@ -85,7 +85,8 @@ def test_one_host_leaves_prewarms_of_a_step_for_others() -> None:
     """Clients choose the ports: 64 requests for one host kept all other producers from being prewarmed."""
     prewarms = PrewarmQueue()
     for port in range(1, 200):
-        prewarms.expect(Prewarm.of(make_params(remote_port=port)), 0.0)
+        host = ("10.0.0.1", "10.0.0.1.", "0xa.1", "[10.0.0.1]")[port % 4]
+        prewarms.expect(Prewarm.of(make_params(remote_host=host, remote_port=port)), 0.0)
     other = Prewarm.of(make_params(remote_host="10.0.1.1"))
     prewarms.expect(other, 0.0)
     taken = prewarms.take()

@@ -396,6 +396,7 @@ def test_a_host_with_all_places_gives_its_newest_up_for_a_host_with_fewer_and_no
     open_questions = Questions()
     opened(open_questions, 8)
     assert not open_questions.ask("more", PRODUCER, "x", 5, DIGESTS[0], 0.0)
+    assert not open_questions.ask("more", (PRODUCER[0].upper(), 1), "x", 5, DIGESTS[0], 0.0), "the same host"
     opened(open_questions, 4, "other")
     assert not open_questions.ask("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
     crowded_out = list(open_questions.give_up(0.0))

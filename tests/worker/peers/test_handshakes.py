@@ -32,7 +32,7 @@ class Scene:
     def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         with self.lock:
             self.asked.append(key)
-        if not key.host.startswith("dark"):
+        if not key.host.lower().startswith("dark"):
             raise ANSWER
         assert self.let_go.wait(60)
         raise HandshakeFailed("no answer")
@@ -112,6 +112,18 @@ def test_one_unverified_host_gets_few_threads_and_few_places_in_the_queue(scene:
     assert scene.ask("live") is None
     scene.has_ended("live")
     assert scene.asked_of("dark") == 4
+
+
+def test_a_host_that_is_written_in_many_ways_is_one_host(scene: Scene) -> None:
+    """Clients choose how they write it."""
+    ways = ["dark", "darK", "daRk", "daRK", "dArk", "dArK", "dARk", "dARK"]
+    answers = [scene.ask(way, number) for number, way in enumerate(ways * 5)]
+    assert answers[:32] == [None] * 32
+    assert all(answer is not None for answer in answers[32:])
+    scene.is_asked("d", 4)
+    assert scene.ask("live") is None
+    scene.has_ended("live")
+    assert scene.asked_of("d") == 4
 
 
 def test_waiting_peers_are_asked_in_turn_when_others_have_answered_or_failed(scene: Scene) -> None:

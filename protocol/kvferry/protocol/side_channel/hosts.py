@@ -15,6 +15,7 @@ address. So `fd00::2%2]:0;[::1` is in fd00::/64 to Python, and the address ::1 t
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import socket
@@ -81,6 +82,16 @@ def read_address(text: str) -> Address | None:
 def _without_mapping(address: Address) -> Address:
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return address if mapped is None else mapped
+
+
+@functools.lru_cache(4096)
+def one_spelling(host: str) -> str:
+    """The same text for all that a host may be written as, for what is shared between hosts: clients choose how they
+    write one, and each letter of a name may be a capital. What is no host stays as it is."""
+    try:
+        return str(read_host(host))
+    except ValueError:
+        return host
 
 
 def why_unusable(address: Address) -> str | None:

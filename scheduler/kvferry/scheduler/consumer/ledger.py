@@ -10,6 +10,7 @@ import msgspec
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.side_channel.hosts import one_spelling
 from kvferry.scheduler.block_references import BlockPool, QuarantinedBlocks
 from kvferry.scheduler.consumer.remote_prompt import (
     CLAIMING,
@@ -56,9 +57,10 @@ class PrewarmQueue:
         named = msgspec.structs.replace(producer, is_static=False)
         is_known = now_s < self._named_s.get(named, -AGAIN_S) + AGAIN_S
         if not producer.is_static:
-            if is_known or not has_share(self._by_host[producer.host], self._by_host.total(), MAX_WAITING):
+            host = one_spelling(producer.host)
+            if is_known or not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
                 return
-            self._by_host[producer.host] += 1
+            self._by_host[host] += 1
         self._waiting.append(producer)
         self.forget(named)
         self._named_s[named] = now_s

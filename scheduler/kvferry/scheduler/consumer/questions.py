@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.protocol.asks import Progress, Question
+from kvferry.protocol.side_channel.hosts import one_spelling
 
 UNKNOWN_S = 10.0
 """How long a producer may not know of a prompt: its leg may still be on the way, or is lost."""
@@ -62,7 +63,7 @@ class OpenQuestion:
     """One question.
 
     Attributes:
-        host: of the producer that the request names.
+        host: of the producer that the request names, in one spelling.
         waits: whether its request waits for the answer; False when it has ended.
         unknown_why: what a producer has said that does not know of it, as a label of metrics.
         known_by: the producer that was the last to say that it has the prompt in its queue, or none.
@@ -176,7 +177,7 @@ class Questions:
 
     def ask(self, request_id: str, producer: Producer, key: str, num_tokens: int, digest: str, now_s: float) -> bool:
         """A request has arrived whose prompt this producer prefills. False if too many questions are open."""
-        host, _ = producer
+        host = one_spelling(producer[0])
         if len(self._by_number) >= MAX_OPEN and not self._make_room(host):
             return False
         question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest, spans=self._spans)

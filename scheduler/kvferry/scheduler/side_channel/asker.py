@@ -35,7 +35,7 @@ from kvferry.protocol.handshake import encode
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
-from kvferry.protocol.side_channel.hosts import host_port
+from kvferry.protocol.side_channel.hosts import host_port, one_spelling
 from kvferry.scheduler.consumer.questions import SETTLING, AskCommand, Producer, StartAsking
 from kvferry.scheduler.side_channel.places import Kind, Place, Places, ProvenAddresses
 from kvferry.scheduler.state import Counters, has_share
@@ -150,7 +150,7 @@ class Asker:
         if asked is None:
             asked = self._by_producer[producer] = _Asked(producer, is_offered=is_offered)
             if is_offered:
-                self._offered[producer[0]] += 1
+                self._offered[one_spelling(producer[0])] += 1
             asked.task = asyncio.ensure_future(self._ask(asked))
         number = opened.question.number
         if number not in asked.questions:
@@ -167,7 +167,7 @@ class Asker:
         opened.siblings_s = now_s
         for port in islice(ports, MOST_SIBLINGS):
             is_asked = (host, port) in self._by_producer
-            if is_asked or has_share(self._offered[host], self._offered.total(), MOST_OFFERED):
+            if is_asked or has_share(self._offered[one_spelling(host)], self._offered.total(), MOST_OFFERED):
                 self._start(opened, (host, port), is_offered=True)
 
     def _need(self, asked: _Asked, number: int) -> None:
@@ -202,7 +202,7 @@ class Asker:
 
     def _end_offer(self, asked: _Asked) -> None:
         asked.is_offered = False
-        host, _ = asked.producer
+        host = one_spelling(asked.producer[0])
         self._offered[host] -= 1
         if not self._offered[host]:
             del self._offered[host]

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable
 
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.side_channel.connection import Connection
+from kvferry.protocol.side_channel.hosts import one_spelling
 from kvferry.scheduler.state import has_share
 
 Address = tuple[str, int]
@@ -192,7 +193,7 @@ class Places:
             HandshakeFailed: too many addresses wait.
             KvferryError: as `connect`.
         """
-        host, _ = address
+        host = one_spelling(address[0])
         turns = self._turns[Kind.PROVEN if address in self.proven else kind]
         if not has_share(self._waiting[host], self._num_waiting, MOST_WAITING):
             raise HandshakeFailed("too many other addresses of this host wait to be connected")

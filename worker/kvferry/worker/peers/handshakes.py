@@ -36,6 +36,7 @@ from kvferry.protocol.errors import HandshakeFailed, InputError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.side_channel.connection import backoff_s
+from kvferry.protocol.side_channel.hosts import one_spelling
 from kvferry.worker.peers.peer import Handshake, PeerKey
 
 
@@ -115,6 +116,11 @@ class _UnderWay:
         return not is_crowded and self._of_host[host] < self._limits.per_unverified_host
 
 
+def _host(key: PeerKey) -> str:
+    """A peer's host as it is counted."""
+    return one_spelling(key.host)
+
+
 Found = tuple[EngineDescription, TransferPlan] | Exception
 
 
@@ -150,10 +156,10 @@ class Handshakes:
         asked = self._asked.get(key)
         if asked is not None and asked.limits is FOR_LOADS:
             return None
-        full = self._why_full(key.host, FOR_LOADS)
+        full = self._why_full(_host(key), FOR_LOADS)
         if asked is not None and asked.is_under_way:
             asked.is_awaited = True
-            if full is None and self._under_way(FOR_LOADS).has_place(key.host):
+            if full is None and self._under_way(FOR_LOADS).has_place(_host(key)):
                 asked.limits = FOR_LOADS
         elif full is not None:
             return full
@@ -176,7 +182,7 @@ class Handshakes:
 
     def ask_ahead(self, key: PeerKey) -> None:
         """Request the handshake with a peer that no load waits for yet, if there is a place."""
-        if key not in self._asked and self._why_full(key.host, AHEAD) is None:
+        if key not in self._asked and self._why_full(_host(key), AHEAD) is None:
             self._asked[key] = _Asked(AHEAD, is_awaited=False)
             self._begin()
 
@@ -192,7 +198,7 @@ class Handshakes:
             del self._asked[key]
             # A refusal is an answer too.
             is_answer = not isinstance(found, Exception) or isinstance(found, (PeerRefused, PlanRefused, InputError))
-            self._remember(key.host, answered=is_answer)
+            self._remember(_host(key), answered=is_answer)
             self._begin()
             yield key, found
 
@@ -206,7 +212,7 @@ class Handshakes:
 
     def _why_full(self, host: str, limits: HandshakeLimits) -> str | None:
         """Why no engine of this host can be added; None when one can."""
-        hosts = [key.host for key, asked in self._asked.items() if asked.limits is limits]
+        hosts = [_host(key) for key, asked in self._asked.items() if asked.limits is limits]
         if len(hosts) >= limits.asked:
             return f"{len(hosts)} other engines have not answered yet"
         of_host = hosts.count(host)
@@ -231,8 +237,8 @@ class Handshakes:
         for key, asked in self._asked.items():
             if under_way.is_full():
                 break
-            if asked.limits is limits and not asked.is_under_way and under_way.has_place(key.host):
-                under_way.add(key.host)
+            if asked.limits is limits and not asked.is_under_way and under_way.has_place(_host(key)):
+                under_way.add(_host(key))
                 begun.append(key)
         return begun
 
@@ -240,7 +246,7 @@ class Handshakes:
         counted = _UnderWay(limits, self._answered)
         for key, asked in self._asked.items():
             if asked.limits is limits and asked.is_under_way:
-                counted.add(key.host)
+                counted.add(_host(key))
         return counted
 
     def _run(self, key: PeerKey) -> None:
