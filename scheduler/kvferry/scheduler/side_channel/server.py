@@ -144,7 +144,8 @@ class SideChannelListener:
             self._socket.serve(ready)
             if self._news in ready:
                 os.eventfd_read(self._news)
-            if self._news in ready or self._asked.has_news:
+            # Also when nothing came: old prompts and questions are forgotten although no other follows.
+            if self._news in ready or self._asked.has_news or not ready:
                 self._socket.guarded(self._send_changes)
         self._socket.close()
 
