@@ -30,8 +30,9 @@ MAX_UNFINISHED_BYTES = (REQUESTS_QUEUED + 1) * MAX_REQUEST_BYTES + 4 * RECEIVE_B
 buffer. Of empty frames it is 40 MB in ZMQ's memory."""
 
 MAX_UNFINISHED_IN_ALL_BYTES = 16 << 20
-"""Of all connections together: 512 MB of empty frames at worst. A thousand consumers that renew a hundred leases each
-at the same moment send a third of it."""
+"""Of all open connections together: 512 MB of empty frames at worst. A thousand consumers that renew a hundred leases
+each at the same moment send a third of it. Connections that have ended are in no bound: the kernel forgets their bytes
+with them, while ZMQ keeps the frames. Only a secret keeps a client out that opens one after the other."""
 
 MAX_CONNECTIONS = 8192
 """More than the workers of 1,000 engines of 8 that ask at the same time; half of the process's file limit if that is
