@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir
+from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, local_weights_dir
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "rope_scaling": {"factor": 2.0}}
 TENSOR_BYTES = 4096
@@ -187,3 +187,24 @@ def test_a_snapshot_in_the_hubs_cache_is_found_without_the_network(tmp_path: Pat
     assert local_model_dir("org/toy", None, str(tmp_path)) == snapshot
     assert local_model_dir("org/toy", "c" * 40, str(tmp_path)) == snapshot
     assert local_model_dir("org/toy", "other", str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("revision", [None, "c" * 40])
+def test_weights_are_found_in_the_download_dir_although_vllm_downloads_the_configuration_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    """Otherwise all fine-tunes of a model would have one fingerprint."""
+    downloads, cache = tmp_path / "downloads", tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    for place, file in ((downloads, "model.safetensors"), (cache, "config.json")):
+        snapshot = place / "models--org--toy" / "snapshots" / ("c" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / file).write_bytes(b"{}")
+        (place / "models--org--toy" / "refs").mkdir()
+        (place / "models--org--toy" / "refs" / "main").write_text("c" * 40)
+    found = local_weights_dir("org/toy", revision, str(downloads))
+    assert found == downloads / "models--org--toy" / "snapshots" / ("c" * 40)
+    assert local_weights_dir("org/toy", "other", str(downloads)) is None
+    assert local_weights_dir(str(tmp_path), revision, str(downloads)) == tmp_path
+    for name in ("org/absent", "a/b/c/d", "\0", ""):
+        assert local_weights_dir(name, revision, str(downloads)) is None

@@ -44,19 +44,43 @@ def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -
 
 
 def local_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The model's local path: a directory, a file, or a snapshot in the hub's cache. Uses no network."""
+    """The local path of a model's configuration: a folder, a file, or a snapshot in the hub's cache. Uses no network.
+
+    vLLM downloads weights into `download_dir` and configurations into the default cache, whatever `download_dir` is.
+    """
     if os.path.exists(model):
         return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        for name in _NAMES_OF_CONFIGS:
-            found = try_to_load_from_cache(model, name, revision=revision, cache_dir=download_dir)
-            if isinstance(found, str):
-                return Path(found).parent
+        for cache in dict.fromkeys((download_dir, None)):
+            for name in _NAMES_OF_CONFIGS:
+                found = try_to_load_from_cache(model, name, revision=revision, cache_dir=cache)
+                if isinstance(found, str):
+                    return Path(found).parent
     except Exception as error:  # noqa: BLE001 - an invalid name for the hub must not stop the start
         logger.debug("no local files of %s: %s", model, error)
     return None
+
+
+def local_weights_dir(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """The local path of a model's weights: a directory, a file, or a snapshot in the cache that vLLM downloads weights
+    into, which may have no configuration. Uses no network."""
+    if os.path.exists(model):
+        return Path(model)
+    try:
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        folder = Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+        reference = folder / "refs" / (revision or constants.DEFAULT_REVISION)
+        commit = reference.read_text().strip() if reference.is_file() else str(revision)
+        snapshot = folder / "snapshots" / commit
+        if snapshot.is_dir() and _weight_files(snapshot):
+            return snapshot
+    except Exception as error:  # noqa: BLE001 - as above
+        logger.debug("no local weights of %s: %s", model, error)
+    return local_model_dir(model, revision, download_dir)
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, read_json
+from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, local_weights_dir, read_json
 from kvferry.protocol.handshake import MAX_SETTINGS, Setting
 
 if TYPE_CHECKING:
@@ -148,11 +148,12 @@ def weights_of(model: ModelConfig, vllm_config: VllmConfig) -> str:
     """The fingerprint of a model's weights; see `fingerprint`. Its configuration is compared by the settings."""
     if str(vllm_config.load_config.load_format) == "dummy":
         return fingerprint({}, None, f"dummy:{model.seed}")
-    return fingerprint({}, model_dir(model, vllm_config))
+    download_dir = vllm_config.load_config.download_dir
+    return fingerprint({}, local_weights_dir(model.model, model.revision, download_dir))
 
 
 def model_dir(model: ModelConfig, vllm_config: VllmConfig) -> Path | None:
-    """Where the files of a model are on this machine, or None."""
+    """Where the configuration of a model is on this machine, or None; its weights may be elsewhere."""
     return local_model_dir(model.model, model.revision, vllm_config.load_config.download_dir)
 
 
