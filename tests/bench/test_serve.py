@@ -93,7 +93,8 @@ def test_a_request_without_an_answer_ends_with_its_time() -> None:
 
 
 def test_on_gpus_every_engine_has_one_and_they_may_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for visible, expected in (("4,5", ["4", "5", "5"]), ("4,4", ["4", "4", "4"])):
+    monkeypatch.setattr("scripts.accuracy.devices._listed_gpus", lambda: 8)
+    for visible, expected in (("4,5", ["4", "5", "5"]), ("4,4", ["4", "4", "4"]), ("6", ["6", "6", "6"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         specs = [spec for setup in (KVFERRY, SINGLE) for spec in specs_of(setup, "m", tmp_path, "cuda")]
         assert [spec.environment(1)["CUDA_VISIBLE_DEVICES"] for spec in specs] == expected

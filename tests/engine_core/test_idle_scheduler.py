@@ -20,13 +20,12 @@ def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engine: Any) -> None:
-    """The blocks of a longer answer are held after its request has ended. vLLM takes another step after that. If it did
-    not, no consumer could read before the next one."""
-    engine = make_engine()
-    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=2)
-    engine.step()
-    engine.step()
-    assert engine.answers["p"].params is not None
+    """The blocks of a model with states are held after its request has ended. vLLM takes another step after that. If it
+    did not, no consumer could read before the next one."""
+    engine = make_engine(states=1)
+    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
+    while engine.answers["p"].params is None:
+        engine.step()
     assert engine.connector.has_pending_push_work()
     assert engine.step().orders.holds
     assert not engine.connector.has_pending_push_work()
