@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import Transfer, TransferState
+from kvferry.worker.fabric.port import DescriptorRows, LocalDescriptors, Transfer, TransferState
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.harness.fault_fabric import reads_beside_blocks
 from tests.waiting import step_until, wait_until
 
 pytestmark = pytest.mark.slow
@@ -22,20 +23,35 @@ LEASE_S = 2.0
 
 
 class Hanging:
-    """While it is on, no transfer of this process ever seems to end."""
+    """While it is on, no read of this process into blocks ever seems to end. (Others pin no blocks.)"""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_on = False
         self.polled: set[NixlFabric] = set()
-        poll = NixlFabric.poll
+        self._beside_blocks: set[LocalDescriptors] = set()
+        self._reads: set[Transfer] = set()
+        poll, post_read, prepare_local = NixlFabric.poll, NixlFabric.post_read, NixlFabric.prepare_local
+
+        def prepare(fabric: NixlFabric, rows: DescriptorRows) -> LocalDescriptors:
+            made = prepare_local(fabric, rows)
+            if reads_beside_blocks(rows):
+                self._beside_blocks.add(made)
+            return made
+
+        def post(fabric: NixlFabric, local: LocalDescriptors, *others: Any) -> Transfer:
+            made = post_read(fabric, local, *others)
+            if local not in self._beside_blocks:
+                self._reads.add(made)
+            return made
 
         def poll_late(fabric: NixlFabric, transfer: Transfer) -> TransferState:
-            if not self.is_on:
+            if not self.is_on or transfer not in self._reads:
                 return poll(fabric, transfer)
             self.polled.add(fabric)
             return TransferState.IN_FLIGHT
 
-        monkeypatch.setattr(NixlFabric, "poll", poll_late)
+        for name, replaced in (("poll", poll_late), ("post_read", post), ("prepare_local", prepare)):
+            monkeypatch.setattr(NixlFabric, name, replaced)
 
     def end_deadlines(self, consumer: Node) -> None:
         """The deadlines of all loads pass, once every worker has a transfer under way."""

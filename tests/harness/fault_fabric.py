@@ -32,6 +32,12 @@ _STOPPED_S = 120.0
 ID_PAGES_ROW = [PAGE_IDS * ID_BYTES, 0, PAGE_IDS * ID_BYTES, ID_PAGES]
 
 
+def reads_beside_blocks(rows: DescriptorRows) -> bool:
+    """Whether these local descriptors are those of slots, headers or block ids: what is read into them writes into no
+    block."""
+    return bool((rows.rows[:, 1] == SLOT_BYTES).all()) or rows.rows[:, 1:].tolist() == [ID_PAGES_ROW]
+
+
 class Point(str, enum.Enum):
     """Where a worker can be made to stop: always on its transfer thread, inside a call of the fabric."""
 
@@ -189,7 +195,7 @@ class FaultFabric:
         self._called("prepare_local")
         made = self.inner.prepare_local(rows)
         self.live.add(made)
-        if (rows.rows[:, 1] == SLOT_BYTES).all() or rows.rows[:, 1:].tolist() == [ID_PAGES_ROW]:
+        if reads_beside_blocks(rows):
             self._slot_lists.add(made)
         return made
 
@@ -217,6 +223,8 @@ class FaultFabric:
         return made
 
     def poll(self, transfer: Transfer) -> TransferState:
+        if transfer in self._reads:
+            self._called("poll_data_read")
         self._called("poll")
         state = self.inner.poll(transfer)
         if transfer in self._reads:

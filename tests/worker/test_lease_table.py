@@ -126,7 +126,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
 
     def progress_of(self, lease: ModelLease, first: tuple[int, ...], counts: tuple[int, ...]) -> LeaseProgress:
         """The next step computes more of a prompt: tokens that rise, blocks that are nowhere else."""
-        used = {x.row for x in self.leases if not x.over}
+        # Of one whose order was lost, or whose step raised, the scheduler does not know: it still has its row.
+        used = {x.row for x in self.leases if not x.over or x.broken}
         row = lease.row if lease.row is not None else next(row for row in range(STREAM_ROWS) if row not in used)
         return LeaseProgress(
             slot=lease.slot,
