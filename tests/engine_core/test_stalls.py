@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
@@ -138,6 +139,34 @@ def test_a_failed_load_does_not_wait_for_a_load_of_higher_priority_that_waits_fo
     run_until(engine, "c0", "first", "beside")
     assert engine.is_whole
     assert engine.counted("loads") == 2, "both wait for the failed one, and neither gives its load up"
+
+
+def test_what_vllm_reserves_for_drafts_beside_a_failed_load_is_counted(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block fewer than vLLM wants for both: it stops at the load, and would never look at the failed one."""
+    monkeypatch.setattr(VllmConfig, "num_speculative_tokens", 3)
+    engine = make_engine("kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority", lookahead=3)
+    side = engine.connector.scheduler_side
+    load(engine, 300, priority=2)
+    failed = engine.scheduler.requests["c0"]
+    engine.add("beside", tokens(100, seed=6), max_tokens=20)
+    engine.step(failed={"c0"})
+    engine.step()
+    assert "WAITING" in engine.status("c0"), "it does not fit"
+    for length in range(16, 160, 16):
+        prompt = tokens(length, seed=20 + length)
+        name = f"load{length}"
+        request = engine.add(name, prompt, offer(prompt), priority=0, max_tokens=1)
+        both = sum(side.eviction.requests.lacking(side.blocks, each) for each in (request, failed))
+        if both in (engine.blocks_at_start, engine.blocks_at_start - 1):
+            break
+        engine.abort(name)
+    else:
+        raise AssertionError("no length of a load is just too long")
+    for _ in range(80):
+        engine.step(loaded=loading(engine))
+    assert not engine.scheduler.requests
 
 
 def test_a_prompt_of_higher_priority_that_loads_nothing_does_not_wait_for_a_failed_load(make_engine: Any) -> None:

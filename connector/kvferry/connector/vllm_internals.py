@@ -147,6 +147,11 @@ class EngineBlocks:
         moving = [spec for spec in specs if getattr(spec, "mamba_cache_mode", None) == "align"]
         return int(lacking) + len(moving)
 
+    def num_covering(self, num_tokens: int) -> int:
+        """Blocks for so many tokens in every cache group."""
+        sizes = [manager.block_size for manager in self._bound.coordinator.single_type_managers]
+        return sum(-(-num_tokens // size) for size in sizes)
+
     def _count_longest(self, manager: KVCacheManager) -> int:
         length, unknown = self.max_model_len, ""
         longest = self.lacking(unknown, length, length, num_computed=0, prefill_end=length)

@@ -151,7 +151,11 @@ class Admission:
         """Whether blocks for all of these requests are free now."""
         if not self._can_count:
             return True
-        return sum(map(self._lacking, (request, *others))) <= self._blocks.num_free
+        lacking = list(map(self._lacking, (request, *others)))
+        if len(lacking) > 1:
+            # What vLLM reserves for drafts besides: for each request that waits, and once for the load itself.
+            lacking.append(len(lacking) * self._blocks.num_covering(self._requests.draft_tokens))
+        return sum(lacking) <= self._blocks.num_free
 
     def _lacking(self, request: Request) -> int:
         """Blocks of a request that holds none: its lengths alone decide. vLLM takes some 5 us to count them."""

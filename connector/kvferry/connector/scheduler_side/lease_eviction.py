@@ -57,6 +57,7 @@ class UnfinishedRequests:
 
     Attributes:
         by_id: all requests, by id.
+        draft_tokens: tokens of one step of a request with drafts; 0 without them.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -64,6 +65,8 @@ class UnfinishedRequests:
         self._by_priority = config.scheduler_config.policy == "priority"
         self._max_running = config.scheduler_config.max_num_seqs
         self._lookahead = config.num_lookahead_tokens
+        drafts = config.num_speculative_tokens
+        self.draft_tokens = 1 + drafts + self._lookahead if drafts else 0
         self._places: dict[str, _Place] = {}
         self._order: list[_Place] = []
         self._stalled_since_s: float | None = None
