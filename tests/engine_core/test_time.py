@@ -95,6 +95,9 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     hanging.is_on = False
     consumer.until(lambda: consumer.engine.is_whole)
     assert consumer.engine.counted("failed_loads", "deadline") == config.get("tp", 1)
+    assert consumer.engine.counted("failed_requests") == (policy == "fail")
+    assert consumer.engine.counted("local_recomputes", "load_failed") == (policy == "recompute")
+    assert not consumer.engine.counted("aborted_loads")
 
 
 def test_a_prompt_that_waits_for_blocks_longer_than_its_lease_is_loaded_all_the_same(make: Any) -> None:

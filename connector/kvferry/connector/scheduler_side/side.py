@@ -6,6 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from kvferry.connector.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
@@ -197,7 +199,8 @@ class SchedulerSide:
             long as they are held. So the lease has a reference of its own on each block. An aborted load's blocks are
             held by vLLM itself, except under a MultiConnector (`_children_hold`).
         """
-        is_held = self.loads.finished(request.request_id) and self._children_hold
+        by_error = request.status is RequestStatus.FINISHED_ERROR
+        is_held = self.loads.finished(request.request_id, by_error=by_error) and self._children_hold
         self.channel.asking.finished(request.request_id)
         self.eviction.requests.remove(request.request_id)
         self._admission.admitted(request.request_id)

@@ -240,15 +240,22 @@ class ConsumerLedger:
             self._counters.add("failed_requests")
         return prompt
 
-    def finished(self, request_id: str) -> bool:
+    def finished(self, request_id: str, *, by_error: bool = False) -> bool:
         """The request has ended or was aborted. A load that is under way is cancelled: until every worker has reported
-        its end, vLLM keeps the blocks. Returns whether that is so."""
+        its end, vLLM keeps the blocks. Returns whether that is so.
+
+        Args:
+            by_error: vLLM ended it. With the policy `fail` it does so before it passes on that the load has failed.
+        """
         prompt = self._by_request.get(request_id)
         if prompt is None:
             return False
         is_cancelled = prompt.state is LoadState.LOADING
         if is_cancelled:
             self._cancels.append(request_id)
+        if is_cancelled and by_error:
+            self.prewarms.forget(Prewarm.of(prompt.source))
+            self._counters.add("failed_requests")
         self._leave(prompt, LoadEvent.FINISH)
         return is_cancelled
 
