@@ -73,7 +73,7 @@ def plan_transfer(
         InvalidMessage: the producer's description contradicts itself.
     """
     assignment = _assignment(consumer, producer)
-    return _plan(consumer, worker, producer, assignment, costs)
+    return _plan(consumer, worker, producer, assignment, _shapes(consumer, producer), costs)
 
 
 def plan_engine(
@@ -81,7 +81,14 @@ def plan_engine(
 ) -> tuple[TransferPlan, ...]:
     """The plans of all workers of `consumer`, in order. Raises as `plan_transfer`."""
     assignment = _assignment(consumer, producer)
-    return tuple(_plan(consumer, worker, producer, assignment, costs) for worker in range(len(consumer.workers)))
+    # Once for all workers: it looks at every tensor of both engines.
+    shapes = _shapes(consumer, producer)
+    workers = range(len(consumer.workers))
+    return tuple(_plan(consumer, worker, producer, assignment, shapes, costs) for worker in workers)
+
+
+def _shapes(consumer: EngineDescription, producer: EngineDescription) -> tuple[EngineShape, EngineShape]:
+    return EngineShape.of(consumer), EngineShape.of(producer)
 
 
 def _assignment(consumer: EngineDescription, producer: EngineDescription) -> Assignment:
@@ -99,7 +106,12 @@ def _assignment(consumer: EngineDescription, producer: EngineDescription) -> Ass
 
 
 def _plan(
-    consumer: EngineDescription, worker: int, producer: EngineDescription, assignment: Assignment, costs: Costs
+    consumer: EngineDescription,
+    worker: int,
+    producer: EngineDescription,
+    assignment: Assignment,
+    shapes: tuple[EngineShape, EngineShape],
+    costs: Costs,
 ) -> TransferPlan:
     here = consumer.workers[worker]
     local = {tensor.name: tensor for tensor in here.tensors}
@@ -120,7 +132,6 @@ def _plan(
         Route(index, producer.workers[index].place, (), (), (), assignment.expected(index))
         for index in assignment.released[worker]
     ]
-    shapes = (EngineShape.of(consumer), EngineShape.of(producer))
     return TransferPlan(producer.engine_id, here.place, worker, tuple(routes), shapes)
 
 
