@@ -141,10 +141,10 @@ def _joined(model: str, more: str) -> str:
 
 def _answer(producer: str, consumer: str) -> str:
     """The planner's answer for two short forms."""
-    from kvferry.cli.formatting import counted
     from kvferry.cli.plan.sides import read_sides
     from kvferry.plan.planner import plan_engine
     from kvferry.plan.refusals import PlanRefused
+    from kvferry.plan.wording import counted
 
     there, here = (side.engine for side in read_sides(producer, consumer, bytes))
     try:

@@ -125,11 +125,6 @@ def decimal_bytes(num_bytes: float) -> str:
     return _scaled(num_bytes, 1000, _DECIMAL)
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def binary_bytes(num_bytes: float) -> str:
     """Sizes of memory: `16 KiB`, `1.5 GiB`."""
     return _scaled(num_bytes, 1024, _BINARY)

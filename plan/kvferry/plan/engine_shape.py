@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from kvferry.plan.wording import counted
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 
@@ -43,7 +44,7 @@ class EngineShape:
     def __str__(self) -> str:
         """The engine in one line: `TP 4 · PP 2 · 32 layers · 8 heads · bfloat16 · full, blocks of 16 tokens`."""
         groups = "; ".join(map(format_group, self.groups))
-        counts = f"{_counted(self.layers, 'layer')} · {_counted(self.heads, 'head')}"
+        counts = f"{counted(self.layers, 'layer')} · {counted(self.heads, 'head')}"
         return f"{format_topology(self.topology)} · {counts} · {'/'.join(self.dtypes)} · {groups}"
 
 
@@ -58,7 +59,7 @@ def format_group(group: CacheGroup) -> str:
     if group.policy == "state":
         return "state"
     window = f" of {group.window_tokens}" if group.window_tokens else ""
-    return f"{group.policy}{window}, blocks of {_counted(group.block_tokens, 'token')}"
+    return f"{group.policy}{window}, blocks of {counted(group.block_tokens, 'token')}"
 
 
 def layer_order(engine: EngineDescription) -> dict[str, int]:
@@ -70,7 +71,3 @@ def layer_order(engine: EngineDescription) -> dict[str, int]:
 def natural(name: str) -> tuple[tuple[str, int], ...]:
     """A key that sorts `layers.2` before `layers.10`."""
     return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

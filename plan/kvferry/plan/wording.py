@@ -9,6 +9,11 @@ from kvferry.protocol.geometry import Place
 _MOST_PARTS = 3
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_places(places: Iterable[Place]) -> str:
     """The places of several workers, bounded in length: `tp0…7`, `tp0…56 by 8/pp0…1`.
 

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from kvferry.cli.formatting import counted, decimal_bytes, span, spans
+from kvferry.cli.formatting import decimal_bytes, span, spans
 from kvferry.cli.plan.engine import Shard, Side, format_tokens
 from kvferry.cli.plan.summary import Flow, PlanSummary
 from kvferry.cli.svg import THEME, document, element, text
 from kvferry.plan.engine_shape import format_group, format_topology
+from kvferry.plan.wording import counted
 
 _CONSUMER = "#7c8a9d"
 _MAP_WIDTH, _MAP_HEIGHT = 92.0, 64.0

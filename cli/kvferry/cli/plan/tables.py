@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from kvferry.cli.formatting import (
     binary_bytes,
-    counted,
     decimal_bytes,
     digits,
     milliseconds,
@@ -19,6 +18,7 @@ from kvferry.cli.plan.engine import Side, format_engine, format_tokens
 from kvferry.cli.plan.rows import NONE, RELEASE, cells_of, fold, rows_of
 from kvferry.cli.plan.summary import PlanSummary, Refusal
 from kvferry.plan.engine_shape import format_group
+from kvferry.plan.wording import counted
 from kvferry.protocol.description_json import EngineJson
 
 _COLUMNS = ("consumer", "producer", ">pairs", "layers", "heads", ">bytes", ">descriptors", "placed")

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.cli.formatting import counted, decimal_bytes, print_line, print_table
+from kvferry.cli.formatting import decimal_bytes, print_line, print_table
+from kvferry.plan.wording import counted
 from kvferry.trace.reading import Recording
 from kvferry.trace.summary import Durations, Merged, durations, named, outcomes
 from kvferry.trace.timeline import Chunk, Span, Timeline

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.cli.formatting import counted
 from kvferry.cli.svg import THEME, document, element, text
 from kvferry.cli.trace.report import (
     format_engines,
@@ -22,6 +21,7 @@ from kvferry.cli.trace.report import (
     name_of,
     ticks,
 )
+from kvferry.plan.wording import counted
 from kvferry.trace.events import Phase
 from kvferry.trace.timeline import Chunk, Span, Timeline, WorkerSpans
 

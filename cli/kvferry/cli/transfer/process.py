@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from kvferry.cli.formatting import binary_bytes, counted
+from kvferry.cli.formatting import binary_bytes
 from kvferry.cli.transfer.child import Pipe, play
 from kvferry.cli.transfer.memory import Memory, content, count_wrong, registered_memory, rows_of
 from kvferry.cli.transfer.messages import (
@@ -26,6 +26,7 @@ from kvferry.cli.transfer.messages import (
     ReadsFailed,
     Task,
 )
+from kvferry.plan.wording import counted
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, TransferState
 
