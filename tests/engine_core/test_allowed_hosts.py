@@ -74,6 +74,17 @@ def computed_here(engine: Engine, name: str) -> bool:
     return answer.finish_reason == "length" and engine.is_whole
 
 
+def check_it_ends_here(engine: Engine, params: dict[str, Any], how: str) -> None:
+    """A request with these params is rejected, aborted, or computed here, as `how` says, and leaves nothing."""
+    engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
+    if "ted prompt" in how:
+        engine.abort("d")
+        engine.step()
+        assert engine.is_whole
+    else:
+        assert computed_here(engine, "d") or "turn" in how
+
+
 ALLOWED = ["10.0.0.0/8", "*.prefill.example"]
 HOSTS = ["127.0.0.1", "::ffff:127.0.0.1", "0x7f.1", "2130706433", "localhost", "evil.example", "prefill.example", "0"]
 
@@ -87,13 +98,7 @@ def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_
     params = offer(PROMPT, port=other_peer.port, remote_host=host, lease_s=0.05)
     if "turn" in how:
         params |= {"do_remote_prefill": False, "do_remote_decode": True}
-    engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
-    if "ted prompt" in how:
-        engine.abort("d")
-        engine.step()
-        assert engine.is_whole
-    else:
-        assert computed_here(engine, "d") or "turn" in how
+    check_it_ends_here(engine, params, how)
     engine.connector.scheduler_side.close()  # whatever was to be sent has been sent
     engine.step()
     assert not other_peer.was_asked()
@@ -163,13 +168,7 @@ def test_a_client_that_listens_elsewhere_is_no_producer(
             "remote_port": other_peer.port,
             "remote_request_id": "d",
         }
-    engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
-    if "ted prompt" in how:
-        engine.abort("d")
-        engine.step()
-        assert engine.is_whole
-    else:
-        assert computed_here(engine, "d") or "turn" in how
+    check_it_ends_here(engine, params, how)
     engine.connector.scheduler_side.close()
     assert not other_peer.was_asked()
     assert asked_names == []

@@ -226,9 +226,8 @@ class LoadRunner:
         suspects = [wait for wait, (load, _) in self._parked.items() if load.deadline.missed(awake_s, self.timeout_s)]
         for wait in suspects:
             load, steps = self._parked[wait]
-            load.deadline.note(
-                load.progress(), awake_s
-            )  # not noted for all in every check, which a thousand would feel
+            # Only for these: a thousand parked loads would feel it in every check.
+            load.deadline.note(load.progress(), awake_s)
             why = load.deadline.missed(awake_s, self.timeout_s)
             if why is not None:
                 self._watch.remove(wait)
