@@ -72,7 +72,10 @@ class Agent:
             DescriptorRows.of(MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)])
             for at in (self.address, peer.address)
         )
-        local, remote = self.fabric.prepare_local(here), self.fabric.prepare_remote(self.peer, there)
+        local, remote = (
+            self.fabric.prepare_local(here),
+            self.fabric.prepare_remote(self.peer, there),
+        )
         transfer = self.fabric.post_read(local, _ONE, remote, _ONE)
         end_s = time.perf_counter() + _TIMEOUT_S
         while self.fabric.poll(transfer) is TransferState.IN_FLIGHT:

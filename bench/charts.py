@@ -33,11 +33,24 @@ def svg_of(chart: Chart) -> str:
         axes = figure.add_subplot()
         drawn: list[str | None] = []
         for series in chart.series:
-            whose = next((colour for name, colour in _WHOSE.items() if series.name.startswith(name)), None)
+            whose = next(
+                (colour for name, colour in _WHOSE.items() if series.name.startswith(name)), None
+            )
             dash = ("-", "--", ":")[drawn.count(whose) % 3] if whose else "-"
             drawn.append(whose)
-            label, around = series.name if series.n is None else f"{series.name} (n = {series.n:,})", _beyond(series)
-            axes.errorbar(series.x, _numbers(series.y), around, label=label, elinewidth=1, color=whose, linestyle=dash)
+            label, around = (
+                series.name if series.n is None else f"{series.name} (n = {series.n:,})",
+                _beyond(series),
+            )
+            axes.errorbar(
+                series.x,
+                _numbers(series.y),
+                around,
+                label=label,
+                elinewidth=1,
+                color=whose,
+                linestyle=dash,
+            )
         if chart.limit is not None:
             axes.axhline(chart.limit, color="#24292f", linestyle="--", linewidth=1.2, label="limit")
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
@@ -47,7 +60,9 @@ def svg_of(chart: Chart) -> str:
             figure.legend(loc="outside lower left", ncols=3 if max(map(len, labels)) < 30 else 2)
         written = io.StringIO()
         FigureCanvasSVG(figure).print_svg(written, metadata=_NO_DATE)  # type: ignore[no-untyped-call]
-        return written.getvalue().replace("</style>", f"@media (prefers-color-scheme: dark){{{_RULES}}}</style>", 1)
+        return written.getvalue().replace(
+            "</style>", f"@media (prefers-color-scheme: dark){{{_RULES}}}</style>", 1
+        )
 
 
 def _scale(axes: Axes, chart: Chart) -> None:
@@ -74,6 +89,10 @@ def _beyond(series: Series) -> list[list[float]] | None:
     """How far the range goes beyond each value, as matplotlib has it; None without a range."""
     if series.low is None and series.high is None:
         return None
-    y, low, high = _numbers(series.y), _numbers(series.low or series.y), _numbers(series.high or series.y)
+    y, low, high = (
+        _numbers(series.y),
+        _numbers(series.low or series.y),
+        _numbers(series.high or series.y),
+    )
     below = [max(0.0, value - least) for value, least in zip(y, low, strict=True)]
     return [below, [max(0.0, most - value) for value, most in zip(y, high, strict=True)]]

@@ -108,12 +108,16 @@ async def measure_contacts(figures: ContactFigures, consumers: int, logs: Path) 
                     raise RuntimeError(f"{engine.spec.name}: {bad[0]}")
             for consumer in others:
                 await asyncio.sleep(QUIET_S)
-                deliver: Ask = partial(hand_over, client, producer.base_url, consumer.base_url, _TIMEOUT_S)
+                deliver: Ask = partial(
+                    hand_over, client, producer.base_url, consumer.base_url, _TIMEOUT_S
+                )
                 # Other prompts for every consumer: the producer has the former ones in its cache.
                 cases = make_cases(consumer.spec.name, _CONTACT_TOKENS, _WORDS)
                 first, *following = [await deliver(case) for case in cases]
                 if first.error:
-                    raise RuntimeError(f"the first handover to {consumer.spec.name} failed: {first.error}")
+                    raise RuntimeError(
+                        f"the first handover to {consumer.spec.name} failed: {first.error}"
+                    )
                 warm_s = tuple(one.handover_s for one in following if not one.error)
                 figures.contacts.append(Contact(first.handover_s, warm_s))
 
@@ -160,7 +164,11 @@ def results_of(found: Mapping[str, ContactFigures], *, quick: bool) -> Results:
             f"first contact the engines are left alone for {QUIET_S:g} s: vLLM's processes poll for a second after "
             "every message, and those of another consumer would take the core.",
             "The peer as shipped is left out: its four workers would spin on two cores.",
-            *(f"{many.setup.title} ended early: {many.error}" for many in found.values() if many.error),
+            *(
+                f"{many.setup.title} ended early: {many.error}"
+                for many in found.values()
+                if many.error
+            ),
         ),
         quick=quick,
     )
@@ -168,13 +176,19 @@ def results_of(found: Mapping[str, ContactFigures], *, quick: bool) -> Results:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m bench.engine_contact", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one pair of engines for each connector")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine_contact", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one pair of engines for each connector"
+    )
     chosen = parser.parse_args(arguments)
     started = begin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        publish("engine_contact", run(ROOT / "logs" / "engine_contact", quick=chosen.quick), started)
+        publish(
+            "engine_contact", run(ROOT / "logs" / "engine_contact", quick=chosen.quick), started
+        )
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130

@@ -48,7 +48,9 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"{self.title}: a row of {len(row)} cells under {len(self.columns)} columns: {row}")
+                raise ValueError(
+                    f"{self.title}: a row of {len(row)} cells under {len(self.columns)} columns: {row}"
+                )
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,12 @@ class Chart:
     def of_medians(self) -> Chart:
         """The README's: without ranges, and so with a y axis from 0."""
         series = [replace(one, low=None, high=None) for one in self.series]
-        return replace(self, title=self.title.replace("median and range", "medians"), series=series, y_log=False)
+        return replace(
+            self,
+            title=self.title.replace("median and range", "medians"),
+            series=series,
+            y_log=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,9 @@ class Target:
         return cls(name, measured, limit, unit, "at most", bool(measured <= limit), note)
 
     @classmethod
-    def at_least(cls, name: str, measured: float, limit: float, unit: str, note: str = "") -> Target:
+    def at_least(
+        cls, name: str, measured: float, limit: float, unit: str, note: str = ""
+    ) -> Target:
         """Met when `measured` >= `limit`; not met by a measurement that is no number."""
         return cls(name, measured, limit, unit, "at least", bool(measured >= limit), note)
 
@@ -164,7 +173,14 @@ def print_results(results: Results) -> None:
     tables = list(results.tables)
     if results.targets:
         rows = [
-            (x.name, x.measured, f"{x.kind} {shown(x.limit)}", x.unit, "met" if x.met else "MISSED", x.note)
+            (
+                x.name,
+                x.measured,
+                f"{x.kind} {shown(x.limit)}",
+                x.unit,
+                "met" if x.met else "MISSED",
+                x.note,
+            )
             for x in results.targets
         ]
         tables.append(Table("Targets", ("target", "measured", "limit", "unit", "", "note"), rows))
@@ -216,9 +232,14 @@ def json_text(value: Any, indent: str = "") -> str:
         return line
     inner = indent + "  "
     if isinstance(value, dict):
-        lines = [f"{inner}{json.dumps(name, ensure_ascii=False)}: {json_text(value[name], inner)}" for name in value]
+        lines = [
+            f"{inner}{json.dumps(name, ensure_ascii=False)}: {json_text(value[name], inner)}"
+            for name in value
+        ]
         return "\n".join(["{", ",\n".join(lines), f"{indent}}}"])
-    return "\n".join(["[", ",\n".join(inner + json_text(member, inner) for member in members), f"{indent}]"])
+    return "\n".join(
+        ["[", ",\n".join(inner + json_text(member, inner) for member in members), f"{indent}]"]
+    )
 
 
 def _rounded(value: Any) -> Any:

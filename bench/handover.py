@@ -87,7 +87,9 @@ def measure(bench: Bench, engines: str, lengths: Sequence[int], turns: int) -> l
             return [_measure(bench, loads, bare, tokens, turns) for tokens in lengths]
 
 
-def _measure(bench: Bench, loads: Loads, bare: BareNixl | None, tokens: int, turns: int) -> Measured:
+def _measure(
+    bench: Bench, loads: Loads, bare: BareNixl | None, tokens: int, turns: int
+) -> Measured:
     num_bytes = tokens * TOKEN_BYTES
     device = bench.target.device
     leases = bench.leases(turns + 1)
@@ -96,7 +98,9 @@ def _measure(bench: Bench, loads: Loads, bare: BareNixl | None, tokens: int, tur
         COPY: lambda: timed(lambda: _copy(bench, num_bytes)),
     }
     if bare is not None:
-        pieces = pieces_of(loads.scenario, loads.peer, loads.order(NO_LEASE, num_bytes), device.index or 0)
+        pieces = pieces_of(
+            loads.scenario, loads.peer, loads.order(NO_LEASE, num_bytes), device.index or 0
+        )
         reads, loop = bare.reads(pieces), bare
         calls[BARE] = lambda: timed(lambda: loop.read(reads))
     seconds = in_turn(turns, calls)
@@ -113,7 +117,9 @@ def _copy(bench: Bench, num_bytes: int) -> None:
 
 def run(device_name: str, lengths: Sequence[int], turns: int, *, quick: bool) -> Results:
     """Start the producer, measure everything."""
-    pool_bytes = max(lengths) * TOKEN_BYTES + 64 * LAYERS * HEADS * CELL_BYTES + MIB  # block 0 holds nothing
+    pool_bytes = (
+        max(lengths) * TOKEN_BYTES + 64 * LAYERS * HEADS * CELL_BYTES + MIB
+    )  # block 0 holds nothing
     with two_processes(pool_bytes, 1, device_name) as bench:
         found = [one for engines in ENGINES for one in measure(bench, engines, lengths, turns)]
         return results_of(found, device_name, pages_of(bench.target), quick=quick)
@@ -135,20 +141,40 @@ def results_of(found: Sequence[Measured], device_name: str, pages: str, *, quick
         ]
         for one in found
     ]
-    columns = ("engines", "tokens", "MB", "descriptors", "staged, MB", "turns", "handover, ms", "range, ms")
+    columns = (
+        "engines",
+        "tokens",
+        "MB",
+        "descriptors",
+        "staged, MB",
+        "turns",
+        "handover, ms",
+        "range, ms",
+    )
     direct = next(iter(ENGINES))
     lines = [(f"kvferry, {engines}", HANDOVER, engines) for engines in ENGINES]
     lines += [(BARE, BARE, direct), (COPY, COPY, direct)]
     series = [
-        Series.of_samples(title, [(one.tokens, one.ms.get(name, ())) for one in found if one.engines == engines])
+        Series.of_samples(
+            title, [(one.tokens, one.ms.get(name, ())) for one in found if one.engines == engines]
+        )
         for title, name, engines in lines
     ]
     return Results(
         command=f"python -m bench.handover --device {device_name}{' --quick' * quick}",
         what=WHAT,
-        tables=(Table("Handovers", (*columns, "GB/s", "bare NIXL, GB/s", "plain copy, GB/s"), rows),),
+        tables=(
+            Table("Handovers", (*columns, "GB/s", "bare NIXL, GB/s", "plain copy, GB/s"), rows),
+        ),
         charts=(
-            Chart("Handover of a Llama-70B's cache", "tokens of the prompt", "ms", series, x_log=True, y_log=True),
+            Chart(
+                "Handover of a Llama-70B's cache",
+                "tokens of the prompt",
+                "ms",
+                series,
+                x_log=True,
+                y_log=True,
+            ),
         ),
         notes=(
             "Loads, the bare loop and the copy take turns. A plain copy counts bytes once, as the others do.",
@@ -160,8 +186,12 @@ def results_of(found: Sequence[Measured], device_name: str, pages: str, *, quick
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are"
+    )
     parser.add_argument("--quick", action="store_true", help="128 tokens, three turns")
     chosen = parser.parse_args()
     started = begin()
@@ -169,7 +199,9 @@ def main() -> None:
     logging.getLogger("kvferry").setLevel(logging.WARNING)
     lengths = [1024, 8192, 32768] if chosen.device == "cuda" else [256, 1024]
     lengths, turns = ([128], 3) if chosen.quick else (lengths, 9)
-    publish(f"handover-{chosen.device}", run(chosen.device, lengths, turns, quick=chosen.quick), started)
+    publish(
+        f"handover-{chosen.device}", run(chosen.device, lengths, turns, quick=chosen.quick), started
+    )
 
 
 if __name__ == "__main__":

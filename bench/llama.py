@@ -12,7 +12,9 @@ HALF_BYTES = 256
 TOKEN_BYTES = 2 * HALF_BYTES
 
 
-def llama(engine_id: str, *, tp: int, layout: str, blocks: int, layers: int = LAYERS) -> EngineDescription:
+def llama(
+    engine_id: str, *, tp: int, layout: str, blocks: int, layers: int = LAYERS
+) -> EngineDescription:
     """The engine.
 
     Args:
@@ -45,10 +47,14 @@ def llama(engine_id: str, *, tp: int, layout: str, blocks: int, layers: int = LA
     )
 
 
-def _tensors(heads: Range, layout: str, blocks: int, base: int, layers: int) -> tuple[PagedTensor, ...]:
+def _tensors(
+    heads: Range, layout: str, blocks: int, base: int, layers: int
+) -> tuple[PagedTensor, ...]:
     held = len(heads)
     head_stride, tile_stride = (
-        (BLOCK_TOKENS * TOKEN_BYTES, TOKEN_BYTES) if layout == "HND" else (TOKEN_BYTES, held * TOKEN_BYTES)
+        (BLOCK_TOKENS * TOKEN_BYTES, TOKEN_BYTES)
+        if layout == "HND"
+        else (TOKEN_BYTES, held * TOKEN_BYTES)
     )
     block_stride = held * BLOCK_TOKENS * TOKEN_BYTES
     return tuple(

@@ -63,7 +63,9 @@ class Case:
         """A request of at most `REQUEST_TOKENS` tokens, its blocks all over both caches."""
         draw = np.random.default_rng(1)
         count = min(REQUEST_TOKENS // BLOCK_TOKENS, self.blocks - 1)
-        local, remote = (draw.permutation(np.arange(1, self.blocks))[:count].tolist() for _ in range(2))
+        local, remote = (
+            draw.permutation(np.arange(1, self.blocks))[:count].tolist() for _ in range(2)
+        )
         return RequestBlocks([local], [remote], 0, count * BLOCK_TOKENS, count * BLOCK_TOKENS)
 
 
@@ -80,17 +82,25 @@ class Prepared:
         """Prepare the state of the consumer's first worker."""
         plan = plan_transfer(consumer, 0, producer)
         direct = tuple(route_tables(route, 0, 0, Placing.DIRECT) for route in plan.routes)
-        staged = tuple(tuple(source_table(source, 0) for source in route.sources) for route in plan.routes)
+        staged = tuple(
+            tuple(source_table(source, 0) for source in route.sources) for route in plan.routes
+        )
         return cls(plan, direct, staged)
 
     @property
     def placing(self) -> str:
-        return "+".join(sorted({item.placing.value for route in self.plan.routes for item in route.slices}))
+        return "+".join(
+            sorted({item.placing.value for route in self.plan.routes for item in route.slices})
+        )
 
-    def index_arrays(self, consumer: EngineDescription, producer: EngineDescription, request: RequestBlocks) -> int:
+    def index_arrays(
+        self, consumer: EngineDescription, producer: EngineDescription, request: RequestBlocks
+    ) -> int:
         """Everything that a request needs before it is posted; returns the descriptors that it reads."""
         units = pair_request(self.plan, consumer.groups, producer.groups, request)
-        count = sum(len(descriptor_pairs(table, units).remote) for of in self.direct for table in of)
+        count = sum(
+            len(descriptor_pairs(table, units).remote) for of in self.direct for table in of
+        )
         for table in (table for of in self.staged for table in of):
             found = source_units(table.source, units[table.source.tokens])
             count += len(window_reads(table, found, Window(0, table.runs, 0, len(found))))
@@ -144,16 +154,31 @@ def run(blocks: int, repeats: int, *, quick: bool) -> Results:
 
 def results_of(found: Sequence[tuple[Case, Measured]], *, quick: bool) -> Results:
     """A table and the limits."""
-    plan_ms, index_ms = max(one.plan_and_tables_ms for _, one in found), max(one.request_ms for _, one in found)
-    rows = [(str(case), one.placing, one.plan_and_tables_ms, one.peak_mb, one.request_ms) for case, one in found]
+    plan_ms, index_ms = (
+        max(one.plan_and_tables_ms for _, one in found),
+        max(one.request_ms for _, one in found),
+    )
+    rows = [
+        (str(case), one.placing, one.plan_and_tables_ms, one.peak_mb, one.request_ms)
+        for case, one in found
+    ]
     return Results(
         command="python -m bench.plan" + " --quick" * quick,
         what=_WHAT.format(blocks=found[0][0].blocks),
         tables=(Table("One consumer worker and one peer", _COLUMNS, rows),),
         targets=(
-            Target.at_most("plan and tables of a peer, the slowest case", plan_ms, MAX_PLAN_MS, "ms"),
-            Target.at_most("memory for that, the most", max(one.peak_mb for _, one in found), MAX_PLAN_MB, "MB"),
-            Target.at_most("index arrays of an 8,192-token request, the slowest case", index_ms, MAX_REQUEST_MS, "ms"),
+            Target.at_most(
+                "plan and tables of a peer, the slowest case", plan_ms, MAX_PLAN_MS, "ms"
+            ),
+            Target.at_most(
+                "memory for that, the most", max(one.peak_mb for _, one in found), MAX_PLAN_MB, "MB"
+            ),
+            Target.at_most(
+                "index arrays of an 8,192-token request, the slowest case",
+                index_ms,
+                MAX_REQUEST_MS,
+                "ms",
+            ),
         ),
         notes=("Times are processor time of the one thread that works, the best of several.",),
         quick=quick,
@@ -161,8 +186,12 @@ def results_of(found: Sequence[tuple[Case, Measured]], *, quick: bool) -> Result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,000 blocks; writes results/quick/plan.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="1,000 blocks; writes results/quick/plan.json"
+    )
     quick = parser.parse_args().quick
     started = begin()
     publish("plan", run(1000 if quick else 100_000, repeats=7, quick=quick), started)

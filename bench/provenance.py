@@ -49,7 +49,9 @@ class Checkout:
         return None
 
     def __str__(self) -> str:
-        return f"{self.commit}{' and changes' if self.changes else ''}" if self.commit else "unknown"
+        return (
+            f"{self.commit}{' and changes' if self.changes else ''}" if self.commit else "unknown"
+        )
 
 
 def checkout(root: Path = REPOSITORY) -> Checkout:
@@ -65,7 +67,9 @@ def begin(root: Path = REPOSITORY) -> Checkout:
     """The working tree at a benchmark's start; says on stderr if the run's results cannot be published."""
     found = checkout(root)
     if found.problem:
-        text = f"the results of this run cannot be published, and go to results/quick: {found.problem}"
+        text = (
+            f"the results of this run cannot be published, and go to results/quick: {found.problem}"
+        )
         print(text, file=sys.stderr, flush=True)
     return found
 
@@ -82,7 +86,11 @@ def is_in_history(commit: str, root: Path = REPOSITORY) -> bool | None:
         return None
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0:
         return True
-    return None if _git(root, "rev-parse", "--is-shallow-repository").stdout.strip() == "true" else False
+    return (
+        None
+        if _git(root, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
+        else False
+    )
 
 
 def circumstances(commit: str) -> dict[str, Any]:
@@ -118,7 +126,11 @@ def _processor() -> str:
 def _gpu() -> dict[str, str]:
     """Its name, where a benchmark has loaded torch and there is one."""
     torch = sys.modules.get("torch")
-    return {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
+    return (
+        {"gpu": torch.cuda.get_device_name()}
+        if torch is not None and torch.cuda.is_available()
+        else {}
+    )
 
 
 def _is_repository(root: Path) -> bool:
@@ -131,4 +143,6 @@ def _is_repository(root: Path) -> bool:
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+    )

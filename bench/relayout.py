@@ -85,7 +85,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, device: torch.device, repeats: int) -> Figure:
+def measure(
+    setup: Setup, layers: int, tokens: int, pool_bytes: int, device: torch.device, repeats: int
+) -> Figure:
     """One row of the table.
 
     Raises:
@@ -97,20 +99,28 @@ def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, device: tor
     request_bytes = request_blocks * 2 * layers * setup.local.block_bytes
     rounds = max(1, -(-_L2_FACTOR * l2_bytes // request_bytes))
     memory = Memory.of(setup, layers, pool_bytes, rounds * request_blocks, device)
-    tables = [table for turn in range(rounds) for table in waves(setup, memory, tokens, turn * request_blocks)]
+    tables = [
+        table
+        for turn in range(rounds)
+        for table in waves(setup, memory, tokens, turn * request_blocks)
+    ]
     moved = sum(map(moved_bytes, tables))
 
     relayout = _make(memory)
     before = relayout.launches
     _drive(relayout, tables)
     if relayout.launches - before != len(tables):
-        raise RuntimeError(f"{setup.name}: {relayout.launches - before} launches for {len(tables)} waves")
+        raise RuntimeError(
+            f"{setup.name}: {relayout.launches - before} launches for {len(tables)} waves"
+        )
     driven_s = seconds_of(lambda: _drive(relayout, tables), device, repeats)
     kernel_s = _graph_seconds(tables, memory, repeats) if on_gpu else None
 
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
     copied_s = seconds_of(partial(torch.zeros_like(source).copy_, source), device, repeats)
-    received = torch.zeros(setup.remote.blocks(tokens), setup.remote.block_bytes, dtype=torch.uint8, device=device)
+    received = torch.zeros(
+        setup.remote.blocks(tokens), setup.remote.block_bytes, dtype=torch.uint8, device=device
+    )
     theirs = torch.from_numpy(shuffled(setup.remote.blocks(tokens))).to(device)
     ours = torch.from_numpy(shuffled(request_blocks)).to(device)
     by_layer = partial(layer_by_layer, setup, received, memory.cache, theirs, ours)
@@ -154,13 +164,16 @@ def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, repeats: int) ->
         compiled = DeviceTable.of(table, DevicePieces.of(table.pieces), tile_of(_TILE, converts))
         names = ("programs", "pieces", "shapes", "units", "scales")
         sections = {
-            name: torch.from_numpy(section).to(device) for name, section in zip(names, compiled.sections, strict=True)
+            name: torch.from_numpy(section).to(device)
+            for name, section in zip(names, compiled.sections, strict=True)
         }
         launches.append((sections, len(compiled.programs), converts))
 
     def all_of_them() -> None:
         for sections, programs, converts in launches:
-            launch_relayout(**sections, num_programs=programs, converts=converts, tile=tile_of(_TILE, converts))
+            launch_relayout(
+                **sections, num_programs=programs, converts=converts, tile=tile_of(_TILE, converts)
+            )
 
     all_of_them()
     _wait(device)
@@ -173,7 +186,16 @@ def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, repeats: int) ->
 def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) -> Results:
     """A table and a chart; limits are promised only for a GPU."""
     on_gpu = device.type == "cuda"
-    columns = ("setup", "tokens", "pool, MiB", "waves", "moved, MB", "copy, GB/s", "kernel, GB/s", "driven, GB/s")
+    columns = (
+        "setup",
+        "tokens",
+        "pool, MiB",
+        "waves",
+        "moved, MB",
+        "copy, GB/s",
+        "kernel, GB/s",
+        "driven, GB/s",
+    )
     drawn = [one for one in found if one.pool_mib == max(one.pool_mib for one in found)]
     least_share, least_ratio = min(one.share for one in found), min(one.ratio for one in found)
     return Results(
@@ -201,8 +223,12 @@ def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) ->
             ),
         ),
         targets=(
-            Target.at_least("the lowest share of a plain copy's bandwidth", least_share, MIN_COPY_SHARE, ""),
-            Target.at_least("the lowest ratio over layer by layer", least_ratio, MIN_PEER_RATIO, "×"),
+            Target.at_least(
+                "the lowest share of a plain copy's bandwidth", least_share, MIN_COPY_SHARE, ""
+            ),
+            Target.at_least(
+                "the lowest ratio over layer by layer", least_ratio, MIN_PEER_RATIO, "×"
+            ),
         )
         if on_gpu
         else (),
@@ -213,8 +239,12 @@ def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) ->
 
 def main() -> None:
     """Measure, print, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
+    )
     parser.add_argument("--quick", action="store_true", help="writes results/quick/relayout-….json")
     chosen = parser.parse_args()
     started = begin()
@@ -222,13 +252,19 @@ def main() -> None:
     if device.type == "cuda":
         tokens, layers, pools, repeats = [512, 2048, 8192, 32768], 80, [256, 2048], 20
     else:
-        torch.set_num_threads(1)  # as a worker's transfer thread, beside an engine that computes on all cores
+        torch.set_num_threads(
+            1
+        )  # as a worker's transfer thread, beside an engine that computes on all cores
         tokens, layers, pools, repeats = [256, 1024], 4, [32], 5
     if chosen.quick:
         tokens, layers, pools, repeats = [256], 2, [32], 3
     found = []
     for setup in setups():
-        found += [measure(setup, layers, count, pool << 20, device, repeats) for pool in pools for count in tokens]
+        found += [
+            measure(setup, layers, count, pool << 20, device, repeats)
+            for pool in pools
+            for count in tokens
+        ]
         print(setup.name, flush=True)
     publish(f"relayout-{device.type}", results_of(found, device, quick=chosen.quick), started)
 

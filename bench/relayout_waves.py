@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
+from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import SHAPE, Pieces, WaveTable
 
 HEADS, DIM = 8, 128
-TO_FLOAT8 = Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
+TO_FLOAT8 = ElementConversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Setup:
         return " → ".join(sides) + (", bf16 → fp8" if self.conversion else "")
 
     @property
-    def conversion(self) -> Conversion | None:
+    def conversion(self) -> ElementConversion | None:
         return TO_FLOAT8 if self.remote.dtype != self.local.dtype else None
 
     @property
@@ -74,7 +74,7 @@ class Setup:
         """A source block is a block of the producer, as it arrived in the pool."""
         here, there, unit = self.remote.strides, self.local.strides, self.unit_tokens
         return Shape.of(
-            [Axis(HEADS, here[0], there[0]), Axis(unit, here[1], there[1])],
+            [CopyAxis(HEADS, here[0], there[0]), CopyAxis(unit, here[1], there[1])],
             DIM if self.conversion else self.remote.cell_bytes,
             source_unit_stride=(self.remote.block_bytes, unit * here[1]),
             destination_unit_stride=(self.local.block_bytes, unit * there[1]),
@@ -109,13 +109,19 @@ class Memory:
     cache: torch.Tensor
 
     @classmethod
-    def of(cls, setup: Setup, layers: int, pool_bytes: int, cache_blocks: int, device: torch.device) -> Memory:
+    def of(
+        cls, setup: Setup, layers: int, pool_bytes: int, cache_blocks: int, device: torch.device
+    ) -> Memory:
         pool = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
         values = pool.view(torch.bfloat16)
         step = 1 << 26
-        for start in range(0, len(values), step):  # normal numbers: random bytes would be NaNs now and then
+        for start in range(
+            0, len(values), step
+        ):  # normal numbers: random bytes would be NaNs now and then
             values[start : start + step].normal_()
-        cache = torch.zeros(2 * layers, cache_blocks, setup.local.block_bytes, dtype=torch.uint8, device=device)
+        cache = torch.zeros(
+            2 * layers, cache_blocks, setup.local.block_bytes, dtype=torch.uint8, device=device
+        )
         return cls(pool, cache)
 
 
@@ -140,7 +146,9 @@ def waves(setup: Setup, memory: Memory, tokens: int, first_block: int = 0) -> It
         units[:, 2] = blocks[at // setup.local.block_tokens]
         units[:, 3] = at % setup.local.block_tokens // unit
         first = number % 8 * (wave_bytes // setup.remote.block_bytes)
-        yield WaveTable(pieces, ((0, len(units)),), units, first + np.arange(tensors) * remote_blocks)
+        yield WaveTable(
+            pieces, ((0, len(units)),), units, first + np.arange(tensors) * remote_blocks
+        )
 
 
 def shuffled(count: int) -> NDArray[np.int64]:
@@ -151,7 +159,11 @@ def shuffled(count: int) -> NDArray[np.int64]:
 
 
 def layer_by_layer(
-    setup: Setup, received: torch.Tensor, cache: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor
+    setup: Setup,
+    received: torch.Tensor,
+    cache: torch.Tensor,
+    theirs: torch.Tensor,
+    ours: torch.Tensor,
 ) -> None:
     """Gather, permute and scatter in torch, once per layer and K or V, from blocks as they were received.
 
@@ -183,13 +195,23 @@ def _resized(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
     if have < tokens:
         joined = blocks.view(-1, tokens // have, heads, have, dim).transpose(1, 2)
         return joined.reshape(-1, heads, tokens, dim)
-    return blocks.view(count, heads, have // tokens, tokens, dim).transpose(1, 2).reshape(-1, heads, tokens, dim)
+    return (
+        blocks.view(count, heads, have // tokens, tokens, dim)
+        .transpose(1, 2)
+        .reshape(-1, heads, tokens, dim)
+    )
 
 
 def moved_bytes(table: WaveTable) -> int:
     """Bytes that a wave reads, and bytes that it writes, without its table."""
-    pieces = ((table.pieces.shapes[piece], *table.ranges[piece]) for piece in table.rows[:, SHAPE].tolist())
+    pieces = (
+        (table.pieces.shapes[piece], *table.ranges[piece])
+        for piece in table.rows[:, SHAPE].tolist()
+    )
     return sum(
-        (stop - first) * shape.run * math.prod(axis.steps for axis in shape.axes) * sum(shape.element_bytes)
+        (stop - first)
+        * shape.run
+        * math.prod(axis.steps for axis in shape.axes)
+        * sum(shape.element_bytes)
         for shape, first, stop in pieces
     )

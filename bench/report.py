@@ -87,7 +87,10 @@ def read_all(folder: Path) -> list[Measured]:
         NotPublishable: a file is of a quick run, or is not what `bench.figures` writes.
     """
     order = list(COMMANDS)
-    return sorted(map(_read, folder.glob("*.json")), key=lambda one: (order.index(_benchmark(one.name)), one.name))
+    return sorted(
+        map(_read, folder.glob("*.json")),
+        key=lambda one: (order.index(_benchmark(one.name)), one.name),
+    )
 
 
 def require_commits(found: Sequence[Measured], root: Path = REPOSITORY) -> list[str]:
@@ -141,7 +144,9 @@ def write_report(results: Path, docs: Path) -> None:
 def _read(path: Path) -> Measured:
     given = json.loads(path.read_text())
     if given.get("quick"):
-        raise NotPublishable(f"{path.name} is of a quick run: run `{given['command']}` without --quick, or delete it")
+        raise NotPublishable(
+            f"{path.name} is of a quick run: run `{given['command']}` without --quick, or delete it"
+        )
     try:
         if not _benchmark(path.stem):
             raise ValueError(f"none of {', '.join(COMMANDS)}")
@@ -157,9 +162,13 @@ def _read(path: Path) -> Measured:
             targets=tuple(Target(**one) for one in given["targets"]),
             notes=tuple(given["notes"]),
         )
-        return Measured(path.stem, results, given["date"], given["commit"], given["machine"], given["versions"])
+        return Measured(
+            path.stem, results, given["date"], given["commit"], given["machine"], given["versions"]
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise NotPublishable(f"{path.name} is not what bench.figures.publish writes: {error!r}") from error
+        raise NotPublishable(
+            f"{path.name} is not what bench.figures.publish writes: {error!r}"
+        ) from error
 
 
 def _benchmark(name: str) -> str:
@@ -168,7 +177,10 @@ def _benchmark(name: str) -> str:
 
 
 def _summary(found: Sequence[Measured]) -> list[str]:
-    targets = sorted(((one, target) for one in found for target in one.results.targets), key=lambda pair: pair[1].met)
+    targets = sorted(
+        ((one, target) for one in found for target in one.results.targets),
+        key=lambda pair: pair[1].met,
+    )
     lines = [f"{sum(target.met for _, target in targets)} of {len(targets)} targets are met:", ""]
     rows = [
         [
@@ -184,7 +196,11 @@ def _summary(found: Sequence[Measured]) -> list[str]:
     published = {_benchmark(one.name) for one in found}
     commands = [f"`{command}`" for name, command in COMMANDS.items() if name not in published]
     if commands:
-        lines += ["No run of a commit of this repository is published of", f"{', '.join(commands)}.", ""]
+        lines += [
+            "No run of a commit of this repository is published of",
+            f"{', '.join(commands)}.",
+            "",
+        ]
     return lines
 
 
@@ -212,9 +228,15 @@ def _plain(text: str) -> str:
 
 def main() -> int:
     """Returns 1 if a file cannot be published."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the JSON files")
-    parser.add_argument("--into", type=Path, default=DOCS, help="the folder of performance.md and figures/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder of the JSON files"
+    )
+    parser.add_argument(
+        "--into", type=Path, default=DOCS, help="the folder of performance.md and figures/"
+    )
     chosen = parser.parse_args()
     try:
         not_checked = require_commits(read_all(chosen.results))

@@ -47,7 +47,9 @@ class Share:
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float], count: int) -> Share:
         """The slope between two looks at a process, `count` peers apart; noise of memory is no gain."""
-        return cls(*(max(0.0, (after[name] - before[name]) / count) for name in ("rss_mb", "files")))
+        return cls(
+            *(max(0.0, (after[name] - before[name]) / count) for name in ("rss_mb", "files"))
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,10 @@ def make_contact(transports: str, agents: int, processes: int) -> Connected:
         for process in (*consumers, producer):
             process.close()
     how = "threads of one process" if processes == 1 else "a process each"
-    owner, reader = Share.between(before[0], after[0], agents), Share.between(before[1], after[1], each)
+    owner, reader = (
+        Share.between(before[0], after[0], agents),
+        Share.between(before[1], after[1], each),
+    )
     return Connected(transports, how, agents, seconds, owner, reader)
 
 
@@ -132,7 +137,8 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
         start_s = time.monotonic()
         name = LeaseName(slot=0, epoch=f"{1:015x}")
         renewer.submit(
-            RenewLease(RemoteLease(HOST, port, f"{boot:032x}", name, _SHORT_LEASE_S)) for boot in range(producers)
+            RenewLease(RemoteLease(HOST, port, f"{boot:032x}", name, _SHORT_LEASE_S))
+            for boot in range(producers)
         )
         time.sleep(seconds)
         rate = counters.total("heartbeats") / (time.monotonic() - start_s) / producers
@@ -140,7 +146,9 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
     finally:
         renewer.close()
         producer.close()
-    consumer, listener = (Share.between(first, last, producers) for first, last in zip(before, after, strict=True))
+    consumer, listener = (
+        Share.between(first, last, producers) for first, last in zip(before, after, strict=True)
+    )
     return consumer, listener, rate * _SHORT_LEASE_S / _LEASE_S
 
 
@@ -166,7 +174,10 @@ def results_of(
             Table(
                 "Handshakes at once, and what each peer costs",
                 columns,
-                [[x.transports, x.how, x.agents, *x.ms, *astuple(x.owner), *astuple(x.reader)] for x in found],
+                [
+                    [x.transports, x.how, x.agents, *x.ms, *astuple(x.owner), *astuple(x.reader)]
+                    for x in found
+                ],
             ),
             Table(
                 "One agent, for each producer that it reads from",
@@ -185,7 +196,10 @@ def results_of(
                 "agents",
                 "ms",
                 [
-                    Series.of_samples(name, [(one.agents, [1e3 * second for second in one.seconds]) for one in runs])
+                    Series.of_samples(
+                        name,
+                        [(one.agents, [1e3 * second for second in one.seconds]) for one in runs],
+                    )
                     for name, runs in lines.items()
                 ],
                 x_log=True,
@@ -203,7 +217,9 @@ def results_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer agents")
     quick = parser.parse_args().quick
     started = begin()
@@ -214,7 +230,9 @@ def main() -> None:
     for transports, count, processes in runs:
         print(f"{transports}, {count} agents in {processes} processes", flush=True)
         found.append(make_contact(transports, count, processes))
-    readers = {transports: make_contact_many(transports, 8 if quick else 64) for transports in _TRANSPORTS}
+    readers = {
+        transports: make_contact_many(transports, 8 if quick else 64) for transports in _TRANSPORTS
+    }
     renewals = renew(64 if quick else 256, 2.0 if quick else 6.0)
     publish("scale", results_of(found, readers, renewals, quick=quick), started)
 

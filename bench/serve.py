@@ -49,10 +49,14 @@ ENGINES = {
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serve", description=(__doc__ or "").split("\n")[0]
+    )
     names = [setup.name for setup in SETUPS]
     parser.add_argument("--quick", action="store_true", help="few prompts")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the engines run")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where the engines run"
+    )
     parser.add_argument("setups", nargs="*", help=f"with --quick: some of {', '.join(names)}")
     chosen = parser.parse_args(arguments)
     if set(chosen.setups) - set(names) or (chosen.setups and not chosen.quick):
@@ -79,12 +83,16 @@ def run(compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cp
         for name, figures in setups.items():
             print(f"starting: {figures.setup.title}", flush=True)
             try:
-                running[name] = stack.enter_context(started(figures.setup, model, logs, 2 * amounts.timeout_s, device))
+                running[name] = stack.enter_context(
+                    started(figures.setup, model, logs, 2 * amounts.timeout_s, device)
+                )
             except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
                 figures.error = short(error)
         asyncio.run(_measure([(setups[name], one) for name, one in running.items()], amounts))
     return Results(
-        command="python -m bench.serve" + " --quick" * quick + f" --device {device}" * (device != "cpu"),
+        command="python -m bench.serve"
+        + " --quick" * quick
+        + f" --device {device}" * (device != "cpu"),
         what=WHAT.format(*ENGINES[device]),
         tables=serve_report.tables(setups),
         charts=serve_report.charts(setups),
@@ -96,7 +104,9 @@ def run(compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cp
 
 async def _measure(compared: Sequence[tuple[SetupFigures, Running]], amounts: Amounts) -> None:
     async with Client("model", amounts.timeout_s, always=NO_LOGPROBS) as client:
-        await measure([Lane(figures, one, client, amounts.timeout_s) for figures, one in compared], amounts)
+        await measure(
+            [Lane(figures, one, client, amounts.timeout_s) for figures, one in compared], amounts
+        )
 
 
 if __name__ == "__main__":

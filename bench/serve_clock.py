@@ -26,7 +26,9 @@ class AnswerClock:
         self._app = app
         self._path = Path(os.environ[FILE_VARIABLE])
 
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
+    async def __call__(
+        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send
+    ) -> None:
         """Handle one request."""
         request_id = dict(scope.get("headers", ())).get(b"x-request-id", b"").decode()
 

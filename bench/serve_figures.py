@@ -91,7 +91,9 @@ class SetupFigures:
     setup: Setup
     idle: list[float] = field(default_factory=list)
     leased: float = NAN
-    batches: dict[int, Batch] = field(default_factory=lambda: {count: Batch() for count in (1, CROWD, SATURATING)})
+    batches: dict[int, Batch] = field(
+        default_factory=lambda: {count: Batch() for count in (1, CROWD, SATURATING)}
+    )
     error: str = ""
 
 

@@ -75,7 +75,9 @@ def spread(lengths: Sequence[int], weights: Sequence[int], count: int) -> list[i
     return list(itertools.islice(itertools.cycle(some), count))
 
 
-async def through(client: Client, url: str, timeout_s: float, case: Case, answers: Answers | None = None) -> Timing:
+async def through(
+    client: Client, url: str, timeout_s: float, case: Case, answers: Answers | None = None
+) -> Timing:
     """One request to a router or a single engine.
 
     Args:
@@ -86,12 +88,16 @@ async def through(client: Client, url: str, timeout_s: float, case: Case, answer
         started_s = time.monotonic()
         answer = await client.ask(url, case)
         ready_s = answers.ready_s(answer.answer_id) if answers is not None else None
-        return replace(_timing(case, answer), prefill_s=ready_s - started_s if ready_s is not None else None)
+        return replace(
+            _timing(case, answer), prefill_s=ready_s - started_s if ready_s is not None else None
+        )
 
     return await _bounded(ask(), case, timeout_s)
 
 
-async def hand_over(client: Client, prefill_url: str, decode_url: str, timeout_s: float, case: Case) -> Timing:
+async def hand_over(
+    client: Client, prefill_url: str, decode_url: str, timeout_s: float, case: Case
+) -> Timing:
     """One request as the router sends it, but with the moment of the producer's answer."""
 
     async def ask() -> Timing:

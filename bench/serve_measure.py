@@ -59,7 +59,9 @@ class Lane:
     async def turn(self, name: str, lengths: Sequence[int], at_once: int, batch: Batch) -> None:
         """Ask for prompts of these lengths while no other setup runs."""
         running, self.turns = self.running, self.turns + 1
-        ask: Ask = partial(through, self.client, running.url, self.timeout_s, answers=running.answers)
+        ask: Ask = partial(
+            through, self.client, running.url, self.timeout_s, answers=running.answers
+        )
         with running.awake():
             await run_all(ask, make_cases(f"wake {self.turns}", _WAKE), 1)
             started_s = time.monotonic()
@@ -78,7 +80,9 @@ async def measure(lanes: Sequence[Lane], amounts: Amounts) -> None:
         print(f"{at_once} at once", flush=True)
         prompts = amounts.prompts[at_once]
         lengths = spread(LENGTHS, WEIGHTS, turns * prompts)
-        taking = [lane for lane in lanes if at_once < SATURATING or lane.figures.setup in (KVFERRY, OFF)]
+        taking = [
+            lane for lane in lanes if at_once < SATURATING or lane.figures.setup in (KVFERRY, OFF)
+        ]
         for number in range(turns):
             first = number % max(1, len(taking))  # another one each time
             for lane in (*taking[first:], *taking[:first]):
@@ -107,7 +111,10 @@ def cores_used(engines: Sequence[Engine], seconds: float) -> list[float]:
     """Watch engines for a while: processor seconds per second of all processes of each."""
     before = [_processor_s(engine) for engine in engines]
     time.sleep(seconds)
-    return [(_processor_s(engine) - spent_s) / seconds for engine, spent_s in zip(engines, before, strict=True)]
+    return [
+        (_processor_s(engine) - spent_s) / seconds
+        for engine, spent_s in zip(engines, before, strict=True)
+    ]
 
 
 def _processor_s(engine: Engine) -> float:

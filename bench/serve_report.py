@@ -29,10 +29,18 @@ def charts(setups: By) -> tuple[Chart, ...]:
     """The handover and the first token by the prompt's length."""
     return tuple(
         Chart(
-            f"{title}, one request at a time: median and range", "prompt, tokens", "ms", series, x_log=True, y_log=True
+            f"{title}, one request at a time: median and range",
+            "prompt, tokens",
+            "ms",
+            series,
+            x_log=True,
+            y_log=True,
         )
         for title, series in (
-            ("Handover", [_series(one, "handover_s") for name, one in setups.items() if name != SINGLE.name]),
+            (
+                "Handover",
+                [_series(one, "handover_s") for name, one in setups.items() if name != SINGLE.name],
+            ),
             ("First token", [_series(one, "first_s") for one in setups.values()]),
         )
     )
@@ -41,14 +49,18 @@ def charts(setups: By) -> tuple[Chart, ...]:
 def targets(setups: By) -> tuple[Target, ...]:
     """The targets; without a figure of both sides a target has no number, and is not met."""
     missing = SetupFigures(next(iter(setups.values())).setup)
-    ours, off, peer, single = (setups.get(setup.name, missing) for setup in (KVFERRY, OFF, CALM, SINGLE))
+    ours, off, peer, single = (
+        setups.get(setup.name, missing) for setup in (KVFERRY, OFF, CALM, SINGLE)
+    )
     found = [
         Target.at_most(
             f"handover minus one decode step, p50, {length:,} tokens",
             1e3 * ours.batches[1].of(length).above_step_s(),
             HANDOVER_LIMIT_MS,
             "ms",
-            _beside(off.batches[1].of(length).above_step_s(), peer.batches[1].of(length).above_step_s()),
+            _beside(
+                off.batches[1].of(length).above_step_s(), peer.batches[1].of(length).above_step_s()
+            ),
         )
         for length in by_length(ours.batches[1])
     ]
@@ -73,7 +85,9 @@ def targets(setups: By) -> tuple[Target, ...]:
             "requests/s, 16 at once, by those with one leg after the other",
             median(
                 mine / theirs
-                for mine, theirs in zip(ours.batches[SATURATING].rates, off.batches[SATURATING].rates, strict=False)
+                for mine, theirs in zip(
+                    ours.batches[SATURATING].rates, off.batches[SATURATING].rates, strict=False
+                )
             ),
             RATE_LIMIT,
             "times",
@@ -139,8 +153,16 @@ def _alone(setups: By) -> Table:
     rows: list[Sequence[Cell]] = []
     for one in setups.values():
         batches = [one.batches[1].of(length) for length in lengths]
-        figures_s = [batch.first_s() for batch in batches] + [batch.above_step_s() for batch in batches]
-        rows.append([one.setup.title, len(one.batches[1].good), *map(_ms, [one.batches[1].decode_step_s, *figures_s])])
+        figures_s = [batch.first_s() for batch in batches] + [
+            batch.above_step_s() for batch in batches
+        ]
+        rows.append(
+            [
+                one.setup.title,
+                len(one.batches[1].good),
+                *map(_ms, [one.batches[1].decode_step_s, *figures_s]),
+            ]
+        )
     columns = [f"{what}, {length:,}" for what in ("first token", "handover") for length in lengths]
     title = "1 at a time, by tokens of the prompt; handover, less a step, from the producer's HTTP answer: ms, medians"
     return Table(title, ("", "answered", "decode step", *columns), rows)
@@ -161,13 +183,24 @@ def _at_once(setups: By) -> Table:
         for at_once, batch in one.batches.items()
         if at_once > 1 and batch.timings
     ]
-    columns = ("", "at once", "answered", "decode step", "handover less a step, p50", "p99", "first token, p50", "p99")
+    columns = (
+        "",
+        "at once",
+        "answered",
+        "decode step",
+        "handover less a step, p50",
+        "p99",
+        "first token, p50",
+        "p99",
+    )
     return Table("Several at once: ms", (*columns, "requests/s", "range of turns"), rows)
 
 
 def _cores(setups: By) -> Table:
     rows: list[Sequence[Cell]] = [
-        [one.setup.title, one.idle[0], one.idle[-1], one.leased] for one in setups.values() if one.idle
+        [one.setup.title, one.idle[0], one.idle[-1], one.leased]
+        for one in setups.values()
+        if one.idle
     ]
     columns = ("", "producer, idle", "consumer, idle", "producer, one lease held")
     return Table("Processor: cores of all processes of an engine", columns, rows)

@@ -39,7 +39,9 @@ class Setup:
 
 
 SINGLE = Setup("single", "one engine, no connector")
-KVFERRY = Setup("kvferry", "kvferry, read during the prefill", "kvferry.connector", {"streaming": "auto"})
+KVFERRY = Setup(
+    "kvferry", "kvferry, read during the prefill", "kvferry.connector", {"streaming": "auto"}
+)
 OFF = Setup("off", "kvferry, read after the prefill", "kvferry.connector", {"streaming": "off"})
 CALM = Setup("calm", "NixlConnector", "bench.stock_calm")
 SETUPS = (SINGLE, KVFERRY, OFF, CALM)
@@ -59,7 +61,9 @@ class Running:
     @property
     def engines(self) -> tuple[Engine, ...]:
         """Each engine once."""
-        return (self.producer,) if self.producer is self.consumer else (self.producer, self.consumer)
+        return (
+            (self.producer,) if self.producer is self.consumer else (self.producer, self.consumer)
+        )
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -80,23 +84,34 @@ class Running:
 def specs_of(setup: Setup, model: str, logs: Path, device: str = "cpu") -> tuple[EngineSpec, ...]:
     """One core, or GPU, for every engine, the single one included: the one that the decoder has in the others. With
     one GPU, or CUDA_VISIBLE_DEVICES=0,0, all share it."""
-    here, there = hand_out_gpus((1, 1), visible_gpus(os.environ)) if device == "cuda" else (("0",), ("1",))
+    here, there = (
+        hand_out_gpus((1, 1), visible_gpus(os.environ)) if device == "cuda" else (("0",), ("1",))
+    )
     if not setup.module:
         return (_spec(setup, "engine", model, there, logs, device),)
-    return _spec(setup, "producer", model, here, logs, device), _spec(setup, "consumer", model, there, logs, device)
+    return _spec(setup, "producer", model, here, logs, device), _spec(
+        setup, "consumer", model, there, logs, device
+    )
 
 
-def _spec(setup: Setup, role: str, model: str, devices: tuple[str, ...], logs: Path, device: str) -> EngineSpec:
+def _spec(
+    setup: Setup, role: str, model: str, devices: tuple[str, ...], logs: Path, device: str
+) -> EngineSpec:
     environment = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _SEVERAL_TURNS_S}
     # Blocks of 128 tokens. On a GPU they have 16; vLLM's look at its free memory fails where engines start together.
     on_gpu = device == "cuda"
-    arguments = ["--kv-cache-memory-bytes", str(1 << 30)] if on_gpu else ["--num-gpu-blocks-override", "96"]
+    arguments = (
+        ["--kv-cache-memory-bytes", str(1 << 30)] if on_gpu else ["--num-gpu-blocks-override", "96"]
+    )
     if role != "consumer":
         arguments += ["--max-num-batched-tokens", str(CHUNK)]
     if role == "producer":
         arguments += ["--middleware", f"{AnswerClock.__module__}.{AnswerClock.__name__}"]
         environment[FILE_VARIABLE] = str(answers_file(setup, logs))
-    options = dict(setup.options) and {**setup.options, "trace_dir": str(logs / f"traces-{setup.name}")}
+    options = dict(setup.options) and {
+        **setup.options,
+        "trace_dir": str(logs / f"traces-{setup.name}"),
+    }
     return EngineSpec(
         f"{setup.name}-{role}",
         model,
@@ -104,7 +119,9 @@ def _spec(setup: Setup, role: str, model: str, devices: tuple[str, ...], logs: P
         devices=devices,
         dtype="float32" if device == "cpu" else "bfloat16",
         gpu_memory_utilization=0.1,
-        transfer=Transfer(f"kv_{role}", setup.module, extra_config=options) if setup.module else None,
+        transfer=Transfer(f"kv_{role}", setup.module, extra_config=options)
+        if setup.module
+        else None,
         extra_args=tuple(arguments),
         extra_env=environment,
     )
@@ -116,7 +133,9 @@ def answers_file(setup: Setup, logs: Path) -> Path:
 
 
 @contextmanager
-def started(setup: Setup, model: str, logs: Path, timeout_s: float, device: str = "cpu") -> Iterator[Running]:
+def started(
+    setup: Setup, model: str, logs: Path, timeout_s: float, device: str = "cpu"
+) -> Iterator[Running]:
     """Start a setup and end it; all of its servers are ready and stopped in the body."""
     answers = Answers(answers_file(setup, logs))
     with ExitStack() as stack:
@@ -144,4 +163,6 @@ def start_all(stack: ExitStack, specs: Sequence[EngineSpec], logs: Path) -> list
 def short(error: Exception) -> str:
     """An error in a line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' … '.join([*lines[:1], *lines[-3:]] if len(lines) > 4 else lines)}"[:1000]
+    return f"{type(error).__name__}: {' … '.join([*lines[:1], *lines[-3:]] if len(lines) > 4 else lines)}"[
+        :1000
+    ]

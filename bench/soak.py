@@ -33,11 +33,17 @@ STREAMED = 0.5
 
 
 def soak(
-    requests: int | None, seconds: float | None, faults: float, seed: int, streamed: float = STREAMED
+    requests: int | None,
+    seconds: float | None,
+    faults: float,
+    seed: int,
+    streamed: float = STREAMED,
 ) -> dict[str, Any]:
     """Run it and return its figures; `violations` is what must be empty."""
     logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # faults are logged line by line
-    torch.set_num_threads(1)  # tensors are tiny, and every transfer thread would have a team of its own
+    torch.set_num_threads(
+        1
+    )  # tensors are tiny, and every transfer thread would have a team of its own
     start_s = time.monotonic()
     fleet = Fleet(seed, faults, streamed, lambda line: print(line, flush=True))
     if threading.current_thread() is threading.main_thread():
@@ -83,15 +89,25 @@ def soak(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, help="how many; default 50000, unless --minutes is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, help="how many; default 50000, unless --minutes is given"
+    )
     parser.add_argument("--minutes", type=float, help="how long, instead")
-    parser.add_argument("--faults", type=float, default=0.05, help="the fraction of requests with a fault")
-    parser.add_argument("--streamed", type=float, default=STREAMED, help="the fraction that is streamed")
+    parser.add_argument(
+        "--faults", type=float, default=0.05, help="the fraction of requests with a fault"
+    )
+    parser.add_argument(
+        "--streamed", type=float, default=STREAMED, help="the fraction that is streamed"
+    )
     parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
     arguments = parser.parse_args()
     started = begin()
-    requests = 50_000 if arguments.requests is None and arguments.minutes is None else arguments.requests
+    requests = (
+        50_000 if arguments.requests is None and arguments.minutes is None else arguments.requests
+    )
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes

@@ -80,7 +80,9 @@ class Gauges:
         resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
         fds, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
         rss_mb, own_mb = resident * _PAGE / 1e6, (resident - shared) * _PAGE / 1e6
-        self.samples.append(Sample(at_s, requests, rss_mb, own_mb, sys.getallocatedblocks(), fds, threads))
+        self.samples.append(
+            Sample(at_s, requests, rss_mb, own_mb, sys.getallocatedblocks(), fds, threads)
+        )
         return True
 
     def slope(self, name: str, after: float = 0.3) -> float:
@@ -90,4 +92,8 @@ class Gauges:
         ys = [float(getattr(one, name)) for one in chosen]
         mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
         spread = sum((x - mean_x) ** 2 for x in xs)
-        return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
+        return (
+            sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+            if spread
+            else 0.0
+        )

@@ -47,7 +47,9 @@ class SoakEngine(CacheEngine):
             and `restarts` of loads whose prefill was preempted.
     """
 
-    def __init__(self, name: str, model: Model, side: Side, settings: WorkerSettings, port: int | None = None) -> None:
+    def __init__(
+        self, name: str, model: Model, side: Side, settings: WorkerSettings, port: int | None = None
+    ) -> None:
         places, blocks = side.shards.places(), side.blocks[0]
         self.memories = [_memory(carve(model, side, place), blocks.ratio) for place in places]
         shards = [(place, memory.kv) for place, memory in zip(places, self.memories, strict=True)]
@@ -76,8 +78,12 @@ class SoakEngine(CacheEngine):
 
     def take(self, count: int) -> tuple[int, ...]:
         """Blocks for a request; counts those that were written since they were freed."""
-        blocks = tuple(self.free.pop(0) for _ in range(count))  # the one that has been free for longest
-        self.spoilt += sum(not memory.holds([block], FREE) for block in blocks for memory in self.memories)
+        blocks = tuple(
+            self.free.pop(0) for _ in range(count)
+        )  # the one that has been free for longest
+        self.spoilt += sum(
+            not memory.holds([block], FREE) for block in blocks for memory in self.memories
+        )
         return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:

@@ -41,13 +41,24 @@ class Kind:
 
 PRODUCERS = (
     Kind("TP 1, blocks of 16", side(MODEL, blocks=160)),
-    Kind("TP 2, blocks of 32, tokens outermost", side(MODEL, tp=2, block=32, layout="NHD", blocks=120)),
+    Kind(
+        "TP 2, blocks of 32, tokens outermost",
+        side(MODEL, tp=2, block=32, layout="NHD", blocks=120),
+    ),
     Kind("TP 4 × PP 2, blocks of 16", side(MODEL, tp=4, pp=2, blocks=160)),
 )
 CONSUMERS = (
     Kind("TP 2, blocks of 16, in place", side(MODEL, tp=2, blocks=160)),
-    Kind("TP 1, blocks of 8, tokens outermost, staged", side(MODEL, block=8, layout="NHD", blocks=320), STAGED),
-    Kind("TP 2, blocks of 32, CPU layout, staged", side(MODEL, tp=2, block=32, layout="cpu", blocks=120), STAGED),
+    Kind(
+        "TP 1, blocks of 8, tokens outermost, staged",
+        side(MODEL, block=8, layout="NHD", blocks=320),
+        STAGED,
+    ),
+    Kind(
+        "TP 2, blocks of 32, CPU layout, staged",
+        side(MODEL, tp=2, block=32, layout="cpu", blocks=120),
+        STAGED,
+    ),
 )
 
 
@@ -59,16 +70,18 @@ class Fleet:
         report: called about once in ten seconds with a line.
     """
 
-    def __init__(self, seed: int, fault_rate: float, streamed: float, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, seed: int, fault_rate: float, streamed: float, report: Callable[[str], None]
+    ) -> None:
         self.script = partial(script, seed, fault_rate=fault_rate, streamed=streamed)
         self.counts, self.gauges = Counts(), Gauges()
         self.counter_totals: Counter[tuple[str, str]] = Counter()
         self.lives = 0
         self.leases_ended_with_engines = 0
         self.last_params: RemotePrefill | None = None
-        self.token_bytes = sum(kind.heads * kind.elements * kind.element_bytes for kind in MODEL.groups[0].kinds) * len(
-            MODEL.layers
-        )
+        self.token_bytes = sum(
+            kind.heads * kind.elements * kind.element_bytes for kind in MODEL.groups[0].kinds
+        ) * len(MODEL.layers)
         self.stop = threading.Event()
         self._report = report
         self._reported_s = time.monotonic()
@@ -90,7 +103,11 @@ class Fleet:
         while more or running:
             while more and len(running) < MOST_AT_ONCE:
                 index = next(numbers, None)
-                more = index is not None and (end_s is None or time.monotonic() < end_s) and not self.stop.is_set()
+                more = (
+                    index is not None
+                    and (end_s is None or time.monotonic() < end_s)
+                    and not self.stop.is_set()
+                )
                 if more and index is not None:
                     drawn = self.script(index, producers=len(PRODUCERS), consumers=len(CONSUMERS))
                     running[life(self, drawn)] = drawn
@@ -112,11 +129,15 @@ class Fleet:
                 del self._deaf[engine]
             else:
                 _drop_renewals(engine)
-        self._frozen = {engine: until_s for engine, until_s in self._frozen.items() if now_s < until_s}
+        self._frozen = {
+            engine: until_s for engine, until_s in self._frozen.items() if now_s < until_s
+        }
         for engine in self._engines():
             if engine not in self._frozen:
                 engine.step()
-        for grave in [grave for grave in self._graves if now_s > grave[2] and not grave[1].is_alive()]:
+        for grave in [
+            grave for grave in self._graves if now_s > grave[2] and not grave[1].is_alive()
+        ]:
             self._graves.remove(grave)
             self._drain(grave[0])
 
@@ -251,13 +272,19 @@ class Fleet:
             text = f"{opened} leases opened, {released} released, {self.leases_ended_with_engines} ended with engines"
             self.counts.violations[text] += 1
         if of.get("loads", 0) != self.counts.loads.total():
-            self.counts.violations[f"{of.get('loads', 0)} loads ordered, {self.counts.loads.total()} ended"] += 1
+            self.counts.violations[
+                f"{of.get('loads', 0)} loads ordered, {self.counts.loads.total()} ended"
+            ] += 1
 
 
 def _is_idle(engine: SoakEngine) -> bool:
     flushing = any(worker._thread.runner.flushing() for worker in engine.workers)
     quiet = not (len(engine.leases) or len(engine.loads) or engine.seen.alive or flushing)
-    return quiet and len(engine.free) == engine.blocks and not any(fabric.waiting for fabric in engine.soak_fabrics)
+    return (
+        quiet
+        and len(engine.free) == engine.blocks
+        and not any(fabric.waiting for fabric in engine.soak_fabrics)
+    )
 
 
 def _drop_renewals(engine: SoakEngine) -> None:

@@ -50,7 +50,10 @@ def results_of(figures: dict[str, Any]) -> Results:
     requests = [one["requests"] for one in samples]
 
     def over_requests(title: str, unit: str, *names: str) -> Chart:
-        series = [Series(_GAUGES[name].partition(",")[0], requests, [one[name] for one in samples]) for name in names]
+        series = [
+            Series(_GAUGES[name].partition(",")[0], requests, [one[name] for one in samples])
+            for name in names
+        ]
         return Chart(title, "requests so far", unit, series)
 
     return Results(
@@ -60,12 +63,21 @@ def results_of(figures: dict[str, Any]) -> Results:
         tables=_tables(figures),
         charts=(
             over_requests("Memory of the process with all six engines", "MB", "rss_mb", "own_mb"),
-            over_requests("Descriptors and threads of the process with all six engines", "number", "fds", "threads"),
+            over_requests(
+                "Descriptors and threads of the process with all six engines",
+                "number",
+                "fds",
+                "threads",
+            ),
         ),
         targets=(
-            Target.at_most("what must not happen in a soak", sum(figures["violations"].values()), 0, "times"),
+            Target.at_most(
+                "what must not happen in a soak", sum(figures["violations"].values()), 0, "times"
+            ),
             *(
-                Target.at_most(f"added per 1,000 requests: {_GAUGES[name]}", added(figures, name), most, "")
+                Target.at_most(
+                    f"added per 1,000 requests: {_GAUGES[name]}", added(figures, name), most, ""
+                )
                 for name, most in MOST_ADDED.items()
                 if figures["requests"] >= FEWEST_FOR_A_SLOPE
             ),
@@ -81,7 +93,9 @@ def results_of(figures: dict[str, Any]) -> Results:
 def _tables(figures: dict[str, Any]) -> Sequence[Table]:
     loads, gauges, moved = figures["loads"], figures["gauges"], figures["moved"]
     total, good = sum(loads.values()), loads.get("loaded", 0)
-    reasons = {how.partition(": ")[2]: amount for how, amount in loads.items() if how.startswith("failed")}
+    reasons = {
+        how.partition(": ")[2]: amount for how, amount in loads.items() if how.startswith("failed")
+    }
     failed = sum(reasons.values())
     whole = {
         "requests": f"{figures['requests']:,}, seed {figures['seed']}, {100 * figures['fault_rate']:g}% with a fault",
@@ -96,15 +110,26 @@ def _tables(figures: dict[str, Any]) -> Sequence[Table]:
         "leases": _counted(figures["leases"]),
         "what must not happen": _counted(figures["violations"]) or "nothing of it did",
     }
-    faults = [(fault, sum(outcomes.values()), _counted(outcomes)) for fault, outcomes in figures["faults"].items()]
+    faults = [
+        (fault, sum(outcomes.values()), _counted(outcomes))
+        for fault, outcomes in figures["faults"].items()
+    ]
     taken = [
-        (text, *(round(gauges[name][key]) for key in ("first", "last", "most")), added(figures, name))
+        (
+            text,
+            *(round(gauges[name][key]) for key in ("first", "last", "most")),
+            added(figures, name),
+        )
         for name, text in _GAUGES.items()
     ]
     return (
         Table("The whole", ("", "found"), list(whole.items())),
         Table("Faults", ("fault", "times", "what became of the requests"), faults),
-        Table("What the process took", ("", "first", "last", "most", "added per 1,000 requests"), taken),
+        Table(
+            "What the process took",
+            ("", "first", "last", "most", "added per 1,000 requests"),
+            taken,
+        ),
     )
 
 

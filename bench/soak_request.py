@@ -28,7 +28,12 @@ FREE_WITHIN_S = LEASE_S + 30.0
 """A lease and one step; the rest is for machines with other things to do."""
 
 DEAD_PRODUCER, DEAD_CONSUMER = "ended with its producer", "ended with its consumer"
-_HELD_UP_S = {Fault.STALL: 0.2, Fault.REVOKED: 0.15, Fault.PREEMPTED: 0.1, Fault.DEADLINE: LOAD_TIMEOUT_S + 0.3}
+_HELD_UP_S = {
+    Fault.STALL: 0.2,
+    Fault.REVOKED: 0.15,
+    Fault.PREEMPTED: 0.1,
+    Fault.DEADLINE: LOAD_TIMEOUT_S + 0.3,
+}
 _TAKEN_READS = 8
 _FROZEN_S = (0.3, 1.0, LOAD_TIMEOUT_S + 0.5)
 _NEVER_GOOD = {Fault.LATE, Fault.TAMPERED, Fault.MIXED}
@@ -59,7 +64,9 @@ def life(fleet: Fleet, script: Script) -> Life:
         params = _on_the_way(fleet, script, offered)
         fleet.last_params = offered
         fleet.counts.streamed += script.is_streamed
-        outcome = yield from _beside(making, _load(fleet, script, producer, script.consumer, params, name))
+        outcome = yield from _beside(
+            making, _load(fleet, script, producer, script.consumer, params, name)
+        )
         if outcome == "loaded" and (fault in _NEVER_GOOD or not prefill.is_complete):
             fleet.counts.violations[f"loaded with {fault}"] += 1
     yield from _until_free(fleet, producer, name)
@@ -78,7 +85,9 @@ def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefil
     parts, fault, choice = script.parts, script.fault, script.choice
     aborted_at = choice % (len(parts) + 1) if fault is Fault.ABORTED_PREFILL else None
     last, number = len(parts) - 1, 0
-    preempted_at = script.asked + 1 + choice % (last - script.asked) if fault is Fault.PREEMPTED else None
+    preempted_at = (
+        script.asked + 1 + choice % (last - script.asked) if fault is Fault.PREEMPTED else None
+    )
     while number < len(parts) and not producer.is_dead:
         if number == aborted_at:
             producer.give_back(prefill.abort())
@@ -124,7 +133,9 @@ def _beside(making: Wait, loading: Life) -> Life:
     return str(outcome)
 
 
-def _load(fleet: Fleet, script: Script, producer: SoakEngine, index: int, params: RemotePrefill, name: str) -> Life:
+def _load(
+    fleet: Fleet, script: Script, producer: SoakEngine, index: int, params: RemotePrefill, name: str
+) -> Life:
     """The consumer's half. Returns `loaded` only if every byte was right."""
     tokens, fault, counts = script.tokens, script.fault, fleet.counts
     while True:
@@ -252,7 +263,11 @@ def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngin
             # Other loads are about to read as well.
             victim.holds.extend([hold] * (_TAKEN_READS if taken else 1))
     elif fault in (Fault.LOST_DONE, Fault.DOUBLED_DONE, Fault.FORGED_DONE):
-        kind = {Fault.LOST_DONE: "lost", Fault.DOUBLED_DONE: "doubled", Fault.FORGED_DONE: "forged"}[fault]
+        kind = {
+            Fault.LOST_DONE: "lost",
+            Fault.DOUBLED_DONE: "doubled",
+            Fault.FORGED_DONE: "forged",
+        }[fault]
         fabric.done_faults.append(kind)
     elif fault is Fault.RAISES:
         victim = fabric if script.choice % 4 else _some_fabric(producer, script)
@@ -264,7 +279,12 @@ def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngin
 
 
 def _strike(
-    fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngine, params: RemotePrefill, name: str
+    fleet: Fleet,
+    script: Script,
+    producer: SoakEngine,
+    consumer: SoakEngine,
+    params: RemotePrefill,
+    name: str,
 ) -> bool:
     """Apply the fault some turns after the load was ordered. Return whether the request is aborted."""
     fault = script.fault
@@ -273,7 +293,9 @@ def _strike(
         return True
     if fault is Fault.REVOKED and not producer.is_dead:
         ticket = params.kvferry
-        producer.leases.release(LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch), "revoked")
+        producer.leases.release(
+            LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch), "revoked"
+        )
     if fault in (Fault.FROZEN_PRODUCER, Fault.FROZEN_CONSUMER):
         until_s = time.monotonic() + _FROZEN_S[script.choice // 3 % len(_FROZEN_S)]
         fleet.freeze(producer if fault is Fault.FROZEN_PRODUCER else consumer, until_s)

@@ -82,7 +82,9 @@ class Script:
         return self.asked < len(self.parts) - 1
 
 
-def script(seed: int, index: int, fault_rate: float, streamed: float, producers: int, consumers: int) -> Script:
+def script(
+    seed: int, index: int, fault_rate: float, streamed: float, producers: int, consumers: int
+) -> Script:
     """Request number `index` of the soak with this seed. A preempted one is always streamed."""
     draw = random.Random(f"{seed}/{index}")
     fault = None
@@ -90,9 +92,16 @@ def script(seed: int, index: int, fault_rate: float, streamed: float, producers:
         fault = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     is_streamed = fault is Fault.PREEMPTED or draw.random() < streamed
     if is_streamed:
-        parts = tuple(draw.choice((16, 16, draw.randrange(1, 25))) for _ in range(draw.randrange(2, MOST_PARTS + 1)))
+        parts = tuple(
+            draw.choice((16, 16, draw.randrange(1, 25)))
+            for _ in range(draw.randrange(2, MOST_PARTS + 1))
+        )
     else:
-        parts = (draw.choice((1, 7, 16, 17, 31, 32, 40, MOST_TOKENS, draw.randrange(1, MOST_TOKENS + 1))),)
+        parts = (
+            draw.choice(
+                (1, 7, 16, 17, 31, 32, 40, MOST_TOKENS, draw.randrange(1, MOST_TOKENS + 1))
+            ),
+        )
     return Script(
         index=index,
         seed=draw.getrandbits(40),

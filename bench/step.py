@@ -31,8 +31,12 @@ _TIMEOUT_S = 300.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps, and only the ends of some sweeps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps, and only the ends of some sweeps"
+    )
     parser.add_argument("--scene", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     steps = _QUICK_STEPS if asked.quick else _STEPS
@@ -49,8 +53,17 @@ def main() -> None:
 
 
 def _in_a_process(scene: Scene, *, quick: bool) -> Any:
-    command = [sys.executable, "-m", "bench.step", "--scene", json.dumps(asdict(scene)), *["--quick"] * quick]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.step",
+        "--scene",
+        json.dumps(asdict(scene)),
+        *["--quick"] * quick,
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{scene}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

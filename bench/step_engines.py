@@ -65,14 +65,19 @@ def _fabric(kind: FabricKind, network: MemoryNetwork) -> Iterator[None]:
     if kind == "nixl":
         yield
         return
-    with mock.patch("kvferry.connector.worker_side.side.NixlFabric", lambda name, agent: MemoryFabric(name, network)):
+    with mock.patch(
+        "kvferry.connector.worker_side.side.NixlFabric",
+        lambda name, agent: MemoryFabric(name, network),
+    ):
         yield
 
 
 class TimedNode(Node):
     """One engine, and what its connector takes of the scheduler's thread and of the worker's."""
 
-    def __init__(self, role: str, kind: FabricKind, network: MemoryNetwork, num_blocks: int, lease_slots: int) -> None:
+    def __init__(
+        self, role: str, kind: FabricKind, network: MemoryNetwork, num_blocks: int, lease_slots: int
+    ) -> None:
         self.network = network
         with _fabric(kind, network):
             self._make(role, num_blocks, lease_slots)
@@ -106,7 +111,9 @@ class TimedNode(Node):
         """One turn of the engine's loop."""
         self.engine.scheduler.has_requests()
         step = self.engine.schedule()
-        step.output.kv_connector_metadata = self._loads(self._dumps(step.output.kv_connector_metadata))
+        step.output.kv_connector_metadata = self._loads(
+            self._dumps(step.output.kv_connector_metadata)
+        )
         report = self.runners[0].step(step.output, no_forward)
         if report is not None:
             report.kv_connector_worker_meta = self._reported(report.kv_connector_worker_meta)
@@ -167,10 +174,14 @@ def hold(producer: TimedNode, prompts: Prompts, count: int, blocks: int) -> None
             raise TimeoutError(f"{left} leases are not held")
     producer.step()
     if len(side.leases.block_references.held) < count:
-        raise RuntimeError(f"{len(side.leases.block_references.held)} leases are held, {count} were wanted")
+        raise RuntimeError(
+            f"{len(side.leases.block_references.held)} leases are held, {count} were wanted"
+        )
 
 
-def hand_over(producer: TimedNode, consumer: TimedNode, prompts: Prompts, blocks: int) -> dict[str, Any]:
+def hand_over(
+    producer: TimedNode, consumer: TimedNode, prompts: Prompts, blocks: int
+) -> dict[str, Any]:
     """One whole handover. Returns the offer."""
     name, prompt = prompts.next(blocks)
     producer.engine.add(name, prompt, {"do_remote_decode": True}, max_tokens=1)
@@ -195,7 +206,9 @@ def fly(consumer: TimedNode, stuck: TimedNode, prompts: Prompts, count: int, blo
     consumer.until(lambda: consumer.loads_running() >= count)
 
 
-def another_offer(params: Any, prompt: Sequence[int], blocks: int, index: int, mac_key: bytes) -> dict[str, Any]:
+def another_offer(
+    params: Any, prompt: Sequence[int], blocks: int, index: int, mac_key: bytes
+) -> dict[str, Any]:
     """The params that the same producer would have written for another prompt."""
     source = read_params(params)
     assert isinstance(source, RemotePrefill)

@@ -46,15 +46,25 @@ def play(scene: Scene, steps: int) -> Seen:
     network, prompts = MemoryNetwork(), Prompts()
     flow_blocks = _SLACK_BLOCKS * max(scene.blocks, 32)
     producer = TimedNode(
-        "kv_producer", scene.fabric, network, scene.leases * scene.lease_blocks + flow_blocks, scene.leases + 512
+        "kv_producer",
+        scene.fabric,
+        network,
+        scene.leases * scene.lease_blocks + flow_blocks,
+        scene.leases + 512,
     )
     consumer = TimedNode(
-        "kv_consumer", scene.fabric, network, (scene.loads + 2) * scene.load_blocks + flow_blocks, 1024
+        "kv_consumer",
+        scene.fabric,
+        network,
+        (scene.loads + 2) * scene.load_blocks + flow_blocks,
+        1024,
     )
     hold(producer, prompts, scene.leases, scene.lease_blocks)
     hand_over(producer, consumer, prompts, 32)
     if scene.loads:
-        stuck = TimedNode("kv_producer", "memory", network, 8 * scene.load_blocks + flow_blocks, 2048)
+        stuck = TimedNode(
+            "kv_producer", "memory", network, 8 * scene.load_blocks + flow_blocks, 2048
+        )
         fly(consumer, stuck, prompts, scene.loads, scene.load_blocks)
     gc.collect()
     gc.freeze()  # as vLLM does when an engine has started
@@ -74,7 +84,9 @@ def play(scene: Scene, steps: int) -> Seen:
         same.end_step()
         time.sleep(_PAUSE_S)  # the transfer threads' turn
     if consumer.loads_running() < scene.loads:
-        raise RuntimeError(f"{consumer.loads_running()} loads are in flight, {scene.loads} were wanted")
+        raise RuntimeError(
+            f"{consumer.loads_running()} loads are in flight, {scene.loads} were wanted"
+        )
     halves = {
         "producer's scheduler": Half.of(producer.scheduler_clock),
         "producer's worker": Half.of(producer.worker_clock),
@@ -91,7 +103,11 @@ def _always_the_same() -> None:
 
 
 def _hand_on(
-    producer: TimedNode, consumer: TimedNode, prompts: Prompts, offers: list[tuple[str, list[int]]], blocks: int
+    producer: TimedNode,
+    consumer: TimedNode,
+    prompts: Prompts,
+    offers: list[tuple[str, list[int]]],
+    blocks: int,
 ) -> None:
     """A prompt arrives at the producer; the one before it, which has been answered, at the consumer."""
     name, prompt = prompts.next(blocks)
@@ -100,5 +116,8 @@ def _hand_on(
     answered, tokens = offers[0]
     params = producer.engine.answers[answered].params
     if params is not None:
-        del offers[0], producer.engine.answers[answered]  # or every collection would go through all that there were
+        del (
+            offers[0],
+            producer.engine.answers[answered],
+        )  # or every collection would go through all that there were
         consumer.engine.add(answered, tokens, params, max_tokens=1)

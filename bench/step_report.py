@@ -44,7 +44,11 @@ class Shown:
     @property
     def dearest_call_p99(self) -> float:
         """Of the kind of call whose p99 is the largest."""
-        return max(float(call["p99"]) for half in HALVES for call in self.seen["halves"][half]["singly"].values())
+        return max(
+            float(call["p99"])
+            for half in HALVES
+            for call in self.seen["halves"][half]["singly"].values()
+        )
 
     @property
     def cells(self) -> tuple[str, int, int, int, int]:
@@ -91,7 +95,17 @@ def _steps_table(found: Sequence[Shown]) -> Table:
             for half in HALVES
         ]
         same = one.seen["always_the_same"]
-        rows.append((*one.cells, "work that never changes", same["p50"], same["p99"], same["max"], None, None))
+        rows.append(
+            (
+                *one.cells,
+                "work that never changes",
+                same["p50"],
+                same["p99"],
+                same["max"],
+                None,
+                None,
+            )
+        )
     return Table("One handover a step", (*_SCENE, *columns), rows)
 
 
@@ -102,9 +116,13 @@ def _calls_table(found: Sequence[Shown]) -> Table:
         (*one.cells[:3], half, name, *(float(call[what]) for what in ("count", "p50", "p99")))
         for one in ends
         for half in HALVES
-        for name, call in sorted(one.seen["halves"][half]["singly"].items(), key=lambda item: -item[1]["p99"])[:4]
+        for name, call in sorted(
+            one.seen["halves"][half]["singly"].items(), key=lambda item: -item[1]["p99"]
+        )[:4]
     ]
-    return Table("The dearest calls", (*_SCENE[:3], "half", "call", "calls", "p50, µs", "p99"), rows)
+    return Table(
+        "The dearest calls", (*_SCENE[:3], "half", "call", "calls", "p50, µs", "p99"), rows
+    )
 
 
 def _charts(found: Sequence[Shown]) -> tuple[Chart, ...]:
@@ -112,11 +130,15 @@ def _charts(found: Sequence[Shown]) -> tuple[Chart, ...]:
         scenes = [one for one in _of(found, sweep) if place(one.scene)]
         x = [place(one.scene) for one in scenes]
         series = [
-            Series(half, x, [one.us(half) for one in scenes], [one.us(half, "p50") for one in scenes])
+            Series(
+                half, x, [one.us(half) for one in scenes], [one.us(half, "p50") for one in scenes]
+            )
             for half in HALVES
         ]
         title = f"The step thread and the {label}: p99, and down to p50"
-        return Chart(title, label, "processor time of a step, µs", series, x_log=True, limit=LIMIT_US)
+        return Chart(
+            title, label, "processor time of a step, µs", series, x_log=True, limit=LIMIT_US
+        )
 
     return (
         growth(LEASES.name, "leases held", lambda one: one.leases),
@@ -129,14 +151,25 @@ def _targets(found: Sequence[Shown]) -> tuple[Target, ...]:
     targets = []
     for name in (LEASES.name, EVERYTHING.name, NIXL.name):
         for one in _of(found, name)[-1:]:
-            step, call = (f"step thread's processor time, p99, {what}{name}" for what in ("", "one call, "))
-            targets.append(Target.at_most(step, one.dearest_p99, LIMIT_US, "µs", "all calls of a step added up"))
+            step, call = (
+                f"step thread's processor time, p99, {what}{name}" for what in ("", "one call, ")
+            )
+            targets.append(
+                Target.at_most(
+                    step, one.dearest_p99, LIMIT_US, "µs", "all calls of a step added up"
+                )
+            )
             note = "of the kind of call whose p99 is the largest"
             targets.append(Target.at_most(call, one.dearest_call_p99, LIMIT_US, "µs", note))
     for name in (LEASES.name, LOADS.name, BLOCKS.name):
         scenes = _of(found, name)
         for what in ("p50", "p99"):
-            grown = max(scenes[-1].us(half, what) / (scenes[0].us(half, what) + NOISE_US / GROWTH) for half in HALVES)
+            grown = max(
+                scenes[-1].us(half, what) / (scenes[0].us(half, what) + NOISE_US / GROWTH)
+                for half in HALVES
+            )
             note = f"the worst of the four halves; {NOISE_US:g} µs are left to noise"
-            targets.append(Target.at_most(f"growth of {what} with {name}", grown, GROWTH, "times", note))
+            targets.append(
+                Target.at_most(f"growth of {what} with {name}", grown, GROWTH, "times", note)
+            )
     return tuple(targets)

@@ -71,7 +71,9 @@ def handover(producer: Engine, consumer: Engine, seed: int, *, streamed: bool) -
             prefill.offer()
         producer.compute(prefill, CHUNK_TOKENS)
         begin_s = time.monotonic()
-        producer.launched.append(lambda begin_s=begin_s: time.sleep(max(0.0, begin_s + CHUNK_S - time.monotonic())))  # type: ignore[misc]
+        producer.launched.append(
+            lambda begin_s=begin_s: time.sleep(max(0.0, begin_s + CHUNK_S - time.monotonic()))  # type: ignore[misc]
+        )
         if load is None and prefill.params is not None:
             load = consumer.load(prefill.params)
         producer.step()
@@ -95,10 +97,17 @@ def measure(shape: CacheShape, settings: WorkerSettings, turns: int) -> dict[str
     rows = replace(SETTINGS, row_blocks=(TOKENS // SHAPE.block_tokens,))
     found: dict[str, list[Loaded]] = {STREAMED: [], OFF: []}
     with contextlib.ExitStack() as stack:
-        producer = stack.enter_context(contextlib.closing(Engine("P", NixlFabric, shape=SHAPE, settings=rows)))
+        producer = stack.enter_context(
+            contextlib.closing(Engine("P", NixlFabric, shape=SHAPE, settings=rows))
+        )
         consumer = stack.enter_context(
             contextlib.closing(
-                Engine("C", lambda name: LinkFabric(NixlFabric(name), BYTES_PER_S), shape=shape, settings=settings)
+                Engine(
+                    "C",
+                    lambda name: LinkFabric(NixlFabric(name), BYTES_PER_S),
+                    shape=shape,
+                    settings=settings,
+                )
             )
         )
         for turn in range(turns + 1):
@@ -112,13 +121,29 @@ def results_of(found: dict[str, dict[str, list[Loaded]]], *, quick: bool) -> Res
     rows, targets = [], []
     for placing, kinds in found.items():
         for kind, loads in kinds.items():
-            all_ms, early = [one.after_ms for one in loads], statistics.median(one.early for one in loads)
+            all_ms, early = (
+                [one.after_ms for one in loads],
+                statistics.median(one.early for one in loads),
+            )
             after_ms = statistics.median(all_ms)
             rows.append((placing, kind, len(loads), early, after_ms, spread(all_ms)))
             if kind == STREAMED:
-                targets.append(Target.at_least(f"bytes read before its end, {placing}", early, LEAST_EARLY, ""))
-                targets.append(Target.at_most(f"prefill ended → loaded, {placing}, p50", after_ms, MOST_MS, "ms"))
-    columns = ("blocks", "read", "loads", "bytes read early", "prefill ended → loaded, ms", "range, ms")
+                targets.append(
+                    Target.at_least(f"bytes read before its end, {placing}", early, LEAST_EARLY, "")
+                )
+                targets.append(
+                    Target.at_most(
+                        f"prefill ended → loaded, {placing}, p50", after_ms, MOST_MS, "ms"
+                    )
+                )
+    columns = (
+        "blocks",
+        "read",
+        "loads",
+        "bytes read early",
+        "prefill ended → loaded, ms",
+        "range, ms",
+    )
     return Results(
         command=f"python -m bench.stream{' --quick' * quick}",
         what=(
@@ -127,19 +152,26 @@ def results_of(found: dict[str, dict[str, list[Loaded]]], *, quick: bool) -> Res
         ),
         tables=(Table("Loads", columns, rows),),
         targets=targets,
-        notes=("At best 7 of 8 chunks are read before the prefill ends, and the last one after it.",),
+        notes=(
+            "At best 7 of 8 chunks are read before the prefill ends, and the last one after it.",
+        ),
         quick=quick,
     )
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="three loads of each kind")
     quick: bool = parser.parse_args().quick
     started = begin()
     logging.getLogger("kvferry").setLevel(logging.WARNING)
-    found = {placing: measure(shape, settings, 3 if quick else 15) for placing, (shape, settings) in PLACINGS.items()}
+    found = {
+        placing: measure(shape, settings, 3 if quick else 15)
+        for placing, (shape, settings) in PLACINGS.items()
+    }
     publish("stream", results_of(found, quick=quick), started)
 
 

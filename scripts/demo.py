@@ -40,14 +40,19 @@ def prompts(count: int, name: str) -> list[Case]:
     ]
 
 
-async def load(router: str, prefill: str, decode: str, served_name: str, timeout_s: float) -> list[Answer]:
+async def load(
+    router: str, prefill: str, decode: str, served_name: str, timeout_s: float
+) -> list[Answer]:
     """The requests through the router, and one as a router sends it that waits between the two engines."""
     async with Client(served_name, timeout_s) as client:
         answers = await client.ask_all(router, prompts(_REQUESTS, "demo"), 3)
         (case,) = prompts(1, SLOW)
         params = await client.prefill(prefill, case, request_id=SLOW)
         await asyncio.sleep(SLOW_S)
-        return [*answers, await client.ask(decode, case, kv_transfer_params=params, request_id=SLOW)]
+        return [
+            *answers,
+            await client.ask(decode, case, kv_transfer_params=params, request_id=SLOW),
+        ]
 
 
 def demonstrate(settings: Settings, stack: ExitStack) -> bool:
@@ -61,7 +66,9 @@ def demonstrate(settings: Settings, stack: ExitStack) -> bool:
     config = {**settings.extra_config, "trace_dir": str(folder / "traces")}
     model = prepare(settings.models[0], settings.cache_dir, say)
     fleet = plan_fleet(replace(settings, extra_config=config), model, os.environ)
-    say(f"start {len(fleet.prefill)} prefill and {len(fleet.decode)} decode engines; logs: {shown(folder)}")
+    say(
+        f"start {len(fleet.prefill)} prefill and {len(fleet.decode)} decode engines; logs: {shown(folder)}"
+    )
     prefill, decode = (
         [stack.enter_context(Engine(_called_by_name(spec), folder)) for spec in specs]
         for specs in (fleet.prefill, fleet.decode)
@@ -74,26 +81,41 @@ def demonstrate(settings: Settings, stack: ExitStack) -> bool:
     router.wait_ready(60)
     say(f"{_REQUESTS} requests through the router, and one that a slow router hands over")
     served_name = prefill[0].spec.served_name
-    answers = asyncio.run(load(router.base_url, from_[0], to[0], served_name, settings.request_timeout_s))
+    answers = asyncio.run(
+        load(router.base_url, from_[0], to[0], served_name, settings.request_timeout_s)
+    )
     time.sleep(_RECORDED_S)
     traces, out = shown(folder / "traces"), shown(folder / "out")
-    good = _kvferry("trace", traces, "-o", out, "--slowest", "5") and _kvferry("trace", traces, "--request", SLOW)
+    good = _kvferry("trace", traces, "-o", out, "--slowest", "5") and _kvferry(
+        "trace", traces, "--request", SLOW
+    )
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         print(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}", file=sys.stderr)
-    print(f"\nThe router: {router.base_url}/v1/completions, model `{served_name}`. Logs: {shown(folder)}")
+    print(
+        f"\nThe router: {router.base_url}/v1/completions, model `{served_name}`. Logs: {shown(folder)}"
+    )
     return good and not failed
 
 
 def _called_by_name(spec: EngineSpec) -> EngineSpec:
     """An engine whose id is its name, so that people know it again in a timeline."""
-    return replace(spec, transfer=replace(spec.transfer, engine_id=spec.name)) if spec.transfer else spec
+    return (
+        replace(spec, transfer=replace(spec.transfer, engine_id=spec.name))
+        if spec.transfer
+        else spec
+    )
 
 
 def _kvferry(*arguments: str) -> bool:
     """Run the command as an operator would; whether its exit status is 0."""
     print(f"\n$ kvferry {' '.join(arguments)}", flush=True)
-    return subprocess.run([Path(sys.executable).parent / "kvferry", *arguments], check=False).returncode == 0
+    return (
+        subprocess.run(
+            [Path(sys.executable).parent / "kvferry", *arguments], check=False
+        ).returncode
+        == 0
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

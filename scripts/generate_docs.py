@@ -24,7 +24,10 @@ from scripts import markdown, protocol_reference
 from tests.trace.example import STREAMED, write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PICTURED = ("layers=32,heads=8,dim=128,tp=4,pp=2,layout=NHD", "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64")
+PICTURED = (
+    "layers=32,heads=8,dim=128,tp=4,pp=2,layout=NHD",
+    "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64",
+)
 _CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
 _ADVICE = re.compile(r"^\| (`vllm:[^|]*`) \| [^|]* \| [^|]* \| ([^|]*) \|$", re.MULTILINE)
 
@@ -45,7 +48,9 @@ def pages() -> dict[Path, str]:
         for name, tables in parts.items():
             found[DOCS / name] = with_output(filled((DOCS / name).read_text(), tables))
         found[DOCS / "plan.svg"] = drawn(f"plan {' '.join(PICTURED)} --svg", "plan.svg")
-        found[DOCS / "streaming.svg"] = drawn(f"trace traces --request {1000 + STREAMED} -o", "streaming.svg")
+        found[DOCS / "streaming.svg"] = drawn(
+            f"trace traces --request {1000 + STREAMED} -o", "streaming.svg"
+        )
         found[DOCS / "timelines.svg"] = drawn("trace traces --slowest 12 -o", "waterfall.svg")
     return found
 
@@ -83,7 +88,9 @@ def metrics(page: str) -> str:
         found.append((f"{counter.exported}_total{label}", "counter", f"{counter.doc}{values}"))
     found += [(gauge.exported, "gauge", gauge.doc) for gauge in GAUGES.values()]
     found += [(histogram.exported, "histogram", histogram.doc) for histogram in HISTOGRAMS.values()]
-    rows = [(f"`vllm:{name}`", kind, doc, advice.get(f"`vllm:{name}`", "")) for name, kind, doc in found]
+    rows = [
+        (f"`vllm:{name}`", kind, doc, advice.get(f"`vllm:{name}`", "")) for name, kind, doc in found
+    ]
     return markdown.table("metric | kind | meaning | do", rows)
 
 
@@ -92,7 +99,10 @@ def short_form_keys() -> str:
     from kvferry.cli.plan.short_form import KEYS, defaults
 
     shown = {name: f"`{default}`" for name, default in defaults().items()}
-    rows = [(f"`{name}`", key.value.form, shown.get(name, ""), key.meaning) for name, key in KEYS.items()]
+    rows = [
+        (f"`{name}`", key.value.form, shown.get(name, ""), key.meaning)
+        for name, key in KEYS.items()
+    ]
     return markdown.table("key | value | default | meaning", rows)
 
 
@@ -116,7 +126,9 @@ def pairs(rows: str) -> str:
 
 def relayout() -> Mapping[str, str]:
     """The tables of the compiled kernel, with the Triton of requirements/cpu.lock; with another one they stay."""
-    locked = re.search(r"^triton==(\S+)", (DOCS.parent / "requirements" / "cpu.lock").read_text(), re.MULTILINE)
+    locked = re.search(
+        r"^triton==(\S+)", (DOCS.parent / "requirements" / "cpu.lock").read_text(), re.MULTILINE
+    )
     try:
         found = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -156,8 +168,12 @@ def _answer(producer: str, consumer: str) -> str:
     placings = sorted({item.placing.value for route in reads for item in route.slices})
     lengths = sorted({bundle.run_bytes for route in reads for bundle in route.bundles})
     runs = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}…{lengths[-1]}"
-    releases = f", {counted(len(routes) - len(reads), 'release')}" if len(routes) > len(reads) else ""
-    return f"**{' and '.join(placings)}**: {counted(len(reads), 'route')}{releases}, runs of {runs} B"
+    releases = (
+        f", {counted(len(routes) - len(reads), 'release')}" if len(routes) > len(reads) else ""
+    )
+    return (
+        f"**{' and '.join(placings)}**: {counted(len(reads), 'route')}{releases}, runs of {runs} B"
+    )
 
 
 def part(page: str, name: str) -> str:
@@ -188,7 +204,9 @@ def _split(text: str, name: str) -> tuple[str, str, str]:
 
 def with_output(text: str) -> str:
     """The page with the output of every `kvferry` command that is marked for it."""
-    return _CONSOLE.sub(lambda found: f"{found[1]}{found[2]}\n{output_of(found[2])}{found[3]}", text)
+    return _CONSOLE.sub(
+        lambda found: f"{found[1]}{found[2]}\n{output_of(found[2])}{found[3]}", text
+    )
 
 
 @contextlib.contextmanager
@@ -223,10 +241,18 @@ def output_of(arguments: str) -> str:
 
 def main() -> int:
     """Write or check the pages."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.generate_docs", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is out of date")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.generate_docs", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 when something is out of date"
+    )
     check = parser.parse_args().check
-    stale = {page: wanted for page, wanted in pages().items() if not page.exists() or page.read_text() != wanted}
+    stale = {
+        page: wanted
+        for page, wanted in pages().items()
+        if not page.exists() or page.read_text() != wanted
+    }
     for page, wanted in stale.items():
         if check:
             print(f"{page} is out of date: run `python -m scripts.generate_docs`", file=sys.stderr)

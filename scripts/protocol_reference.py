@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from kvferry.protocol import asks, description_json, geometry, handshake, ids, notifications, params
+from kvferry.protocol import (
+    description_json,
+    geometry,
+    handshake,
+    ids,
+    notifications,
+    params,
+    prompt_queries,
+)
 from scripts import markdown
 
 Message = type[msgspec.Struct]
@@ -24,11 +32,11 @@ PARTS: dict[str, tuple[Message, ...]] = {
         handshake.EngineDescription,
         handshake.DescriptionPart,
         handshake.Refused,
-        asks.Ask,
-        asks.Question,
-        asks.Unask,
-        asks.Answers,
-        asks.Answer,
+        prompt_queries.Subscribe,
+        prompt_queries.PromptQuery,
+        prompt_queries.Unsubscribe,
+        prompt_queries.Answers,
+        prompt_queries.Answer,
     ),
     "description": (
         handshake.ModelFacts,
@@ -47,9 +55,15 @@ PARTS: dict[str, tuple[Message, ...]] = {
 """The messages of each generated part of the page."""
 _LIMITS = {
     "kv_transfer_params": (f"`kvferry.version` {params.PARAMS_VERSION}", None),
-    "a request on the side channel": (f"`version` {handshake.CHANNEL_VERSION}", handshake.MAX_REQUEST_BYTES),
+    "a request on the side channel": (
+        f"`version` {handshake.CHANNEL_VERSION}",
+        handshake.MAX_REQUEST_BYTES,
+    ),
     "an answer on it": (f"`version` {handshake.CHANNEL_VERSION}", handshake.MAX_REPLY_BYTES),
-    "a notification": (f"magic `{notifications.MAGIC.decode()}`", notifications.MAX_NOTIFICATION_BYTES),
+    "a notification": (
+        f"magic `{notifications.MAGIC.decode()}`",
+        notifications.MAX_NOTIFICATION_BYTES,
+    ),
     "a description JSON": (
         f"`kvferry_description` {description_json.DESCRIPTION_JSON_VERSION}",
         description_json.MAX_DESCRIPTION_JSON_BYTES,
@@ -58,12 +72,20 @@ _LIMITS = {
 _ATTRIBUTE = re.compile(r"^    ((?:\w+, )*\w+): ", re.MULTILINE)
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _HEX = "15 hex digits, not all 0"
-_NAMED = ((ids.Text, "name"), (ids.Hex128, "32 hex digits"), (ids.Hex256, "64 hex digits"), (ids.HexEpoch, _HEX))
+_NAMED = (
+    (ids.Text, "name"),
+    (ids.Hex128, "32 hex digits"),
+    (ids.Hex256, "64 hex digits"),
+    (ids.HexEpoch, _HEX),
+)
 
 
 def reference() -> dict[str, str]:
     """The generated parts of the page by name."""
-    rows = [(what, version, f"{most:,} bytes" if most else "") for what, (version, most) in _LIMITS.items()]
+    rows = [
+        (what, version, f"{most:,} bytes" if most else "")
+        for what, (version, most) in _LIMITS.items()
+    ]
     versions = markdown.table("of | version | at most", rows)
     return {"versions": versions, **{name: _table(messages) for name, messages in PARTS.items()}}
 
@@ -77,7 +99,10 @@ def _table(messages: tuple[Message, ...]) -> str:
         before, _, after = inspect.cleandoc(message.__doc__ or "").partition("Attributes:\n")
         tag = f"`{kind.tag}`" if kind.tag else ""
         listed = " A list in this order, not a map." if kind.array_like else ""
-        rows += [(f"**{message.__name__}**", tag, "", f"{' '.join(before.split())}{listed}"), *_fields(kind, after)]
+        rows += [
+            (f"**{message.__name__}**", tag, "", f"{' '.join(before.split())}{listed}"),
+            *_fields(kind, after),
+        ]
     return markdown.table("field | type | default | meaning", rows)
 
 
@@ -94,7 +119,12 @@ def _fields(kind: types.StructType, attributes: str) -> list[tuple[str, ...]]:
         names = ", ".join(f"`{field.encode_name}`" for field in kind.fields)
         return [(names, *kinds.pop(), "; ".join(meanings[field.name] for field in kind.fields))]
     rows = [
-        (f"`{field.encode_name}`", _shown(field.type), _default(field), meanings.get(field.name, ""))
+        (
+            f"`{field.encode_name}`",
+            _shown(field.type),
+            _default(field),
+            meanings.get(field.name, ""),
+        )
         for field in kind.fields
     ]
     alike = itertools.groupby(rows, lambda row: row[1:])
@@ -132,7 +162,9 @@ def _shown(kind: types.Type) -> str:
             return named[0] if named else f"text{f', {length} characters' if length else ''}{like}"
         case types.IntType() | types.FloatType():
             bounds = (("from", kind.ge), ("to", kind.le), ("below", kind.lt))
-            words = " ".join(f"{word} {_number(bound)}" for word, bound in bounds if bound is not None)
+            words = " ".join(
+                f"{word} {_number(bound)}" for word, bound in bounds if bound is not None
+            )
             name = "integer" if isinstance(kind, types.IntType) else "number"
             return f"{name}, {words}" if words else name
         case types.UnionType():
@@ -142,7 +174,9 @@ def _shown(kind: types.Type) -> str:
         case types.RawType():
             return "any msgpack"
         case types.BoolType() | types.DictType() | types.NoneType():
-            return {types.BoolType: "true or false", types.DictType: "map", types.NoneType: "null"}[type(kind)]
+            return {types.BoolType: "true or false", types.DictType: "map", types.NoneType: "null"}[
+                type(kind)
+            ]
     raise TypeError(f"a type that the reference cannot show: {kind!r}")
 
 

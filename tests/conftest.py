@@ -98,7 +98,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def _group(nodeid: str) -> str:
-    return next((group for start, group in _TOGETHER.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
+    return next(
+        (group for start, group in _TOGETHER.items() if nodeid.startswith(start)),
+        nodeid.partition("::")[0],
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

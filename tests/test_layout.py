@@ -28,7 +28,11 @@ print(*sorted(name for name in loaded if name.startswith(("torch", "nixl", "vllm
 
 def heavy_modules_after_importing(*names: str) -> str:
     finished = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL.format(names=names)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", IMPORT_ALL.format(names=names)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout.strip()
@@ -45,7 +49,9 @@ def test_kvferry_is_a_namespace_package_in_every_root() -> None:
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_root_holds_one_typed_package_of_its_own_name(root: str) -> None:
     package = REPOSITORY / root / "kvferry" / root
-    found = {path for path in (REPOSITORY / root / "kvferry").iterdir() if path.name != "__pycache__"}
+    found = {
+        path for path in (REPOSITORY / root / "kvferry").iterdir() if path.name != "__pycache__"
+    }
     assert found - {package} == {package.parent / name for name in MODULES.get(root, ())}
     assert (package / "py.typed").exists()
     assert (package / "__init__.py").exists()

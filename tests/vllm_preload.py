@@ -16,7 +16,17 @@ logging.disable(logging.WARNING)
 CONFIG = VllmConfig()
 """Making it imports the greater part of vLLM."""
 
-MODELS = ("blip2", "deepseek_v2", "falcon_h1", "gemma3", "granitemoehybrid", "llama", "mamba2", "opt", "qwen3_next")
+MODELS = (
+    "blip2",
+    "deepseek_v2",
+    "falcon_h1",
+    "gemma3",
+    "granitemoehybrid",
+    "llama",
+    "mamba2",
+    "opt",
+    "qwen3_next",
+)
 
 for _module in (
     "vllm.distributed.parallel_state",

@@ -35,7 +35,9 @@ class Stepped(Protocol):
     def step(self) -> object: ...
 
 
-def step_until(happened: Callable[[], object], what: str, *engines: Stepped, timeout_s: float = 30.0) -> None:
+def step_until(
+    happened: Callable[[], object], what: str, *engines: Stepped, timeout_s: float = 30.0
+) -> None:
     """Step the engines until it has happened.
 
     Raises:

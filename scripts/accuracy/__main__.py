@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"Environment variables, with their defaults:\n\n{help_text()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true", help="check the settings and print the device, then stop")
+    parser.add_argument(
+        "--check", action="store_true", help="check the settings and print the device, then stop"
+    )
     for name, variable in _FLAGS.items():
         about = f"the same as the variable {variable}, before it"
         parser.add_argument(name, dest=variable, metavar=variable, default="", help=about)
@@ -45,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = vars(parser.parse_args(arguments))
     given = (*_FLAGS.values(), "CROSS_LAYERS")
     try:
-        settings = read_settings({**os.environ, **{name: chosen[name] for name in given if chosen[name]}})
+        settings = read_settings(
+            {**os.environ, **{name: chosen[name] for name in given if chosen[name]}}
+        )
         if chosen["check"]:
             print(settings.device)
             return 0

@@ -52,7 +52,11 @@ class Comparison:
     def agrees(self, dtype: str) -> bool:
         """Whether both sides computed the same, up to the rounding of `dtype`."""
         is_close = self.mean_gap <= _MEAN_SHARE * LIMITS[dtype]
-        return self.is_near(dtype) and is_close and len(self.differences) <= _MOST_DIFFERENT * self.prompts
+        return (
+            self.is_near(dtype)
+            and is_close
+            and len(self.differences) <= _MOST_DIFFERENT * self.prompts
+        )
 
     def is_near(self, dtype: str) -> bool:
         """Whether rounding explains every single difference.
@@ -63,7 +67,9 @@ class Comparison:
         return self.largest_gap <= LIMITS[dtype] and not (dtype == "float32" and self.differences)
 
 
-def compare(cases: Sequence[Case], expected: Mapping[str, Answer], found: Sequence[Answer]) -> Comparison:
+def compare(
+    cases: Sequence[Case], expected: Mapping[str, Answer], found: Sequence[Answer]
+) -> Comparison:
     """Compare with what is expected of each case, token by token. An error on either side is a difference; so is a
     missing token or log-probability."""
     tokens = 0
@@ -72,7 +78,9 @@ def compare(cases: Sequence[Case], expected: Mapping[str, Answer], found: Sequen
     for case, right in zip(cases, found, strict=True):
         left = expected[case.name]
         same = equal_tokens(left.tokens, right.tokens)
-        gaps = [abs(a - b) for a, b in zip(left.logprobs[:same], right.logprobs[:same], strict=False)]
+        gaps = [
+            abs(a - b) for a, b in zip(left.logprobs[:same], right.logprobs[:same], strict=False)
+        ]
         if left.error or right.error:
             differences[case.name] = left.error or right.error
             gaps.append(math.inf)
@@ -93,7 +101,11 @@ def _gap_of_choices(left: Answer, right: Answer, at: int) -> float:
     """Of both tokens that the sides chose at a place; infinite where a side chose none, or has none of the other's."""
     if any(at >= min(len(side.tokens), len(side.likeliest)) for side in (left, right)):
         return math.inf
-    chosen, ours, theirs = {left.tokens[at], right.tokens[at]}, left.likeliest[at], right.likeliest[at]
+    chosen, ours, theirs = (
+        {left.tokens[at], right.tokens[at]},
+        left.likeliest[at],
+        right.likeliest[at],
+    )
     if not chosen <= ours.keys() & theirs.keys():
         return math.inf
     return max(abs(ours[token] - theirs[token]) for token in chosen)
@@ -101,7 +113,10 @@ def _gap_of_choices(left: Answer, right: Answer, at: int) -> float:
 
 def equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
+    )
 
 
 def judge_tokens(found: Comparison, dtype: str) -> list[Check]:
@@ -114,8 +129,16 @@ def judge_tokens(found: Comparison, dtype: str) -> list[Check]:
     if dtype != "float32":
         gap += ", of a first other token too"
     return [
-        Check("same tokens as one engine", found.agrees(dtype), f"{detail}. {shown}" if shown else detail),
-        Check("same log-probabilities", found.largest_gap <= limit and found.mean_gap <= _MEAN_SHARE * limit, gap),
+        Check(
+            "same tokens as one engine",
+            found.agrees(dtype),
+            f"{detail}. {shown}" if shown else detail,
+        ),
+        Check(
+            "same log-probabilities",
+            found.largest_gap <= limit and found.mean_gap <= _MEAN_SHARE * limit,
+            gap,
+        ),
     ]
 
 
@@ -151,7 +174,9 @@ class Formula:
 
     def bytes_of(self, prompts: Iterable[int], hit_tokens: int) -> int:
         """For prompts of so many tokens, and the tokens of all that were hits."""
-        blocks = sum(math.ceil(tokens / self.block) for tokens in prompts) - hit_tokens // self.block
+        blocks = (
+            sum(math.ceil(tokens / self.block) for tokens in prompts) - hit_tokens // self.block
+        )
         return blocks * self.block * self.token_bytes
 
     def __str__(self) -> str:
@@ -161,7 +186,10 @@ class Formula:
 
 def judge_bytes(seen: Mapping[str, Seen], formula: Formula | None, ferry: bool) -> Check:
     """Every prompt moved what the formula says, by the plan and by NIXL's own count."""
-    nixl, planned = sum(one.nixl_bytes for one in seen.values()), sum(one.planned_bytes for one in seen.values())
+    nixl, planned = (
+        sum(one.nixl_bytes for one in seen.values()),
+        sum(one.planned_bytes for one in seen.values()),
+    )
     if formula is None:
         nothing = [name for name, one in seen.items() if not (one.nixl_bytes or one.local_tokens)]
         detail = f"NIXL {nixl:,}, plan {planned:,}; no formula for this model"
@@ -170,16 +198,24 @@ def judge_bytes(seen: Mapping[str, Seen], formula: Formula | None, ferry: bool) 
     needed = {name: formula.bytes_of(one.prompts, one.local_tokens) for name, one in seen.items()}
     wrong: list[str] = []
     for name, one in seen.items():
-        right = one.nixl_bytes >= needed[name] if formula.at_least else one.nixl_bytes == needed[name]
+        right = (
+            one.nixl_bytes >= needed[name] if formula.at_least else one.nixl_bytes == needed[name]
+        )
         if not right or (ferry and one.planned_bytes != one.nixl_bytes):
-            wrong.append(f"{name}: {one.nixl_bytes:,} instead of {needed[name]:,}, plan {one.planned_bytes:,}")
+            wrong.append(
+                f"{name}: {one.nixl_bytes:,} instead of {needed[name]:,}, plan {one.planned_bytes:,}"
+            )
     detail = f"formula {sum(needed.values()):,}, plan {planned:,}, NIXL {nixl:,}"
     return Check(BYTES, not wrong, "; ".join([detail, *wrong[:3]]))
 
 
 def judge_hits(cases: Iterable[Case], seen: Mapping[str, Seen], block: int) -> Check:
     """Full and partial prefix hits on the decoder happened where they were meant to."""
-    foreseen = [(case, seen[case.name]) for case in cases if case.hit_blocks is not None and case.name in seen]
+    foreseen = [
+        (case, seen[case.name])
+        for case in cases
+        if case.hit_blocks is not None and case.name in seen
+    ]
     wrong = [
         f"{case.name}: {one.local_tokens} tokens instead of {case.hit_blocks} blocks"
         for case, one in foreseen
@@ -200,15 +236,21 @@ def judge_recomputes(counters: Scrape) -> Check:
     """No prompt that came with params was computed on the decoder after all, and no transfer failed."""
     recomputed = counters.by_label("vllm:kvferry_local_recomputes_total", "reason")
     failed = counters.total("vllm:nixl_num_failed_transfers_total")
-    reported = ", ".join(f"{reason} {count:.0f}" for reason, count in sorted(recomputed.items())) or "none"
+    reported = (
+        ", ".join(f"{reason} {count:.0f}" for reason, count in sorted(recomputed.items())) or "none"
+    )
     detail = f"prompts computed on the decoder instead: {reported}; failed transfers: {failed:.0f}"
     return Check("nothing was computed twice", not recomputed and not failed, detail)
 
 
 def judge_streams(counters: Scrape) -> Check:
     """Some bytes were read before the prefill had ended."""
-    early, planned = (counters.total(f"vllm:kvferry_{kind}_bytes_total") for kind in ("early", "planned"))
-    return Check("read while it is prefilled", early > 0, f"{early / 1e6:.1f} of {planned / 1e6:.1f} MB")
+    early, planned = (
+        counters.total(f"vllm:kvferry_{kind}_bytes_total") for kind in ("early", "planned")
+    )
+    return Check(
+        "read while it is prefilled", early > 0, f"{early / 1e6:.1f} of {planned / 1e6:.1f} MB"
+    )
 
 
 def judge_in_turn(compared: Comparison, moved: int, recomputed: float, dtype: str) -> Check:
@@ -217,7 +259,9 @@ def judge_in_turn(compared: Comparison, moved: int, recomputed: float, dtype: st
     others = ", ".join(compared.differences) or "none"
     detail = f"{compared.tokens} tokens of {compared.prompts} prompts are equal, {moved:,} B moved, {recomputed:.0f} "
     detail += f"computed again; other prompts: {others}"
-    return Check("one leg after the other", moved > 0 and not recomputed and compared.agrees(dtype), detail)
+    return Check(
+        "one leg after the other", moved > 0 and not recomputed and compared.agrees(dtype), detail
+    )
 
 
 def judge_leases(still_open: int, ways: Mapping[str, float]) -> Check:
@@ -226,7 +270,9 @@ def judge_leases(still_open: int, ways: Mapping[str, float]) -> Check:
     return Check("leases are over", still_open == 0, f"{still_open} open; {reported}")
 
 
-def judge_arithmetic(compared: Comparison, right: tuple[int, int], dtype: str, *, random_weights: bool) -> Check:
+def judge_arithmetic(
+    compared: Comparison, right: tuple[int, int], dtype: str, *, random_weights: bool
+) -> Check:
     """The single engine's answers to questions. A score of 0 fails: it cannot tell two engines apart.
 
     Args:
@@ -241,7 +287,11 @@ def judge_arithmetic(compared: Comparison, right: tuple[int, int], dtype: str, *
 
 
 def judge_poison(
-    cases: Sequence[Case], expected: Mapping[str, Answer], found: Sequence[Answer], moved: int, dtype: str
+    cases: Sequence[Case],
+    expected: Mapping[str, Answer],
+    found: Sequence[Answer],
+    moved: int,
+    dtype: str,
 ) -> Check:
     """With an overwritten cache no prompt is answered as by the single engine: the comparison would notice."""
     pairs = [(case, answer) for case, answer in zip(cases, found, strict=True) if not answer.error]

@@ -110,7 +110,9 @@ class Client:
         self._model = model
         self._always = dict(always or {})
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits, transport=transport)
+        self._http = httpx.AsyncClient(
+            timeout=timeout_s, trust_env=False, limits=limits, transport=transport
+        )
 
     async def __aenter__(self) -> Client:
         return self
@@ -128,10 +130,16 @@ class Client:
         started_s = time.monotonic()
         try:
             url = base_url + path_of(case)
-            return await self._stream(url, body) if case.stream else _whole(await self._http.post(url, json=body))
+            return (
+                await self._stream(url, body)
+                if case.stream
+                else _whole(await self._http.post(url, json=body))
+            )
         except httpx.TransportError as error:
             waited_s = time.monotonic() - started_s
-            raise NoAnswer(f"{case.name}: no answer from {base_url} after {waited_s:.1f} s ({error!r})") from error
+            raise NoAnswer(
+                f"{case.name}: no answer from {base_url} after {waited_s:.1f} s ({error!r})"
+            ) from error
 
     async def ask_all(self, base_url: str, cases: Sequence[Case], at_once: int) -> list[Answer]:
         """All of them, so many at a time; answers in the cases' order. Raises like `ask`."""
@@ -153,7 +161,9 @@ class Client:
             if first.error or not first.params:
                 answers.append(Answer(error=first.error or "the prefill's answer has no params"))
             else:
-                answers.append(await self.ask(decode_url, case, kv_transfer_params=first.params, **more))
+                answers.append(
+                    await self.ask(decode_url, case, kv_transfer_params=first.params, **more)
+                )
         return answers
 
     async def prefill(self, prefill_url: str, case: Case, **more: Any) -> Mapping[str, Any] | None:
@@ -164,7 +174,9 @@ class Client:
         first = replace(case, stream=False, max_tokens=1)
         return await self.ask(prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL, **more)
 
-    async def leave_early(self, base_url: str, case: Case, tokens: int | None, within_s: float) -> int:
+    async def leave_early(
+        self, base_url: str, case: Case, tokens: int | None, within_s: float
+    ) -> int:
         """Begin a stream and close the connection after so many tokens, or after a while.
 
         Returns:
@@ -183,8 +195,13 @@ class Client:
                         raise NoAnswer(f"{case.name}: HTTP {reply.status_code} of {base_url}")
                     async for event in _events(reply):
                         if "error" in event:
-                            raise NoAnswer(f"{case.name}: {base_url} sent {json.dumps(event['error'])[:500]}")
-                        came += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
+                            raise NoAnswer(
+                                f"{case.name}: {base_url} sent {json.dumps(event['error'])[:500]}"
+                            )
+                        came += sum(
+                            len(choice.get("token_ids") or ())
+                            for choice in event.get("choices", ())
+                        )
                         if tokens is not None and came >= tokens:
                             break
         except httpx.TransportError as error:
@@ -236,7 +253,9 @@ def _whole(reply: httpx.Response) -> Answer:
         return Answer(error=f"HTTP {reply.status_code}: {reply.text[:500]}")
     answer = reply.json()
     params = answer.get("kv_transfer_params")
-    return replace(_choice(answer["choices"][0]), prompt_tokens=answer["usage"]["prompt_tokens"], params=params)
+    return replace(
+        _choice(answer["choices"][0]), prompt_tokens=answer["usage"]["prompt_tokens"], params=params
+    )
 
 
 def _choice(choice: Mapping[str, Any]) -> Answer:

@@ -16,7 +16,13 @@ from scripts.accuracy.model import whole
 from scripts.accuracy.settings import SMALL_MODELS, TINY_MODELS
 from tests.vllm.small_models import made_of
 
-_NOT_KEPT = {"architectures", "model_type", "_name_or_path", "quantization_config", "transformers_version"}
+_NOT_KEPT = {
+    "architectures",
+    "model_type",
+    "_name_or_path",
+    "quantization_config",
+    "transformers_version",
+}
 _llama: Any = LlamaForCausalLM
 
 
@@ -66,6 +72,10 @@ if __name__ == "__main__":
         if name in TINY_MODELS:
             tiny_llama(Path(sys.argv[1]), Path(folder), TINY_MODELS[name])
         elif name in SMALL_MODELS:
-            _save(made_of(name, vocab_size=49152, max_position_embeddings=8192), Path(sys.argv[1]), Path(folder))
+            _save(
+                made_of(name, vocab_size=49152, max_position_embeddings=8192),
+                Path(sys.argv[1]),
+                Path(folder),
+            )
         else:
             smollm2(Path(sys.argv[1]), Path(folder))

@@ -38,7 +38,9 @@ def visible_gpus(environment: Mapping[str, str], listed: int | None = None) -> t
 
 def _listed_gpus() -> int:
     try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return 0
     # The lines of MIG devices are indented.
@@ -67,7 +69,9 @@ def hand_out_gpus(needs: Sequence[int], gpus: Sequence[str]) -> list[tuple[str, 
     return shares
 
 
-def hand_out_cores(needs: Sequence[int], cores: Sequence[int] | None = None) -> list[tuple[str, ...]]:
+def hand_out_cores(
+    needs: Sequence[int], cores: Sequence[int] | None = None
+) -> list[tuple[str, ...]]:
     """Cores for each engine, one per worker; shared round-robin when there are fewer cores than workers."""
     usable = sorted(os.sched_getaffinity(0)) if cores is None else cores
     names = iter([str(usable[number % len(usable)]) for number in range(sum(needs))])
@@ -82,10 +86,14 @@ def free_ports(count: int) -> list[int]:
     Raises:
         OSError: hardly any port is free.
     """
-    candidates = random.Random().sample(range(_LOWEST, _HIGHEST), min(count + 2000, _HIGHEST - _LOWEST))
+    candidates = random.Random().sample(
+        range(_LOWEST, _HIGHEST), min(count + 2000, _HIGHEST - _LOWEST)
+    )
     found = list(islice(filter(_is_free, candidates), count))
     if len(found) < count:
-        raise OSError(f"only {len(found)} free ports were found from {_LOWEST} to {_HIGHEST}; {count} are needed")
+        raise OSError(
+            f"only {len(found)} free ports were found from {_LOWEST} to {_HIGHEST}; {count} are needed"
+        )
     return found
 
 

@@ -113,12 +113,19 @@ class EngineSpec:
             "--data-parallel-size": self.dp if self.dp > 1 else None,
             "--pipeline-parallel-size": self.pp if self.pp > 1 else None,
             "--block-size": self.block_size,
-            "--gpu-memory-utilization": self.gpu_memory_utilization if self.device == "cuda" else None,
+            "--gpu-memory-utilization": self.gpu_memory_utilization
+            if self.device == "cuda"
+            else None,
             "--attention-backend": self.attention_backend or None,
             "--kv-transfer-config": self.transfer.config() if self.transfer is not None else None,
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        command += [
+            str(word)
+            for name, value in options.items()
+            if value is not None
+            for word in (name, value)
+        ]
         # On CPU the first request ends an engine of several stages that runs eagerly; traced by Dynamo they work.
         command += ["-cc", '{"mode":2,"backend":"eager"}'] if self._traced else ["--enforce-eager"]
         command += ["--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
@@ -131,7 +138,9 @@ class EngineSpec:
 
     def shares_gpu_with(self, other: EngineSpec) -> bool:
         """Whether a GPU is used by both."""
-        return self.device == "cuda" == other.device and not set(self.devices).isdisjoint(other.devices)
+        return self.device == "cuda" == other.device and not set(self.devices).isdisjoint(
+            other.devices
+        )
 
     def environment(self, side_channel_port: int) -> dict[str, str]:
         """Variables that are added to the environment.
@@ -185,14 +194,27 @@ class Router(Server):
     """vllm-router, which sends each prompt to one of the prefill engines and then to one of the decode engines."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], log_dir: Path, timeout_s: float, more: Sequence[str] = ()
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        log_dir: Path,
+        timeout_s: float,
+        more: Sequence[str] = (),
     ) -> None:
         port, prometheus_port = free_ports(2)
         command = [str(Path(sys.executable).parent / "vllm-router"), "--vllm-pd-disaggregation"]
         command += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)]
-        command += ["--policy", "round_robin", "--disable-retries", "--request-timeout-secs", str(int(timeout_s))]
+        command += [
+            "--policy",
+            "round_robin",
+            "--disable-retries",
+            "--request-timeout-secs",
+            str(int(timeout_s)),
+        ]
         command += [part for url in prefill for part in ("--prefill", url)]
         command += [part for url in decode for part in ("--decode", url)]
         url = f"http://127.0.0.1:{port}"
-        super().__init__("vllm-router", [*command, *more], url, log_dir / "router.log", {"NO_COLOR": "1"})
+        super().__init__(
+            "vllm-router", [*command, *more], url, log_dir / "router.log", {"NO_COLOR": "1"}
+        )

@@ -29,7 +29,10 @@ class Fleet:
 
 
 def plan_fleet(
-    settings: Settings, model: str, environment: Mapping[str, str], prefill_args: tuple[str, ...] = ()
+    settings: Settings,
+    model: str,
+    environment: Mapping[str, str],
+    prefill_args: tuple[str, ...] = (),
 ) -> Fleet:
     """Hand out devices: decoders first, so that the baseline has a place while the prefill engines start.
 
@@ -37,8 +40,12 @@ def plan_fleet(
         prefill_args: more arguments for prefill engines.
     """
     decoders = settings.decode_instances
-    needs = [settings.decode_workers] * decoders + [settings.prefill_workers] * settings.prefill_instances
-    shares = hand_out_gpus(needs, settings.gpus) if settings.device == "cuda" else hand_out_cores(needs)
+    needs = [settings.decode_workers] * decoders + [
+        settings.prefill_workers
+    ] * settings.prefill_instances
+    shares = (
+        hand_out_gpus(needs, settings.gpus) if settings.device == "cuda" else hand_out_cores(needs)
+    )
     common = EngineSpec(
         name="",
         model=model,
@@ -81,7 +88,8 @@ def plan_fleet(
     return Fleet(
         baseline=replace(decode, name="baseline", devices=shares[0]),
         prefill=tuple(
-            replace(prefill, name=f"prefill-{number}", devices=share) for number, share in enumerate(shares[decoders:])
+            replace(prefill, name=f"prefill-{number}", devices=share)
+            for number, share in enumerate(shares[decoders:])
         ),
         decode=tuple(
             replace(decode, name=f"decode-{number}", devices=share, transfer=consumer)

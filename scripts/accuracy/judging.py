@@ -73,4 +73,8 @@ def _judge_aborts(expected: Expected, found: ThroughTheRouter, cases: CaseSet, d
     """The same prompts are answered rightly after streams that were closed half way."""
     compared = checks.compare(cases.aborted, expected, found.again)
     closed = f"{len(found.came)} streams closed after {', '.join(map(str, found.came))} tokens, then asked again"
-    return Check("right after aborts", compared.agrees(dtype), f"{closed}: {len(compared.differences)} differ")
+    return Check(
+        "right after aborts",
+        compared.agrees(dtype),
+        f"{closed}: {len(compared.differences)} differ",
+    )

@@ -23,7 +23,11 @@ class Scrape:
     def total(self, name: str, **labels: str) -> float:
         """Sum over all samples of that name with these labels. Counters end in `_total`, histograms in `_sum` …"""
         wanted = set(labels.items())
-        return sum(value for (sample, pairs), value in self.samples.items() if sample == name and wanted <= set(pairs))
+        return sum(
+            value
+            for (sample, pairs), value in self.samples.items()
+            if sample == name and wanted <= set(pairs)
+        )
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Totals by the values of one label, without zeroes."""
@@ -36,18 +40,29 @@ class Scrape:
 
     def label(self, name: str, label: str) -> str | None:
         """The value of one label of the first sample of that name."""
-        return next((dict(pairs).get(label) for sample, pairs in self.samples if sample == name), None)
+        return next(
+            (dict(pairs).get(label) for sample, pairs in self.samples if sample == name), None
+        )
 
     def __sub__(self, earlier: Scrape) -> Scrape:
         """The increase since an earlier scrape."""
-        return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
+        return Scrape(
+            {key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()}
+        )
 
 
 def parse_metrics(text: str) -> Scrape:
     """Parse the exposition format."""
     families = text_string_to_metric_families(text)
-    samples = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
-    return together(Scrape({(each.name, tuple(sorted(each.labels.items()))): each.value}) for each in samples)
+    samples = [
+        sample
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+    return together(
+        Scrape({(each.name, tuple(sorted(each.labels.items()))): each.value}) for each in samples
+    )
 
 
 def scrape(base_url: str, timeout_s: float = 30.0) -> Scrape:
@@ -83,5 +98,7 @@ class IterationLog:
         computed in one step counts once."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            steps = [(int(requests), int(tokens)) for requests, tokens in _STEP.findall(file.read())]
+            steps = [
+                (int(requests), int(tokens)) for requests, tokens in _STEP.findall(file.read())
+            ]
         return sum(requests for requests, _ in steps), sum(tokens for _, tokens in steps)

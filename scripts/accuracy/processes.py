@@ -44,7 +44,12 @@ class Server:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], base_url: str, log_path: Path, environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        base_url: str,
+        log_path: Path,
+        environment: Mapping[str, str],
     ) -> None:
         self.name = name
         self.base_url = base_url
@@ -80,7 +85,9 @@ class Server:
         """Start it and return at once. The log begins with the command and what it adds to the environment."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            settings = " ".join(f"{name}={value}" for name, value in sorted(self._environment.items()))
+            settings = " ".join(
+                f"{name}={value}" for name, value in sorted(self._environment.items())
+            )
             log.write(f"# {settings}\n# {subprocess.list2cmdline(self._command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
@@ -92,7 +99,9 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_ready(self, timeout_s: float, path: str = "/health", say: Callable[[str], None] | None = None) -> None:
+    def wait_ready(
+        self, timeout_s: float, path: str = "/health", say: Callable[[str], None] | None = None
+    ) -> None:
         """Wait until `path` answers 200.
 
         Args:
@@ -121,7 +130,9 @@ class Server:
 
     def failure(self, what: str) -> ServerFailed:
         """An error that says what happened and ends with the log."""
-        return ServerFailed(f"{self.name} {what}. The end of {self.log_path}:\n\n{tail(self.log_path)}\n")
+        return ServerFailed(
+            f"{self.name} {what}. The end of {self.log_path}:\n\n{tail(self.log_path)}\n"
+        )
 
     def stop(self) -> None:
         """End the process group: SIGTERM, and SIGKILL when that was not enough. Idempotent."""

@@ -66,7 +66,9 @@ def running_text(sentences: int, seed: int = 7) -> str:
     parts = [part.split("|") for part in (_WHO, _DID, _WHAT, _WHERE, _WHY)]
     return " ".join(
         f"{who} {did} {what} {where} {why}."
-        for who, did, what, where, why in ([rng.choice(part) for part in parts] for _ in range(sentences))
+        for who, did, what, where, why in (
+            [rng.choice(part) for part in parts] for _ in range(sentences)
+        )
     )
 
 
@@ -85,7 +87,9 @@ class Cutter:
         """
         start = self._position
         if start + length > len(self._tokens):
-            raise ValueError(f"the running text has {len(self._tokens)} tokens; {start + length} are needed")
+            raise ValueError(
+                f"the running text has {len(self._tokens)} tokens; {start + length} are needed"
+            )
         self._position = start + length
         return tuple(self._tokens[start : start + length])
 
@@ -100,7 +104,9 @@ def lengths(block: int, longest: int, shortest: int = 1) -> list[int]:
     return sorted(length for length in wanted if shortest <= length <= longest)
 
 
-def make_cases(tokens: Sequence[int], block: int, longest: int, crowd: int, shortest: int = 1) -> CaseSet:
+def make_cases(
+    tokens: Sequence[int], block: int, longest: int, crowd: int, shortest: int = 1
+) -> CaseSet:
     """All cases for a decoder with blocks of `block` tokens.
 
     Args:
@@ -125,11 +131,20 @@ def make_cases(tokens: Sequence[int], block: int, longest: int, crowd: int, shor
     return CaseSet(
         sequence=tuple(sequence),
         crowd=tuple(
-            Case(f"crowd {number}", cutter.cut(20 + (number * 61) % middle), stream=number % 2 == 1, hit_blocks=0)
+            Case(
+                f"crowd {number}",
+                cutter.cut(20 + (number * 61) % middle),
+                stream=number % 2 == 1,
+                hit_blocks=0,
+            )
             for number in range(2 * crowd)
         ),
-        aborted=tuple(Case(f"abort {number}", cutter.cut(middle + number), stream=True) for number in range(4)),
-        poisoned=tuple(Case(f"poison {number}", cutter.cut(middle + number)) for number in range(4)),
+        aborted=tuple(
+            Case(f"abort {number}", cutter.cut(middle + number), stream=True) for number in range(4)
+        ),
+        poisoned=tuple(
+            Case(f"poison {number}", cutter.cut(middle + number)) for number in range(4)
+        ),
         warm=warm,
     )
 
@@ -189,5 +204,9 @@ def _chats() -> list[Case]:
         )
         for number, question in enumerate(questions)
     ]
-    turns = (("user", questions[-1]), ("assistant", "Many people built many things."), ("user", "Shorter, please."))
+    turns = (
+        ("user", questions[-1]),
+        ("assistant", "Many people built many things."),
+        ("user", "Shorter, please."),
+    )
     return [*cases, Case("chat, second turn", messages=turns, max_tokens=12, hit_blocks=None)]

@@ -30,7 +30,9 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether no check failed, and any was made."""
-        return any(check.passed for check in self.checks) and all(check.passed is not False for check in self.checks)
+        return any(check.passed for check in self.checks) and all(
+            check.passed is not False for check in self.checks
+        )
 
 
 def show(report: Report, file: TextIO | None = None) -> None:

@@ -20,7 +20,13 @@ from scripts.accuracy.model import config_of, has_states, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import CaseSet, make_cases
 from scripts.accuracy.report import Report
-from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, TINY_MODELS, Settings, check_heads
+from scripts.accuracy.settings import (
+    DEFAULT_MODEL,
+    RANDOM_MODELS,
+    TINY_MODELS,
+    Settings,
+    check_heads,
+)
 from scripts.console import Progress
 
 _SENTENCES = 2000
@@ -44,11 +50,15 @@ class Run:
         self._model = prepare(name, settings.cache_dir, self._say)
         check_heads(name, config_of(self._model).get("num_attention_heads"), settings)
         self._streams = settings.ferry and name in (DEFAULT_MODEL, *TINY_MODELS)
-        self._fleet = plan_fleet(settings, self._model, os.environ, _SMALL_STEPS if self._streams else ())
+        self._fleet = plan_fleet(
+            settings, self._model, os.environ, _SMALL_STEPS if self._streams else ()
+        )
         workers = sum(len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode))
         cores = len(os.sched_getaffinity(0))
         if settings.device == "cpu" and workers > cores:
-            self._say(f"{workers} workers share {cores} cores: tensor parallel engines spin while they wait: slow")
+            self._say(
+                f"{workers} workers share {cores} cores: tensor parallel engines spin while they wait: slow"
+            )
         what = "kvferry" if settings.ferry else "vLLM's own NixlConnector"
         engines = " → ".join(settings.engines)
         self.report = Report(f"{name} · {settings.dtype} on {settings.device} · {engines} · {what}")
@@ -92,14 +102,21 @@ class Run:
             warm = await decoders.scrape()
             found = await self._through_the_router(client, router.base_url, decoders, cases)
             formula = self._formula(blocks, phases.anything_staged(decode))
-            judged, self.report.figures = judge_router(expected, found, cases, self._settings, formula, blocks)
-            self.report.checks += [*judged, await self._arithmetic(client, router.base_url, expected)]
+            judged, self.report.figures = judge_router(
+                expected, found, cases, self._settings, formula, blocks
+            )
+            self.report.checks += [
+                *judged,
+                await self._arithmetic(client, router.base_url, expected),
+            ]
             if self._settings.ferry:
                 counters = await decoders.scrape() - warm - found.left
                 self.report.checks.append(checks.judge_recomputes(counters))
                 if self._streams:
                     self.report.checks.append(checks.judge_streams(counters))
-                self.report.checks.append(checks.judge_leases(*await phases.leases_over(prefill, _LEASE_WAIT_S)))
+                self.report.checks.append(
+                    checks.judge_leases(*await phases.leases_over(prefill, _LEASE_WAIT_S))
+                )
                 await self._in_turn(client, prefill[0], decode[0], cases, expected)
             await self._poisoned(client, prefill, decode[0], cases, expected)
 
@@ -108,7 +125,9 @@ class Run:
     async def _baseline(self, client: Client, engine: Engine, cases: CaseSet) -> Expected:
         url = engine.base_url
         await phases.warm_up(client, [url], cases)
-        self._say(f"single engine, {len(cases.compared)} prompts one by one, {len(self._sums)} questions")
+        self._say(
+            f"single engine, {len(cases.compared)} prompts one by one, {len(self._sums)} questions"
+        )
         asked = [*cases.compared, *self._sums]
         answers = await client.ask_all(url, cases.compared, 1)
         answers += await client.ask_all(url, self._sums, self._settings.concurrency)
@@ -127,7 +146,9 @@ class Run:
         )
         compared = checks.compare(self._sums, expected, answers)
         random_weights = self._name in RANDOM_MODELS
-        return checks.judge_arithmetic(compared, right, self._settings.dtype, random_weights=random_weights)
+        return checks.judge_arithmetic(
+            compared, right, self._settings.dtype, random_weights=random_weights
+        )
 
     async def _through_the_router(
         self, client: Client, url: str, decoders: phases.Decoders, cases: CaseSet
@@ -155,17 +176,26 @@ class Run:
         keeps the prompts out of what the engines have cached."""
         self._say(f"one leg after the other, {len(cases.poisoned)} prompts")
         decoders = phases.Decoders([decode])
-        salted = client.hand_over_all(prefill.base_url, decode.base_url, cases.poisoned, cache_salt="legs in turn")
+        salted = client.hand_over_all(
+            prefill.base_url, decode.base_url, cases.poisoned, cache_salt="legs in turn"
+        )
         before = await decoders.scrape()
         answers = await decoders.counted("in turn", salted)
         recomputed = (await decoders.scrape() - before).total("vllm:kvferry_local_recomputes_total")
         self._check_alive()
         compared = checks.compare(cases.poisoned, expected, answers)
         moved = decoders.seen["in turn"].nixl_bytes
-        self.report.checks.append(checks.judge_in_turn(compared, moved, recomputed, self._settings.dtype))
+        self.report.checks.append(
+            checks.judge_in_turn(compared, moved, recomputed, self._settings.dtype)
+        )
 
     async def _poisoned(
-        self, client: Client, prefill: Sequence[Engine], decode: Engine, cases: CaseSet, expected: Expected
+        self,
+        client: Client,
+        prefill: Sequence[Engine],
+        decode: Engine,
+        cases: CaseSet,
+        expected: Expected,
     ) -> None:
         if not self._settings.ferry:
             self.report.checks.append(Check(checks.POISON, None, "for kvferry only"))
@@ -184,7 +214,9 @@ class Run:
         answers = await decoders.counted("poisoned", asking)
         self._check_alive()
         moved = decoders.seen["poisoned"].nixl_bytes
-        self.report.checks.append(checks.judge_poison(cases.poisoned, expected, answers, moved, self._settings.dtype))
+        self.report.checks.append(
+            checks.judge_poison(cases.poisoned, expected, answers, moved, self._settings.dtype)
+        )
 
     def _formula(self, blocks: tuple[int, int], staged: bool) -> Formula | None:
         """For the bytes that move; none where the cache has another dtype than the model.
@@ -194,7 +226,9 @@ class Run:
             staged: whether decoders read anything into a staging pool.
         """
         size = token_size(config_of(self._model), self._settings.decode_tp, self._settings.dtype)
-        if not size or any(argument.startswith("--kv-cache-dtype") for argument in self._settings.extra_args):
+        if not size or any(
+            argument.startswith("--kv-cache-dtype") for argument in self._settings.extra_args
+        ):
             return None
         return Formula(math.gcd(*blocks), *size, staged)
 
@@ -221,7 +255,9 @@ class Run:
     def _start(self, spec: EngineSpec) -> Engine:
         engine = Engine(spec, self._log_dir)
         self._enter(engine)
-        self._say(f"start {engine.name} on {spec.device} {','.join(spec.devices)}, {engine.base_url}")
+        self._say(
+            f"start {engine.name} on {spec.device} {','.join(spec.devices)}, {engine.base_url}"
+        )
         return engine
 
     def _enter(self, server: Server) -> None:

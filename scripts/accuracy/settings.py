@@ -24,7 +24,11 @@ TINY_MODELS = {TINY_MODEL: 4, "tiny-llama-2-kv-heads": 2, "tiny-llama-1-kv-head"
 SMALL_MODELS = ("small-mla", "small-mamba2-hybrid", "small-gdn-hybrid")
 """Models of random weights of other kinds, as `tests/vllm/small_models.py` has them."""
 RANDOM_MODELS = (*TINY_MODELS, *SMALL_MODELS)
-ATTENTION_HEADS = {DEFAULT_MODEL: 9, **dict.fromkeys(TINY_MODELS, 8), **dict.fromkeys(SMALL_MODELS, 4)}
+ATTENTION_HEADS = {
+    DEFAULT_MODEL: 9,
+    **dict.fromkeys(TINY_MODELS, 8),
+    **dict.fromkeys(SMALL_MODELS, 4),
+}
 """Of the models that are made here; tensor parallel sizes must divide them."""
 _WITH_EXPERTS = "small-gdn-hybrid"
 _WITHOUT_EXPERTS = (DEFAULT_MODEL, *TINY_MODELS, "small-mamba2-hybrid")
@@ -154,8 +158,12 @@ class Settings:
     )
     prefill_instances: int = _theirs("NUM_PREFILL_INSTANCES", "1", "prefill engines", _sizes)
     decode_instances: int = _theirs("NUM_DECODE_INSTANCES", "1", "decode engines", _sizes)
-    prefill_tp: int = _theirs("PREFILLER_TP_SIZE", "1", "tensor parallel size of each prefill engine", _sizes)
-    decode_size: int = _theirs("DECODER_TP_SIZE", "1", "tensor parallel size of each decode engine", _sizes)
+    prefill_tp: int = _theirs(
+        "PREFILLER_TP_SIZE", "1", "tensor parallel size of each prefill engine", _sizes
+    )
+    decode_size: int = _theirs(
+        "DECODER_TP_SIZE", "1", "tensor parallel size of each decode engine", _sizes
+    )
     prefill_block_size: int | None = _theirs(
         "PREFILL_BLOCK_SIZE", "auto", "tokens in a block of the prefill engines", _block_size
     )
@@ -171,13 +179,21 @@ class Settings:
         "cache layout of the decode engines: HND, NHD, or one of vLLM's other names (LBHNC, BLHNC, …)",
         _one_of(*_LAYOUTS),
     )
-    attention_backend: str = _theirs("ATTENTION_BACKEND", "", "vLLM's --attention-backend for all engines")
+    attention_backend: str = _theirs(
+        "ATTENTION_BACKEND", "", "vLLM's --attention-backend for all engines"
+    )
     extra_args: tuple[str, ...] = _theirs(
-        "VLLM_SERVE_EXTRA_ARGS", "", "more arguments for all engines, separated by commas", _arguments
+        "VLLM_SERVE_EXTRA_ARGS",
+        "",
+        "more arguments for all engines, separated by commas",
+        _arguments,
     )
     # Upstream tests whether it is set: "0" switches it on too.
     dp_ep: bool = _theirs(
-        "DP_EP", "", "if set, DECODER_TP_SIZE data parallel ranks of TP 1, experts shared out, on decoders", bool
+        "DP_EP",
+        "",
+        "if set, DECODER_TP_SIZE data parallel ranks of TP 1, experts shared out, on decoders",
+        bool,
     )
 
     kv_buffer_device: str = _ours(
@@ -186,17 +202,24 @@ class Settings:
         "like --kv_buffer_device; cpu: through host memory; empty: cuda on GPUs, else cpu",
         _one_of("", "cuda", "cpu"),
     )
-    prefill_layout: str = _ours("PREFILLER_KV_LAYOUT", "", "the same of the prefill engines", _one_of(*_LAYOUTS))
+    prefill_layout: str = _ours(
+        "PREFILLER_KV_LAYOUT", "", "the same of the prefill engines", _one_of(*_LAYOUTS)
+    )
     cross_layers: bool = _ours(
         "CROSS_LAYERS",
         "",
         "if set, like --enable-cross-layers: all layers of a block side by side, on both sides",
         bool,
     )
-    prefill_pp: int = _ours("PREFILLER_PP_SIZE", "1", "pipeline stages of each prefill engine", _sizes)
+    prefill_pp: int = _ours(
+        "PREFILLER_PP_SIZE", "1", "pipeline stages of each prefill engine", _sizes
+    )
     decode_pp: int = _ours("DECODER_PP_SIZE", "1", "pipeline stages of each decode engine", _sizes)
     device: str = _ours(
-        "KVFERRY_DEVICE", "auto", "auto: CUDA when there are GPUs, else CPU", _one_of("auto", "cpu", "cuda")
+        "KVFERRY_DEVICE",
+        "auto",
+        "auto: CUDA when there are GPUs, else CPU",
+        _one_of("auto", "cpu", "cuda"),
     )
     dtype: str = _ours(
         "DTYPE",
@@ -205,16 +228,23 @@ class Settings:
         _one_of("auto", "float32", "bfloat16", "float16"),
     )
     failure_policy: str = _ours(
-        "KV_LOAD_FAILURE_POLICY", "recompute", "vLLM's policy for failed loads", _one_of("recompute", "fail")
+        "KV_LOAD_FAILURE_POLICY",
+        "recompute",
+        "vLLM's policy for failed loads",
+        _one_of("recompute", "fail"),
     )
     extra_config: Mapping[str, Any] = _ours(
         "KV_CONNECTOR_EXTRA_CONFIG", "{}", "kv_connector_extra_config, as JSON", _json_object
     )
-    max_model_len: int = _ours("MAX_MODEL_LEN", "2048", "tokens of the longest request", _number(int, 1024, 1 << 20))
+    max_model_len: int = _ours(
+        "MAX_MODEL_LEN", "2048", "tokens of the longest request", _number(int, 1024, 1 << 20)
+    )
     cpu_cache_gib: int = _ours(
         "CPU_KVCACHE_GIB", "1", "whole GiB of KV cache of an engine on CPU", _number(int, 1, 1024)
     )
-    concurrency: int = _ours("CONCURRENCY", "8", "requests at once in the concurrent part", _number(int, 2, 256))
+    concurrency: int = _ours(
+        "CONCURRENCY", "8", "requests at once in the concurrent part", _number(int, 2, 256)
+    )
     start_timeout_s: float = _ours(
         "START_TIMEOUT_S",
         "300",
@@ -229,7 +259,9 @@ class Settings:
         "KVFERRY_CACHE_DIR", "~/.cache/kvferry", "where the converted default model is kept", _path
     )
     connector_module: str = _ours(
-        "KV_CONNECTOR_MODULE", "kvferry.connector", "module of the class NixlConnector; `stock` for vLLM's own"
+        "KV_CONNECTOR_MODULE",
+        "kvferry.connector",
+        "module of the class NixlConnector; `stock` for vLLM's own",
     )
 
     gpus: tuple[str, ...] = ()
@@ -264,8 +296,14 @@ class Settings:
     def engines(self) -> tuple[str, str]:
         """The prefill and the decode engines in words: `2 prefill × TP 2 × PP 2`."""
         decode = f"{f'DP {self.decode_dp} × ' if self.decode_dp > 1 else ''}TP {self.decode_tp}"
-        sides = (("prefill", f"TP {self.prefill_tp}", self.prefill_pp), ("decode", decode, self.decode_pp))
-        texts = [f"{name} × {ranks}{f' × PP {stages}' if stages > 1 else ''}" for name, ranks, stages in sides]
+        sides = (
+            ("prefill", f"TP {self.prefill_tp}", self.prefill_pp),
+            ("decode", decode, self.decode_pp),
+        )
+        texts = [
+            f"{name} × {ranks}{f' × PP {stages}' if stages > 1 else ''}"
+            for name, ranks, stages in sides
+        ]
         return f"{self.prefill_instances} {texts[0]}", f"{self.decode_instances} {texts[1]}"
 
 
@@ -284,7 +322,9 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
     Raises:
         BadSetting: a variable, or the combination of several, cannot be used.
     """
-    settings = Settings(**{name: variable.read(environment) for name, variable in VARIABLES.items()})
+    settings = Settings(
+        **{name: variable.read(environment) for name, variable in VARIABLES.items()}
+    )
     found = visible_gpus(environment, gpus)
     if settings.device == "auto":
         settings = replace(settings, device="cuda" if found else "cpu")
@@ -310,10 +350,14 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
 def _check_models(settings: Settings) -> None:
     """What of a model is known before anything is installed: those made here, and folders."""
     for name in settings.models:
-        heads = ATTENTION_HEADS.get(name) or _config_in(ROOT / Path(name).expanduser()).get("num_attention_heads")
+        heads = ATTENTION_HEADS.get(name) or _config_in(ROOT / Path(name).expanduser()).get(
+            "num_attention_heads"
+        )
         check_heads(name, heads, settings)
         if settings.dp_ep and name in _WITHOUT_EXPERTS:
-            raise BadSetting.of("MODEL_NAMES", name, f"a model with experts for DP_EP, for instance {_WITH_EXPERTS}")
+            raise BadSetting.of(
+                "MODEL_NAMES", name, f"a model with experts for DP_EP, for instance {_WITH_EXPERTS}"
+            )
 
 
 def check_heads(name: str, heads: int | None, settings: Settings) -> None:
@@ -325,8 +369,14 @@ def check_heads(name: str, heads: int | None, settings: Settings) -> None:
     sizes = {"PREFILLER_TP_SIZE": settings.prefill_tp, "DECODER_TP_SIZE": settings.decode_tp}
     for variable, size in sizes.items():
         if heads and heads % size:
-            more = f"; MODEL_NAMES={TINY_MODEL} has sizes 1, 2, 4 and 8" if name in ATTENTION_HEADS else ""
-            raise BadSetting.of(variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}")
+            more = (
+                f"; MODEL_NAMES={TINY_MODEL} has sizes 1, 2, 4 and 8"
+                if name in ATTENTION_HEADS
+                else ""
+            )
+            raise BadSetting.of(
+                variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}"
+            )
 
 
 def _config_in(folder: Path) -> dict[str, Any]:
@@ -339,30 +389,41 @@ def _config_in(folder: Path) -> dict[str, Any]:
 
 
 def _check_cpu(settings: Settings) -> None:
-    for name, layout in (("DECODER", settings.decode_layout), ("PREFILLER", settings.prefill_layout)):
+    for name, layout in (
+        ("DECODER", settings.decode_layout),
+        ("PREFILLER", settings.prefill_layout),
+    ):
         if layout not in _CPU_LAYOUTS:
             valid = "HND, LBHNC or empty on CPU, whose attention has no other layout"
             raise BadSetting.of(f"{name}_KV_LAYOUT", layout, valid)
     if settings.kv_buffer_device == "cuda":
-        raise BadSetting.of("KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU, where all caches are in host memory")
+        raise BadSetting.of(
+            "KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU, where all caches are in host memory"
+        )
 
 
 def _check_gpus(settings: Settings) -> None:
     """Each engine has GPUs of its own while there are enough; engines share GPUs otherwise, if their memory lasts."""
     engines = " + ".join(settings.engines)
     if not settings.gpus:
-        raise BadSetting(f"KVFERRY_DEVICE=cuda needs GPUs for {engines}; nvidia-smi found none that is visible")
+        raise BadSetting(
+            f"KVFERRY_DEVICE=cuda needs GPUs for {engines}; nvidia-smi found none that is visible"
+        )
     needs = [settings.decode_workers] * settings.decode_instances
     needs += [settings.prefill_workers] * settings.prefill_instances
     try:
         shares = hand_out_gpus(needs, settings.gpus)
     except ValueError as error:
         lower = "lower PREFILLER_TP_SIZE, DECODER_TP_SIZE or the stages, or set KVFERRY_DEVICE=cpu"
-        raise BadSetting(f"{engines}: {error} (each worker of an engine needs its own); {lower}") from None
+        raise BadSetting(
+            f"{engines}: {error} (each worker of an engine needs its own); {lower}"
+        ) from None
     users = Counter(chain.from_iterable(shares))
     most, number = users.most_common(1)[0]
     if number > 1 and number * settings.gpu_memory_utilization > _MOST_MEMORY:
-        share = f"at most {_MOST_MEMORY / number:.2g}: {number} engines share GPU {most} ({engines}; "
+        share = (
+            f"at most {_MOST_MEMORY / number:.2g}: {number} engines share GPU {most} ({engines}; "
+        )
         share += f"{len(set(settings.gpus))} GPUs)"
         raise BadSetting.of("GPU_MEMORY_UTILIZATION", f"{settings.gpu_memory_utilization:g}", share)
 
@@ -370,7 +431,10 @@ def _check_gpus(settings: Settings) -> None:
 def notes(settings: Settings, environment: Mapping[str, str]) -> list[str]:
     """What a user may not expect of a run with these settings."""
     said: list[str] = []
-    if settings.models == (TINY_MODEL,) and not environment.get(VARIABLES["models"].name, "").strip():
+    if (
+        settings.models == (TINY_MODEL,)
+        and not environment.get(VARIABLES["models"].name, "").strip()
+    ):
         said.append(
             f"MODEL_NAMES is not set: {TINY_MODEL}, of random weights, is taken, since {DEFAULT_MODEL} has "
             f"{ATTENTION_HEADS[DEFAULT_MODEL]} attention heads, which the tensor parallel sizes do not divide"
@@ -380,7 +444,9 @@ def notes(settings: Settings, environment: Mapping[str, str]) -> list[str]:
     workers = settings.decode_instances * settings.decode_workers
     workers += settings.prefill_instances * settings.prefill_workers
     if settings.gpus and workers > len(settings.gpus):
-        said.append(f"{workers} workers share {len(settings.gpus)} GPUs; engines on one GPU start one after the other")
+        said.append(
+            f"{workers} workers share {len(settings.gpus)} GPUs; engines on one GPU start one after the other"
+        )
     return said
 
 

@@ -40,11 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="a quarter of an hour: fewer parts, smaller amounts")
-    parser.add_argument("--only", action="append", default=[], metavar="PART", help="parts that begin so; repeat it")
-    parser.add_argument("--model", action="append", default=[], help="another model for the accuracy test; repeat it")
-    parser.add_argument("--list", action="store_true", help="say what would run here, and what not and why; then stop")
-    parser.add_argument("--check", action="store_true", help="check the options and print the device, then stop")
+    parser.add_argument(
+        "--quick", action="store_true", help="a quarter of an hour: fewer parts, smaller amounts"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PART", help="parts that begin so; repeat it"
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        help="another model for the accuracy test; repeat it",
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="say what would run here, and what not and why; then stop",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="check the options and print the device, then stop"
+    )
     chosen = parser.parse_args(arguments)
     try:
         device, log_dir = (VARIABLES[name].read(os.environ) for name in ("device", "log_dir"))
@@ -57,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = parts_for(device, quick=chosen.quick, models=chosen.model)
     planned = plan(parts, gpus, quick=chosen.quick, only=chosen.only)
     if not planned:
-        parser.error(f"--only {' '.join(chosen.only)}: there are {'; '.join(part.name for part in parts)}")
+        parser.error(
+            f"--only {' '.join(chosen.only)}: there are {'; '.join(part.name for part in parts)}"
+        )
     if chosen.list:
         for one in planned:
             print(f"{one.part.name:<28} {one.skipped or one.part.command}")
@@ -69,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(planned, gpus, device, folder, quick=chosen.quick)
 
 
-def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, folder: Path, *, quick: bool) -> int:
+def _run(
+    planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, folder: Path, *, quick: bool
+) -> int:
     from scripts.gpu_check.running import Done, adopt_orphans, run_part
 
     raise_when_stopped()
@@ -98,14 +117,22 @@ def _run(planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, folder: P
             done.append(Done(name, "skipped", "stopped while it ran"))
             continue
         except Exception as error:  # noqa: BLE001 - shown; the parts after it go on
-            done.append(Done(name, "FAILED", f"the check itself failed: {error!r}", command=one.part.command))
+            done.append(
+                Done(
+                    name, "FAILED", f"the check itself failed: {error!r}", command=one.part.command
+                )
+            )
         progress.say(f"  {done[-1].mark}: {done[-1].found}")
         _write(report_of(done, gpus, device, quick=quick), folder)
     report = report_of(done, gpus, device, quick=quick)
     _write(report, folder)
-    show_results("GPU check", [(part["name"], part["mark"], part["found"]) for part in report["parts"]])
+    show_results(
+        "GPU check", [(part["name"], part["mark"], part["found"]) for part in report["parts"]]
+    )
     word = "passed" if report["passed"] else "FAILED"
-    print(f"{word} in {progress.elapsed_s:.0f} s; the report to attach to an issue: {shown(folder)}/report.md, .json")
+    print(
+        f"{word} in {progress.elapsed_s:.0f} s; the report to attach to an issue: {shown(folder)}/report.md, .json"
+    )
     if stopped:
         print(STOPPED, file=sys.stderr)
         return 130
@@ -119,7 +146,9 @@ def _write(report: dict[str, Any], folder: Path) -> None:
     (folder / "report.md").write_text(markdown_of(report))
 
 
-def report_of(done: Sequence[Done], gpus: Sequence[Gpu], device: str, *, quick: bool) -> dict[str, Any]:
+def report_of(
+    done: Sequence[Done], gpus: Sequence[Gpu], device: str, *, quick: bool
+) -> dict[str, Any]:
     """The whole report as plain values, without the names of this host and of its users' folders.
 
     It is passed when a part was run and none failed.
@@ -140,7 +169,9 @@ def report_of(done: Sequence[Done], gpus: Sequence[Gpu], device: str, *, quick: 
     for path, instead in ((ROOT, "."), (Path.home(), "~")):
         text = text.replace(str(path), instead) if len(path.parts) > 1 else text
     begin = r"(?:\b|(?<=\\[nrt]))"  # within JSON a line before it ends in a letter
-    anonymous: dict[str, Any] = json.loads(re.sub(rf"{begin}{re.escape(socket.gethostname())}\b", "HOST", text))
+    anonymous: dict[str, Any] = json.loads(
+        re.sub(rf"{begin}{re.escape(socket.gethostname())}\b", "HOST", text)
+    )
     return anonymous
 
 
@@ -148,7 +179,13 @@ def markdown_of(report: dict[str, Any]) -> str:
     """The table for an issue, with the machine before it, and after it the commands, and the logs of what failed."""
     machine = report["machine"]
     rows = [
-        (part["name"], part["mark"], part["found"], "; ".join(part["memory"]), f"{part['seconds']:.0f}")
+        (
+            part["name"],
+            part["mark"],
+            part["found"],
+            "; ".join(part["memory"]),
+            f"{part['seconds']:.0f}",
+        )
         for part in report["parts"]
     ]
     lines = [
@@ -157,7 +194,11 @@ def markdown_of(report: dict[str, Any]) -> str:
         f"{report['date']}, commit {report['commit']}",
         "",
         f"- {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}",
-        *(f"- {name}: {about}" for name, about in report["gpus"].items() if report["device"] == "cuda"),
+        *(
+            f"- {name}: {about}"
+            for name, about in report["gpus"].items()
+            if report["device"] == "cuda"
+        ),
         f"- {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
         "",
         markdown.table("part | result | found | MiB in use before, most, after | s", rows),

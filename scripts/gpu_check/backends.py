@@ -30,7 +30,12 @@ _LEFT_OUT = ("SPARSE", "TURBOQUANT")
 _OVERRIDES: dict[str, dict[str, Any]] = {
     # what all backends can do: heads of 128, DeepSeek's parts of a head
     TINY_MODEL: {"head_dim": 128},
-    "small-mla": {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "small-mla": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
 }
 _ERROR = re.compile(r"\w*(?:Error|Exception|Config|Refused): .*")
 
@@ -42,7 +47,9 @@ def cases(*, quick: bool) -> Iterator[tuple[str, str, str]]:
     for model in _OVERRIDES:
         mla = model == "small-mla"
         for cache in ("auto",) if quick else ("auto", "fp8"):
-            for backend in ["CPU_MLA" if mla else "CPU_ATTN"] if platform.is_cpu() else _considered(mla, cache):
+            for backend in (
+                ["CPU_MLA" if mla else "CPU_ATTN"] if platform.is_cpu() else _considered(mla, cache)
+            ):
                 if not any(word in backend for word in _LEFT_OUT):
                     yield model, backend, cache
 
@@ -53,7 +60,11 @@ def _considered(mla: bool, cache: Any) -> list[str]:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     config = AttentionSelectorConfig(
-        head_size=576 if mla else 128, dtype=torch.bfloat16, kv_cache_dtype=cache, block_size=None, use_mla=mla
+        head_size=576 if mla else 128,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=cache,
+        block_size=None,
+        use_mla=mla,
     )
     valid, refused = platform.get_valid_backends(platform.get_device_capability(), config, 16)
     return [one.backend.name for one in valid] + [one.name for one in refused]
@@ -63,7 +74,14 @@ def probe(model: str, backend: str, cache: str, device: str, folder: Path) -> tu
     """What became of an engine: `recognised`, `moved whole`, `stopped by kvferry` or `not started by vLLM`; and what
     was found in its cache, or the error."""
     description = folder / f"{backend}-{cache}.json"
-    arguments = ["--load-format", "dummy", "--kv-cache-dtype", cache, "--num-gpu-blocks-override", "64"]
+    arguments = [
+        "--load-format",
+        "dummy",
+        "--kv-cache-dtype",
+        cache,
+        "--num-gpu-blocks-override",
+        "64",
+    ]
     if device == "cuda":  # not by vLLM's look at free memory, of which a shared GPU may have little
         arguments += ["--kv-cache-memory-bytes", str(1 << 30)]
     spec = EngineSpec(
@@ -107,7 +125,9 @@ def main() -> int:
         counts[result] += 1
         print(f"{backend} {cache} {result}: {found}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
-    return int(bool(counts["stopped by kvferry"]) or not counts["recognised"] + counts["moved whole"])
+    return int(
+        bool(counts["stopped by kvferry"]) or not counts["recognised"] + counts["moved whole"]
+    )
 
 
 if __name__ == "__main__":

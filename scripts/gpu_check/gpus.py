@@ -26,7 +26,10 @@ def find_gpus(device: str, environment: Mapping[str, str]) -> list[Gpu]:
     if device == "cpu":
         return [Gpu(str(number), "the CPU", math.inf) for number in range(_STAND_INS)]
     listed = [
-        (uuid, Gpu(index, f"{model}, {total} MiB, {capability}, driver {driver}", _mib(free) / 1024))
+        (
+            uuid,
+            Gpu(index, f"{model}, {total} MiB, {capability}, driver {driver}", _mib(free) / 1024),
+        )
         for index, uuid, free, model, total, capability, driver in _query(
             "gpu", "index,uuid,memory.free,name,memory.total,compute_cap,driver_version"
         )
@@ -63,8 +66,14 @@ class MemorySeen:
 
     def lines(self) -> list[str]:
         """MiB of each device, then the processes that had memory on several."""
-        devices = [f"{name}: {mib:,} {self.most[name]:,} {self.last[name]:,}" for name, mib in self.first.items()]
-        return devices + [f"process {pid} on GPUs {', '.join(sorted(gpus))}" for pid, gpus in self.on_several.items()]
+        devices = [
+            f"{name}: {mib:,} {self.most[name]:,} {self.last[name]:,}"
+            for name, mib in self.first.items()
+        ]
+        return devices + [
+            f"process {pid} on GPUs {', '.join(sorted(gpus))}"
+            for pid, gpus in self.on_several.items()
+        ]
 
 
 def _mib(text: str) -> int:

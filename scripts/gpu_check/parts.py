@@ -131,27 +131,56 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
     serve = f"python -m bench.serve --device {device} --quick"
     look = f"{_OTHER_ENDED}|{_MISSED}" if gpu else _OTHER_ENDED
     gib = 32 if gpu else 6
-    return [*parts, Part("beside NixlConnector", serve, gib, 1, 2, 40, quick=False, fails=_KVFERRY_ENDED, look=look)]
+    return [
+        *parts,
+        Part(
+            "beside NixlConnector",
+            serve,
+            gib,
+            1,
+            2,
+            40,
+            quick=False,
+            fails=_KVFERRY_ENDED,
+            look=look,
+        ),
+    ]
 
 
 def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Part]:
     gpu = device == "cuda"
 
-    def part(name: str, variables: dict[str, str], gpus: int = 1, workers: int = 2, *, quick: bool = False) -> Part:
+    def part(
+        name: str,
+        variables: dict[str, str],
+        gpus: int = 1,
+        workers: int = 2,
+        *,
+        quick: bool = False,
+    ) -> Part:
         if gpu:
             arguments = [_CACHE_BYTES, variables.get("VLLM_SERVE_EXTRA_ARGS", "")]
             variables = {**variables, "VLLM_SERVE_EXTRA_ARGS": ",".join(filter(None, arguments))}
             variables["GPU_MEMORY_UTILIZATION"] = _UTILIZATION
-        assigned = "".join(f"{variable}={shlex.quote(value)} " for variable, value in variables.items())
+        assigned = "".join(
+            f"{variable}={shlex.quote(value)} " for variable, value in variables.items()
+        )
         command = f"{assigned}python -m scripts.accuracy"
         return Part(f"accuracy: {name}", command, 16 if gpu else 2, gpus, workers, 30, quick)
 
     small, large = "16" if gpu else "32", "64"
     tiny = {"MODEL_NAMES": TINY_MODEL}
     # On two cores three workers wait for each other.
-    patient = {} if gpu else {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
+    patient = (
+        {}
+        if gpu
+        else {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
+    )
     plain = {"VLLM_SERVE_EXTRA_ARGS": _NO_PREFIX_CACHING}
-    on_cpu = {"ATTENTION_BACKEND": "CPU_MLA", "VLLM_SERVE_EXTRA_ARGS": f"{_NO_PREFIX_CACHING},{_PLAIN_ROTATION}"}
+    on_cpu = {
+        "ATTENTION_BACKEND": "CPU_MLA",
+        "VLLM_SERVE_EXTRA_ARGS": f"{_NO_PREFIX_CACHING},{_PLAIN_ROTATION}",
+    }
     layouts = [
         part("HND → NHD", {"PREFILLER_KV_LAYOUT": "HND", "DECODER_KV_LAYOUT": "NHD"}),
         part("NHD → HND", {"PREFILLER_KV_LAYOUT": "NHD", "DECODER_KV_LAYOUT": "HND"}),
@@ -161,8 +190,12 @@ def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Par
         part("equal", {}, 2, quick=gpu),
         part("TP 2 → 1", {**tiny, **patient, "PREFILLER_TP_SIZE": "2"}, 2, 3),
         part("TP 1 → 2", {**tiny, **patient, "DECODER_TP_SIZE": "2"}, 2, 3),
-        part(f"blocks {small} → {large}", {"PREFILL_BLOCK_SIZE": small, "DECODE_BLOCK_SIZE": large}),
-        part(f"blocks {large} → {small}", {"PREFILL_BLOCK_SIZE": large, "DECODE_BLOCK_SIZE": small}),
+        part(
+            f"blocks {small} → {large}", {"PREFILL_BLOCK_SIZE": small, "DECODE_BLOCK_SIZE": large}
+        ),
+        part(
+            f"blocks {large} → {small}", {"PREFILL_BLOCK_SIZE": large, "DECODE_BLOCK_SIZE": small}
+        ),
         *(layouts if gpu else ()),  # vLLM's CPU attention has one layout
         part("MLA", {"MODEL_NAMES": "small-mla", **(plain if gpu else on_cpu)}),
         part("Mamba-2", {"MODEL_NAMES": "small-mamba2-hybrid", **plain}),
@@ -171,7 +204,9 @@ def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Par
     ]
 
 
-def plan(parts: Sequence[Part], gpus: Sequence[Gpu], *, quick: bool, only: Sequence[str] = ()) -> list[Planned]:
+def plan(
+    parts: Sequence[Part], gpus: Sequence[Gpu], *, quick: bool, only: Sequence[str] = ()
+) -> list[Planned]:
     """The parts with their GPUs. `only`: beginnings of the names of the parts that are wanted; none: all."""
     planned = []
     for part in parts:

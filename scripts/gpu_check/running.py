@@ -84,7 +84,9 @@ def end_all() -> None:
         psutil.wait_procs(running, _TERM_S)
 
 
-def run_part(planned: Planned, device: str, folder: Path, on_progress: Callable[[float, str], None]) -> Done:
+def run_part(
+    planned: Planned, device: str, folder: Path, on_progress: Callable[[float, str], None]
+) -> Done:
     """Run one part in `folder` and judge it. Whatever it started has ended when this returns or raises.
 
     Args:
@@ -92,14 +94,18 @@ def run_part(planned: Planned, device: str, folder: Path, on_progress: Callable[
     """
     part = planned.part
     log = folder / "log"
-    process = Server(part.name, ["bash", "-c", part.command], "", log, environment_of(planned, device, folder))
+    process = Server(
+        part.name, ["bash", "-c", part.command], "", log, environment_of(planned, device, folder)
+    )
     memory = MemorySeen()
     memory.look(device)
     started_s = looked_s = time.monotonic()
     status: int | None = None
     try:
         process.start()
-        while (status := process.poll()) is None and time.monotonic() - started_s < 60 * part.minutes:
+        while (
+            status := process.poll()
+        ) is None and time.monotonic() - started_s < 60 * part.minutes:
             if time.monotonic() - looked_s >= _LOOK_S:
                 memory.look(device)
                 looked_s = time.monotonic()
@@ -112,9 +118,21 @@ def run_part(planned: Planned, device: str, folder: Path, on_progress: Callable[
             end_all()
     memory.look(device)
     mark, found = judge(part, status, tail(log, 10_000))
-    results = {str(path.relative_to(folder)): _read(path) for path in sorted(folder.rglob("*.json"))}
+    results = {
+        str(path.relative_to(folder)): _read(path) for path in sorted(folder.rglob("*.json"))
+    }
     seconds = round(time.monotonic() - started_s, 1)
-    return Done(part.name, mark, found, seconds, planned.gpus, part.command, memory.lines(), results, tail(log, 60))
+    return Done(
+        part.name,
+        mark,
+        found,
+        seconds,
+        planned.gpus,
+        part.command,
+        memory.lines(),
+        results,
+        tail(log, 60),
+    )
 
 
 def _read(path: Path) -> Any:

@@ -14,7 +14,9 @@ from bench.report import Measured, NotPublishable, require_commits
 def git(root: Path, *arguments: str) -> str:
     """The output of one command, which must succeed."""
     who = ("-c", "user.name=K", "-c", "user.email=k@localhost", "-c", "commit.gpgsign=false")
-    done = subprocess.run(["git", *who, "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *who, "-C", str(root), *arguments], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -39,7 +41,14 @@ def root(tmp_path: Path) -> Path:
 
 def result(commit: str, name: str = "step") -> Measured:
     """A result that says so of itself."""
-    return Measured(name, Results(command=f"python -m bench.{name}", what="A sample."), "2026-11-22", commit, {}, {})
+    return Measured(
+        name,
+        Results(command=f"python -m bench.{name}", what="A sample."),
+        "2026-11-22",
+        commit,
+        {},
+        {},
+    )
 
 
 def test_a_commit_that_is_nowhere_or_on_another_branch_or_has_changes_is_refused_by_file_commit_and_command(
@@ -49,9 +58,17 @@ def test_a_commit_that_is_nowhere_or_on_another_branch_or_has_changes_is_refused
     elsewhere = commit(root, "other")
     git(root, "checkout", "--quiet", "-")
     first = git(root, "rev-parse", "--short=12", "HEAD")
-    wrong = {"step": "36830c01adc8", "scale": elsewhere, "plan": f"{first} and changes", "relayout": "HEAD", "soak": ""}
+    wrong = {
+        "step": "36830c01adc8",
+        "scale": elsewhere,
+        "plan": f"{first} and changes",
+        "relayout": "HEAD",
+        "soak": "",
+    }
     with pytest.raises(NotPublishable) as refused:
-        require_commits([result(of, name) for name, of in wrong.items()] + [result(first, "serve")], root)
+        require_commits(
+            [result(of, name) for name, of in wrong.items()] + [result(first, "serve")], root
+        )
     lines = str(refused.value).splitlines()
     assert len(lines) == len(wrong)
     for line, (name, of) in zip(lines, wrong.items(), strict=True):

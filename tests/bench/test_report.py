@@ -14,28 +14,43 @@ from bench.figures import RESULTS, Chart, Series
 from bench.report import DOCS, main, read_all, require_commits, write_report
 
 _SECTION = re.compile(
-    r"^## .+\n\n(?:Measured in \[(?P<published>[\w-]+)\]|No run of (?P<unpublished>\w+) is published)", re.MULTILINE
+    r"^## .+\n\n(?:Measured in \[(?P<published>[\w-]+)\]|No run of (?P<unpublished>\w+) is published)",
+    re.MULTILINE,
 )
 _EXPLAINED = re.compile(r"^- `(.+)`$", re.MULTILINE)
 
 
 def test_the_page_and_every_chart_are_byte_for_byte_what_the_results_give(tmp_path: Path) -> None:
     write_report(RESULTS, tmp_path)
-    expected = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    expected = {
+        path.relative_to(tmp_path): path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+    }
     found = {path.relative_to(DOCS): path.read_bytes() for path in (DOCS / "figures").glob("*")}
     found[Path("performance.md")] = (DOCS / "performance.md").read_bytes()
     assert sorted(found) == sorted(expected), "python -m bench.report writes them"
     for name, content in expected.items():
-        assert found[name] == content, f"docs/{name} is not what bench/results says: python -m bench.report"
+        assert found[name] == content, (
+            f"docs/{name} is not what bench/results says: python -m bench.report"
+        )
 
 
 def test_a_line_says_whose_it_is_by_its_colour_and_of_how_many_samples_it_is() -> None:
-    ours, later = (Series.of_samples(f"kvferry, {how}", [(1, [2.0, 3.0]), (2, [4.0])]) for how in ("early", "later"))
-    peer, other = Series("NixlConnector", (1, 2), (5.0, 6.0)), Series("a host each", (1, 2), (7.0, 8.0))
+    ours, later = (
+        Series.of_samples(f"kvferry, {how}", [(1, [2.0, 3.0]), (2, [4.0])])
+        for how in ("early", "later")
+    )
+    peer, other = (
+        Series("NixlConnector", (1, 2), (5.0, 6.0)),
+        Series("a host each", (1, 2), (7.0, 8.0)),
+    )
     colours = []
     for lines in ([ours, peer], [other, peer, later]):
         svg = svg_of(Chart("title", "x", "ms", lines))
-        drawn = re.findall(r"fill: none; stroke: (#\w{6}); (?:stroke-width|stroke-dasharray)(?!: 0.8)", svg)
+        drawn = re.findall(
+            r"fill: none; stroke: (#\w{6}); (?:stroke-width|stroke-dasharray)(?!: 0.8)", svg
+        )
         colours.append(list(dict.fromkeys(one for one in drawn if one not in DARK)))
         assert "(n = 3)</text>" in svg
     assert colours[0] == [colours[1][2], colours[1][1]]
@@ -63,7 +78,9 @@ def test_what_cannot_be_published_is_refused_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sample(tmp_path, **changed)
-    monkeypatch.setattr("sys.argv", ["report", "--results", str(tmp_path), "--into", str(tmp_path / "docs")])
+    monkeypatch.setattr(
+        "sys.argv", ["report", "--results", str(tmp_path), "--into", str(tmp_path / "docs")]
+    )
     assert main() == 1
     said = capsys.readouterr().err
     assert "step.json" in said
@@ -73,7 +90,8 @@ def test_what_cannot_be_published_is_refused_and_nothing_is_written(
 
 def test_the_missed_targets_and_no_others_are_explained() -> None:
     missed = {
-        one.name: Counter(target.name for target in one.results.targets if not target.met) for one in read_all(RESULTS)
+        one.name: Counter(target.name for target in one.results.targets if not target.met)
+        for one in read_all(RESULTS)
     }
     page = (DOCS / "missed-targets.md").read_text()
     for part in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]:
@@ -91,7 +109,13 @@ def sample(folder: Path, **changed: Any) -> None:
     given = {
         "date": "2026-11-22 03:00 UTC",
         "commit": "0123456789ab",
-        "machine": {"processor": "P", "cores": 2, "memory_gb": 25, "load": 0.1, "system": "Linux x86_64"},
+        "machine": {
+            "processor": "P",
+            "cores": 2,
+            "memory_gb": 25,
+            "load": 0.1,
+            "system": "Linux x86_64",
+        },
         "versions": {"python": "3.11.7"},
         "command": "python -m bench.step",
         "what": "A sample. Of nothing.",

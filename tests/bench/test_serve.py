@@ -28,7 +28,9 @@ CASE = Case("one", (5, 6, 7), max_tokens=2, stream=True)
 
 
 def timing(tokens: int, first_s: float, handover_s: float | None = None) -> Timing:
-    return Timing(tokens, first_s - handover_s if handover_s is not None else None, first_s, (STEP_S, STEP_S))
+    return Timing(
+        tokens, first_s - handover_s if handover_s is not None else None, first_s, (STEP_S, STEP_S)
+    )
 
 
 def batch(*timings: Timing) -> Batch:
@@ -41,7 +43,11 @@ def reply(request: httpx.Request) -> httpx.Response:
     """A producer at /p, a decoder at /d."""
     if request.url.host in ("p", "silent"):
         choice: dict[str, object] = {"text": "a", "token_ids": [1], "logprobs": None}
-        answer: dict[str, object] = {"choices": [choice], "usage": {"prompt_tokens": 3}, "kv_transfer_params": None}
+        answer: dict[str, object] = {
+            "choices": [choice],
+            "usage": {"prompt_tokens": 3},
+            "kv_transfer_params": None,
+        }
         answer |= {"kv_transfer_params": {"remote_host": "p"}} if request.url.host == "p" else {}
         return httpx.Response(200, json=answer)
     if request.url.host == "d" and b'"remote_host":"p"' not in request.content.replace(b" ", b""):
@@ -71,7 +77,9 @@ def test_a_handover_begins_with_the_producers_answer() -> None:
     assert len(found.gaps_s) == 1
 
 
-@pytest.mark.parametrize(("prefill", "decode", "why"), [("p", "dead", "no answer from"), ("silent", "d", "no params")])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "why"), [("p", "dead", "no answer from"), ("silent", "d", "no params")]
+)
 def test_a_failed_request_says_why_and_is_not_counted(prefill: str, decode: str, why: str) -> None:
     found = asked(prefill, decode)
     assert why in found.error
@@ -92,11 +100,19 @@ def test_a_request_without_an_answer_ends_with_its_time() -> None:
     assert 0.05 <= found.total_s < 5
 
 
-def test_on_gpus_every_engine_has_one_and_they_may_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_every_engine_has_one_and_they_may_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("scripts.accuracy.devices._listed_gpus", lambda: 8)
-    for visible, expected in (("4,5", ["4", "5", "5"]), ("4,4", ["4", "4", "4"]), ("6", ["6", "6", "6"])):
+    for visible, expected in (
+        ("4,5", ["4", "5", "5"]),
+        ("4,4", ["4", "4", "4"]),
+        ("6", ["6", "6", "6"]),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        specs = [spec for setup in (KVFERRY, SINGLE) for spec in specs_of(setup, "m", tmp_path, "cuda")]
+        specs = [
+            spec for setup in (KVFERRY, SINGLE) for spec in specs_of(setup, "m", tmp_path, "cuda")
+        ]
         assert [spec.environment(1)["CUDA_VISIBLE_DEVICES"] for spec in specs] == expected
         assert {(spec.device, spec.dtype) for spec in specs} == {("cuda", "bfloat16")}
     assert [spec.devices for spec in specs_of(KVFERRY, "m", tmp_path)] == [("0",), ("1",)]
@@ -145,7 +161,9 @@ def test_the_moment_of_the_producers_answer_is_found_by_the_id_of_the_clients(
     assert answers.ready_s("cmpl-b-2") is None
 
 
-def test_a_setup_that_does_not_start_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setup_that_does_not_start_loses_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @contextmanager
     def starting(setup: Setup, *_: object) -> Iterator[Setup]:
         if setup is CALM:
@@ -179,10 +197,14 @@ class FakeRunning:
         self.woken.append("")
 
 
-def test_setups_take_turns_alone_and_one_that_answers_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setups_take_turns_alone_and_one_that_answers_nothing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     woken: list[str] = []
 
-    async def ask(_client: Client, url: str, _timeout_s: float, case: Case, answers: object) -> Timing:
+    async def ask(
+        _client: Client, url: str, _timeout_s: float, case: Case, answers: object
+    ) -> Timing:
         assert url == f"http://{woken[-1]}"
         return Timing(len(case.prompt), first_s=0.1, error="it hangs" if "calm" in url else "")
 
@@ -190,19 +212,45 @@ def test_setups_take_turns_alone_and_one_that_answers_nothing_is_left_out(monkey
     monkeypatch.setattr(serve_measure, "_SETTLE_S", 0.0)
     setups = {setup.name: SetupFigures(setup) for setup in (KVFERRY, OFF, CALM)}
     client = cast("Client", None)
-    lanes = [Lane(one, cast("Running", FakeRunning(name, woken)), client, 5.0) for name, one in setups.items()]
-    asyncio.run(measure(lanes, Amounts({1: 5, CROWD: 1, SATURATING: 2}, {1: 1, CROWD: 3, SATURATING: 4}, 0.0, 5.0)))
+    lanes = [
+        Lane(one, cast("Running", FakeRunning(name, woken)), client, 5.0)
+        for name, one in setups.items()
+    ]
+    asyncio.run(
+        measure(
+            lanes,
+            Amounts({1: 5, CROWD: 1, SATURATING: 2}, {1: 1, CROWD: 3, SATURATING: 4}, 0.0, 5.0),
+        )
+    )
     assert setups["calm"].error == "1 at once 1: it hangs"
     assert [len(setups["calm"].batches[count].timings) for count in (1, CROWD)] == [2, 0]
     for name in ("kvferry", "off"):
-        assert [len(setups[name].batches[count].good) for count in (1, CROWD, SATURATING)] == [5, 3, 8]
+        assert [len(setups[name].batches[count].good) for count in (1, CROWD, SATURATING)] == [
+            5,
+            3,
+            8,
+        ]
     turns = woken[::2]
-    assert turns[:9] == ["kvferry", "off", "calm", "kvferry", "off", "calm", "off", "calm", "kvferry"]
+    assert turns[:9] == [
+        "kvferry",
+        "off",
+        "calm",
+        "kvferry",
+        "off",
+        "calm",
+        "off",
+        "calm",
+        "kvferry",
+    ]
 
 
 def test_targets_compare_with_one_leg_after_the_other_the_peer_and_the_single_engine() -> None:
     setups = {setup.name: SetupFigures(setup) for setup in (SINGLE, KVFERRY, OFF, CALM)}
-    for name, first_s, handover_s in (("single", 0.1, None), ("kvferry", 0.13, 0.025), ("off", 0.15, 0.04)):
+    for name, first_s, handover_s in (
+        ("single", 0.1, None),
+        ("kvferry", 0.13, 0.025),
+        ("off", 0.15, 0.04),
+    ):
         setups[name].batches[1] = batch(timing(128, first_s, handover_s))
     for name, handover_s in (("kvferry", 0.1), ("calm", 0.14)):
         setups[name].batches[CROWD] = batch(timing(128, 0.3, handover_s))

@@ -28,7 +28,15 @@ def test_each_gauge_that_grows_by_more_than_its_limit_is_named(name: str) -> Non
 
 def test_the_slope_is_that_of_a_leak_beneath_what_goes_up_and_down() -> None:
     samples = [
-        Sample(at / 10, at, 100.0, 100.0 + 5 * (at // 100 % 2), 10 * at + 5000 * (at // 100 % 2), 50, 10)
+        Sample(
+            at / 10,
+            at,
+            100.0,
+            100.0 + 5 * (at // 100 % 2),
+            10 * at + 5000 * (at // 100 % 2),
+            50,
+            10,
+        )
         for at in range(0, 5000, 50)
     ]
     gauges = Gauges(samples=samples)

@@ -17,5 +17,7 @@ def test_a_streamed_prompt_is_read_early_and_another_one_needs_the_whole_link(pl
     assert 1 < streamed.chunks <= CHUNKS
     assert streamed.after_ms >= 1e3 * LINK_S / CHUNKS, "the last chunk is read after it"
     results = results_of({placing: found}, quick=True)
-    assert [target.measured for target in results.targets] == pytest.approx([streamed.early, streamed.after_ms])
+    assert [target.measured for target in results.targets] == pytest.approx(
+        [streamed.early, streamed.after_ms]
+    )
     assert len(results.tables[0].rows) == 2

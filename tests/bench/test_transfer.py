@@ -36,7 +36,10 @@ def _written(bench: Bench, call: Callable[[], Any]) -> np.ndarray:
 
 @pytest.mark.parametrize("scenario", [EQUAL, UNEQUAL], ids=lambda scenario: scenario.name)
 def test_the_bare_loop_writes_where_a_load_writes(bench: Bench, scenario: Scenario) -> None:
-    with connected(bench, scenario, MIB) as loads, closing(BareNixl(bench.target, loads.peer)) as bare:
+    with (
+        connected(bench, scenario, MIB) as loads,
+        closing(BareNixl(bench.target, loads.peer)) as bare,
+    ):
         order = loads.order(bench.leases(1)[0], MIB)
         by_load = _written(bench, lambda: loads.load([order]))
         assert len(by_load) == MIB

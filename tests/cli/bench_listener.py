@@ -56,7 +56,9 @@ def bench_listening(
     said: list[str] = []
     listener = BenchListener(HOST, port, TASK, known, said.append, command, allowed)
     served = Served(listener, port, said)
-    thread = threading.Thread(target=lambda: served.codes.append(listener.serve()), name="kvferry-bench-listener")
+    thread = threading.Thread(
+        target=lambda: served.codes.append(listener.serve()), name="kvferry-bench-listener"
+    )
     thread.start()
     try:
         yield served

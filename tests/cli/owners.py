@@ -8,10 +8,12 @@ import sys
 import msgspec
 
 from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.messages import Connect, Offer, Reads, ReadsFailed
+from kvferry.cli.transfer.messages import CaseResult, Connect, ReadableAgent, ReadsFailed
 
-OFFER = Offer(host="p0", agent_metadata=b"m", kind="DRAM", address=4096, length=4096, seed=1)
-READS = Reads(
+OFFER = ReadableAgent(
+    host="p0", agent_metadata=b"m", kind="DRAM", address=4096, length=4096, seed=1
+)
+READS = CaseResult(
     kind="DRAM",
     num_bytes=65536,
     descriptors=4,

@@ -18,7 +18,10 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("plan", DENSE, "nothing"), "CONSUMER is 'nothing'; expected layers=…,"),
     (("plan", "./nothing.json", DENSE), "PRODUCER is './nothing.json'; expected "),
     (("plan", "nothing.json", DENSE), "; there is none, and nothing is downloaded\n"),
-    (("plan",), "the following arguments are required: PRODUCER, CONSUMER; see kvferry plan --help\n"),
+    (
+        ("plan",),
+        "the following arguments are required: PRODUCER, CONSUMER; see kvferry plan --help\n",
+    ),
     ((*PLAN, "--token\n", "5"), "unrecognized arguments: --token\\n 5; see kvferry plan --help\n"),
     ((*PLAN, "--tokens"), "argument --tokens: expected one argument; see kvferry plan --help\n"),
     (("plan", "-", "-"), "CONSUMER is '-'; expected another source"),
@@ -39,8 +42,14 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     ((*PLAN, "--out", "x"), "--out is 'x'; expected --copies with it"),
     *(((*PLAN, option, ""), f"{option} is ''; expected ") for option in ("--svg", "--out")),
     ((*PLAN, "--copies", ""), "file is ''; expected a file that can be read"),
-    ((*PLAN, "--svg", "/nowhere/x.svg"), "--svg is '/nowhere/x.svg'; expected a file that can be written"),
-    *(((*DESCRIBE, t), f"--timeout is '{t}'; expected a number from 0.1 to 600") for t in ("0", "nan", "soon", "601")),
+    (
+        (*PLAN, "--svg", "/nowhere/x.svg"),
+        "--svg is '/nowhere/x.svg'; expected a file that can be written",
+    ),
+    *(
+        ((*DESCRIBE, t), f"--timeout is '{t}'; expected a number from 0.1 to 600")
+        for t in ("0", "nan", "soon", "601")
+    ),
     (("bench",), "bench is 'neither'"),
     (("bench", "--listen", "--connect", "a"), "bench is 'both'"),
     (("bench", "--connect", "a:0"), "--connect is 'a:0'; expected host:port"),
@@ -55,20 +64,27 @@ BAD: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), BAD, ids=range(len(BAD)))
-def test_an_argument_that_is_refused_is_named_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+def test_an_argument_that_is_refused_is_named_in_one_line(
+    arguments: tuple[str, ...], said: str
+) -> None:
     assert said in refused(*arguments)
 
 
 @pytest.mark.parametrize(
     ("text", "address"),
-    [("a-b.c:5600", ("a-b.c", 5600)), ("[::1]:1", ("::1", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))],
+    [
+        ("a-b.c:5600", ("a-b.c", 5600)),
+        ("[::1]:1", ("::1", 1)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+    ],
 )
 def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
     assert read_address("HOST:PORT", text) == address
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "a:", ":1", "a:0", "a:65536", "::1:5", "tcp://a:1", "a b:1", "a:²", "a:-1", "[a"]
+    "text",
+    ["", "a", "a:", ":1", "a:0", "a:65536", "::1:5", "tcp://a:1", "a b:1", "a:²", "a:-1", "[a"],
 )
 def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="HOST:PORT"):

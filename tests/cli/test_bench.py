@@ -42,7 +42,9 @@ def listener_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], s
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as listening:
         assert listening.stderr is not None
         try:
-            assert listening.stderr.readline().startswith(f"listening on {address} without a secret, with DRAM")
+            assert listening.stderr.readline().startswith(
+                f"listening on {address} without a secret, with DRAM"
+            )
             yield listening, address
         finally:
             listening.send_signal(signal.SIGCONT)
@@ -70,7 +72,9 @@ def test_two_processes_read_every_size_and_every_byte_is_right() -> None:
 
 def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_other() -> None:
     with bench_listening(LYING) as served:
-        ran = run("bench", "--connect", f"{HOST}:{served.port}", "--json", "--device", "cpu", *QUICK)
+        ran = run(
+            "bench", "--connect", f"{HOST}:{served.port}", "--json", "--device", "cpu", *QUICK
+        )
         assert ran.code == 1
         found: dict[str, Any] = json.loads(ran.out)
         assert found["right"] is False
@@ -89,8 +93,20 @@ def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_ot
 def test_a_listener_that_freezes_is_reported_within_the_deadline_with_a_hint() -> None:
     """During the measurements: without an answer of the listener the client gives up, even if reads succeed."""
     with listener_process("--max-size", "16M", "--device", "cpu") as (listening, address):
-        command = [*BENCH, "--connect", address, "--seconds", "300", "--timeout", "2", "--device", "cpu"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
+        command = [
+            *BENCH,
+            "--connect",
+            address,
+            "--seconds",
+            "300",
+            "--timeout",
+            "2",
+            "--device",
+            "cpu",
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as client:
             assert listening.stderr is not None
             assert listening.stderr.readline().endswith(" reads\n")
             listening.send_signal(signal.SIGSTOP)
@@ -120,7 +136,9 @@ while True:
 """
 
 
-def test_a_listener_whose_nixl_dies_of_this_clients_metadata_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_whose_nixl_dies_of_this_clients_metadata_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvferry.cli.bench.client.ALIVE_S", 0.05)
     with (
         bench_listening() as served,

@@ -50,9 +50,9 @@ def served() -> Iterator[Served]:
 
 
 def ask_raw(port: int, body: bytes) -> Reply:
-    with client(port, zmq.REQ) as asker:
-        asker.send(body)
-        return decode_reply(asker.recv())
+    with client(port, zmq.REQ) as client_id:
+        client_id.send(body)
+        return decode_reply(client_id.recv())
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,19 @@ def ask_raw(port: int, body: bytes) -> Reply:
         (msgspec.msgpack.encode({**JOIN, "agent_metadata": b""}), "agent_metadata"),
         (msgspec.msgpack.encode({**JOIN, "version": 2}), "version"),
         (msgspec.msgpack.encode({**JOIN, "version": 2**63}), "version"),
-        (msgspec.msgpack.encode({"type": "bench leave", "session": SESSION, "wrong": -1, "complete": True}), "wrong"),
-        (encode_channel(Hello(engine_id="prefill-0", asker="x")), "type"),
+        (
+            msgspec.msgpack.encode(
+                {"type": "bench leave", "session": SESSION, "wrong": -1, "complete": True}
+            ),
+            "wrong",
+        ),
+        (encode_channel(Hello(engine_id="prefill-0", client_id="x")), "type"),
     ],
     ids=range(13),
 )
-def test_an_invalid_frame_is_refused_by_its_field_and_ends_nothing(served: Served, body: bytes, field: str) -> None:
+def test_an_invalid_frame_is_refused_by_its_field_and_ends_nothing(
+    served: Served, body: bytes, field: str
+) -> None:
     reply = ask_raw(served.port, body)
     assert isinstance(reply, Refused)
     assert reply.field == field
@@ -90,12 +97,17 @@ def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(serv
         dealer.send_multipart([b"", b"x" * (MAX_FRAME_BYTES + 1)])
     with socket.create_connection((HOST, served.port)) as plain:
         plain.sendall(secrets.token_bytes(10_000))
-    wait_until(lambda: served.listener.counters.total("bad_frames") >= before + 3, "the frames were counted")
+    wait_until(
+        lambda: served.listener.counters.total("bad_frames") >= before + 3,
+        "the frames were counted",
+    )
     assert not any("bug" in line for line in served.said)
     assert isinstance(served.ask(Alive(session=SESSION)), Refused)
 
 
-@pytest.mark.parametrize(("metadata", "said"), [(b"refuse", "no such metadata"), (b"crash", "signal 6")])
+@pytest.mark.parametrize(
+    ("metadata", "said"), [(b"refuse", "no such metadata"), (b"crash", "signal 6")]
+)
 def test_metadata_that_kills_the_owner_is_reported_at_both_ends(metadata: bytes, said: str) -> None:
     with bench_listening() as served:
         session = served.join(metadata)
@@ -148,7 +160,9 @@ def test_the_exit_status_is_what_the_client_found(wrong: int, complete: bool, co
         ("time.sleep(3600)", "hangs at its start; see `kvferry doctor`"),
     ],
 )
-def test_without_memory_the_listener_says_why(owner: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_the_listener_says_why(
+    owner: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener_module, "START_S", 2.0)
     command = ("-c", f"import sys, time; {owner}")
     listener = BenchListener(HOST, free_port(), TASK, (), print, command)
@@ -172,16 +186,22 @@ def test_without_a_secret_the_metadata_of_another_hosts_client_never_reaches_nix
 
 @pytest.mark.parametrize("listed", ["", "10.0.0.0/99", "a b", "0.0.0.0", "*,;"])
 def test_a_list_of_clients_that_is_none_is_named(listed: str) -> None:
-    assert "--allowed-hosts" in refused("bench", "--listen", f"{HOST}:{free_port()}", "--allowed-hosts", listed)
+    assert "--allowed-hosts" in refused(
+        "bench", "--listen", f"{HOST}:{free_port()}", "--allowed-hosts", listed
+    )
 
 
-def test_only_clients_with_the_secret_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_clients_with_the_secret_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with bench_listening(known=(NEW,)) as served:
         for file, said in (
             (write(tmp_path / "other", listing(OTHER)), "it has none of the secrets listed here"),
             (None, "and there is none here"),
         ):
-            monkeypatch.delenv(VARIABLE, raising=False) if file is None else monkeypatch.setenv(VARIABLE, file)
+            monkeypatch.delenv(VARIABLE, raising=False) if file is None else monkeypatch.setenv(
+                VARIABLE, file
+            )
             assert said in refused("bench", "--connect", f"{HOST}:{served.port}")
         assert isinstance(served.ask(Alive(session=SESSION), (OLD, NEW)), Refused)
 
@@ -194,7 +214,13 @@ def test_a_port_in_use_is_reported_in_one_line(served: Served) -> None:
 
 def test_a_missing_listener_is_reported_in_one_line_with_a_hint() -> None:
     said = refused("bench", "--connect", f"{HOST}:{free_port()}", "--timeout", "0.2")
-    for word in ("did not answer within 0.2 s", "port", "firewall", "UCX_NET_DEVICES", "kvferry doctor"):
+    for word in (
+        "did not answer within 0.2 s",
+        "port",
+        "firewall",
+        "UCX_NET_DEVICES",
+        "kvferry doctor",
+    ):
         assert word in said
 
 

@@ -28,7 +28,9 @@ def findings(out: str) -> dict[str, dict[str, str]]:
     return {one["check"]: one for one in json.loads(out)["findings"]}
 
 
-def test_on_this_machine_nixl_moves_every_byte_and_the_transports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_this_machine_nixl_moves_every_byte_and_the_transports_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("UCX_NET_DEVICE", "lo")
     ran = run("doctor", "--json", *LONG_TIMEOUTS)
     found = findings(ran.out)
@@ -41,7 +43,9 @@ def test_on_this_machine_nixl_moves_every_byte_and_the_transports_are_named(monk
     assert {"python", "torch", "GPUs", "NICs", "open files", "secret", "side channel"} <= set(found)
 
 
-def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By reading the settings, and by the loopback transfer."""
     monkeypatch.setenv("UCX_TLS", "sm,self")
     monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "n")
@@ -60,7 +64,9 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
     # The Python that made this environment has none of its packages, and neither have its children.
     python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     command = [str(python), "-S", "-m", "kvferry", "doctor", "--json"]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (ran.returncode, ran.stderr) == (1, "")
     found = findings(ran.stdout)
     for name in ("nixl", "torch", "msgspec", "pyzmq", "numpy"):
@@ -73,7 +79,9 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "code"), [((), 0), ((broken("c", "gone", "mend"),), 1)], ids=["nothing broken", "something broken"]
+    ("more", "code"),
+    [((), 0), ((broken("c", "gone", "mend"),), 1)],
+    ids=["nothing broken", "something broken"],
 )
 def test_only_broken_findings_decide_the_exit_status(
     more: tuple[Finding, ...], code: int, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +94,8 @@ def test_only_broken_findings_decide_the_exit_status(
         "kvferry_doctor": 1,
         "broken": bool(more),
         "findings": [
-            {"check": one.check, "mark": one.mark.value, "found": one.found, "do": one.do} for one in (*FINDINGS, *more)
+            {"check": one.check, "mark": one.mark.value, "found": one.found, "do": one.do}
+            for one in (*FINDINGS, *more)
         ],
     }
 
@@ -102,14 +111,19 @@ def test_a_check_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(CHECKS, name, fail)
     found = {one.check: one for one in examine(Machine())}
     for name in ("locked memory", "open files", "versions", "loopback DRAM"):
-        assert (found[name].mark, found[name].found) == (Mark.NOT_DONE, "PermissionError: no /proc here")
+        assert (found[name].mark, found[name].found) == (
+            Mark.NOT_DONE,
+            "PermissionError: no /proc here",
+        )
     assert found["processors"].mark is not Mark.NOT_DONE
     monkeypatch.setitem(CHECKS, "processors", stop)
     with pytest.raises(KeyboardInterrupt):
         list(examine(Machine()))
 
 
-def test_a_check_that_hangs_costs_itself_only_and_the_doctor_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_costs_itself_only_and_the_doctor_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All checks run at the same time: two that hang cost the time of one."""
     held = threading.Event()
     for name in ("huge pages", "side channel"):
@@ -121,7 +135,10 @@ def test_a_check_that_hangs_costs_itself_only_and_the_doctor_ends_in_time(monkey
     found = {one.check: one for one in examine(Machine(timeout_s=1.5), shown.append)}
     assert time.monotonic() - started_s < 1.5 + 2
     held.set()
-    assert (found["huge pages"].mark, found["huge pages"].found) == (Mark.NOT_DONE, "did not end within 1.5 s")
+    assert (found["huge pages"].mark, found["huge pages"].found) == (
+        Mark.NOT_DONE,
+        "did not end within 1.5 s",
+    )
     assert found["side channel"].mark is Mark.NOT_DONE
     assert found["secret"].mark is not Mark.NOT_DONE
     assert shown[-1] == "huge pages, side channel"

@@ -50,7 +50,9 @@ def address(environ: dict[str, str], ranks: int = 1) -> list[tuple[Mark, str]]:
         ("127.0.0.1:5600", Mark.BROKEN, "neither an address nor a host name"),
     ],
 )
-def test_the_address_must_be_one_of_this_machine_that_others_reach(host: str | None, mark: Mark, said: str) -> None:
+def test_the_address_must_be_one_of_this_machine_that_others_reach(
+    host: str | None, mark: Mark, said: str
+) -> None:
     environ = {PORT_VARIABLE: str(free_port()), **({HOST_VARIABLE: host} if host else {})}
     (found_mark, found), *ports = address(environ)
     assert (found_mark, said in found) == (mark, True), found
@@ -83,7 +85,11 @@ def test_ports_are_really_tried(taken: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("port", "said"), [("65535", "65536 (data-parallel rank 1) cannot be bound: no port"), ("tcp://a:80", "is no port")]
+    ("port", "said"),
+    [
+        ("65535", "65536 (data-parallel rank 1) cannot be bound: no port"),
+        ("tcp://a:80", "is no port"),
+    ],
 )
 def test_ports_out_of_range_and_words_are_broken(port: str, said: str) -> None:
     mark, found = address({HOST_VARIABLE: HERE, PORT_VARIABLE: port}, 2)[-1]
@@ -134,5 +140,7 @@ def test_a_telemetry_port_that_several_workers_share_leaves_all_but_one_without(
 
 
 def test_a_telemetry_port_in_use_is_worth_a_look(taken: int) -> None:
-    (finding,) = check_telemetry(Machine({**PROMETHEUS, "NIXL_TELEMETRY_PROMETHEUS_PORT": str(taken)}))
+    (finding,) = check_telemetry(
+        Machine({**PROMETHEUS, "NIXL_TELEMETRY_PROMETHEUS_PORT": str(taken)})
+    )
     assert (finding.mark, "EADDRINUSE" in finding.found) == (Mark.LOOK, True)

@@ -31,8 +31,12 @@ def test_a_port_that_is_down_is_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(("gpus", "peer_memory", "asked"), [(1, False, True), (1, True, False), (0, False, False)])
-def test_gpudirect_is_checked_only_with_gpus_and_active_nics(gpus: int, peer_memory: bool, asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "peer_memory", "asked"), [(1, False, True), (1, True, False), (0, False, False)]
+)
+def test_gpudirect_is_checked_only_with_gpus_and_active_nics(
+    gpus: int, peer_memory: bool, asked: bool
+) -> None:
     findings = judged(gpus, UP, peer_memory=peer_memory)
     assert ("GPUDirect RDMA" in {one.check for one in findings}) is asked
 
@@ -40,7 +44,11 @@ def test_gpudirect_is_checked_only_with_gpus_and_active_nics(gpus: int, peer_mem
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A machine with a GPU, its audio device, a NIC and a network interface."""
-    kinds = {GPU: ("0x10de", "0x030200"), NIC: ("0x15b3", "0x020700"), AUDIO: ("0x10de", "0x040300")}
+    kinds = {
+        GPU: ("0x10de", "0x030200"),
+        NIC: ("0x15b3", "0x020700"),
+        AUDIO: ("0x10de", "0x040300"),
+    }
     for address, (vendor, kind) in kinds.items():
         folder = tmp_path / "sys/bus/pci/devices" / address
         folder.mkdir(parents=True)
@@ -55,7 +63,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_gpus_and_nics_are_found_in_sysfs(root: Path) -> None:
-    assert this_machine({}, 1, 1.0, root) == Machine({}, 1, 1.0, (GPU,), (UP,), ("eth0",), root=root)
+    assert this_machine({}, 1, 1.0, root) == Machine(
+        {}, 1, 1.0, (GPU,), (UP,), ("eth0",), root=root
+    )
 
 
 def test_gpus_have_the_names_of_nvidia_smi_and_those_that_a_sandbox_hides_are_there_too(

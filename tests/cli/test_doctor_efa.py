@@ -40,7 +40,9 @@ def test_devices_are_told_by_their_driver(machine: Machine) -> None:
     assert efa_devices(Machine(root=machine.root / "nothing")) == []
 
 
-def test_with_a_device_a_missing_library_is_named_and_breaks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_device_a_missing_library_is_named_and_breaks(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = judged(machine, monkeypatch, nixl_cu13=MISSING)
     assert found.mark is Mark.BROKEN
     assert "rdmap16s27" in found.found
@@ -71,7 +73,9 @@ def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
     assert "libnixl" not in load_error(last, Machine()), "NIXL's own libraries are found"
     source, plugin = tmp_path / "empty.c", tmp_path / "plugin.so"
     source.write_text("")
-    compiled = subprocess.run(["cc", "-shared", "-o", plugin, source], capture_output=True, check=False)
+    compiled = subprocess.run(
+        ["cc", "-shared", "-o", plugin, source], capture_output=True, check=False
+    )
     assert compiled.returncode == 0
     assert load_error(plugin, Machine()) == ""
     assert "cannot open shared object file" in load_error(tmp_path / "none.so", Machine())

@@ -41,7 +41,12 @@ def limit(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int = NO_LIMIT) -> N
     ],
 )
 def test_locked_memory_matters_where_an_rdma_device_locks_it(
-    locked: int, capabilities: str, ports: int, mark: Mark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    locked: int,
+    capabilities: str,
+    ports: int,
+    mark: Mark,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CAP_IPC_LOCK is bit 14; a80425fb is Docker's default, without it."""
     limit(monkeypatch, locked)
@@ -102,7 +107,10 @@ def test_shared_memory_must_be_large_enough_and_dockers_default_is_not(
 CGROUP = {"proc/self/cgroup": "0::/a/b\n"}
 OWN, PARENT = "sys/fs/cgroup/a/b/cpu.max", "sys/fs/cgroup/a/cpu.max"
 OLD = "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs"
-OLD_CGROUP = {"proc/self/cgroup": "4:cpu,cpuacct:/job\n1:memory:/job\n", f"{OLD}_period_us": "100000\n"}
+OLD_CGROUP = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/job\n1:memory:/job\n",
+    f"{OLD}_period_us": "100000\n",
+}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,9 @@ def test_a_quota_below_the_threads_is_reported(
     quota: float, omp: str, gpus: int, mark: Mark, said: str, tmp_path: Path
 ) -> None:
     root = write(tmp_path, **CGROUP, **{OWN: f"{quota * 100000:.0f} 100000\n"})
-    (finding,) = host.check_processors(Machine({"OMP_NUM_THREADS": omp}, gpus=GPUS[:gpus], root=root))
+    (finding,) = host.check_processors(
+        Machine({"OMP_NUM_THREADS": omp}, gpus=GPUS[:gpus], root=root)
+    )
     assert (finding.mark, said in finding.found) == (mark, True), finding
 
 
@@ -150,7 +160,13 @@ def test_a_quota_below_the_threads_is_reported(
         ("always [madvise] never", {"THP_MEM_ALLOC_ENABLE": "1"}, 0, Mark.OK, ""),
         ("[always] madvise never", {}, 0, Mark.LOOK, "export THP_MEM_ALLOC_ENABLE=1"),
         ("always [madvise] never", {}, 0, Mark.LOOK, "export THP_MEM_ALLOC_ENABLE=1"),
-        ("always [madvise] never", {"THP_MEM_ALLOC_ENABLE": "0"}, 0, Mark.LOOK, "export THP_MEM_ALLOC_ENABLE=1"),
+        (
+            "always [madvise] never",
+            {"THP_MEM_ALLOC_ENABLE": "0"},
+            0,
+            Mark.LOOK,
+            "export THP_MEM_ALLOC_ENABLE=1",
+        ),
         ("always [madvise] never", {}, 8, Mark.OK, ""),
         ("always madvise [never]", {}, 0, Mark.LOOK, "echo madvise >"),
         ("always madvise [never]", {}, 8, Mark.OK, ""),

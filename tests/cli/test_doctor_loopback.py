@@ -51,7 +51,9 @@ def by_check(findings: list[Finding]) -> dict[str, Finding]:
         ("DRAM", {"wrong": 3}, Mark.BROKEN, "3 bytes arrived that are not the owner's"),
     ],
 )
-def test_a_good_a_slow_and_a_wrong_transfer(kind: str, changes: dict[str, Any], mark: Mark, said: str) -> None:
+def test_a_good_a_slow_and_a_wrong_transfer(
+    kind: str, changes: dict[str, Any], mark: Mark, said: str
+) -> None:
     finding = by_check(list(judge_outcome(kind, outcome(**changes))))[f"loopback {kind}"]
     assert (finding.mark, said in finding.found) == (mark, True), finding
     if mark is Mark.LOOK:
@@ -67,7 +69,9 @@ def test_a_good_a_slow_and_a_wrong_transfer(kind: str, changes: dict[str, Any], 
         ("tcp", Mark.LOOK),
     ],
 )
-def test_reads_past_the_other_process_need_a_permission_that_is_named(lanes: str, mark: Mark) -> None:
+def test_reads_past_the_other_process_need_a_permission_that_is_named(
+    lanes: str, mark: Mark
+) -> None:
     finding = by_check(list(judge_outcome("DRAM", outcome(lanes))))["reads between processes"]
     assert finding.mark is mark
     assert ("SYS_PTRACE" in finding.do) is (mark is Mark.LOOK)
@@ -76,7 +80,10 @@ def test_reads_past_the_other_process_need_a_permission_that_is_named(lanes: str
 def test_versions_and_unknown_variables_are_read_from_ucx_log() -> None:
     found = by_check(list(judge_log(LOG)))
     assert found["NIXL library"].found == "nixl_cu13, UCX 1.23.0"
-    assert (found["UCX names"].mark, "UCX_NET_DEVICES?); UCX_FOOBAR" in found["UCX names"].found) == (Mark.LOOK, True)
+    assert (
+        found["UCX names"].mark,
+        "UCX_NET_DEVICES?); UCX_FOOBAR" in found["UCX names"].found,
+    ) == (Mark.LOOK, True)
     found = by_check(list(judge_log(LOG.splitlines()[0])))
     assert found["UCX names"].mark is Mark.OK
     assert by_check(list(judge_log("")))["UCX names"].mark is Mark.NOT_DONE
@@ -85,13 +92,14 @@ def test_versions_and_unknown_variables_are_read_from_ucx_log() -> None:
 def process(code: str) -> tuple[str, str]:
     """Both processes: a reader or owner that runs this code instead of using NIXL."""
     start = "import os, signal, sys\nfrom multiprocessing.connection import Connection\n"
-    start += "from kvferry.cli.transfer.child import Pipe\nfrom kvferry.cli.transfer.messages import Failed, Progress\n"
+    start += "from kvferry.cli.transfer.child import Pipe\n"
+    start += "from kvferry.cli.transfer.messages import Failed, CaseProgress\n"
     start += "from tests.cli.owners import OFFER\npipe = Pipe(Connection(int(sys.argv[-1])))\npipe.take()\n"
     return ("-c", start + code)
 
 
 AGENT = "pipe.send(OFFER)\npipe.take()\n"
-READING = AGENT + "pipe.send(Progress(what='first contact'))\n"
+READING = AGENT + "pipe.send(CaseProgress(what='first contact'))\n"
 
 
 def loopback_dram(code: str, timeout_s: float = 30.0, **environ: str) -> Finding:
@@ -103,10 +111,16 @@ def loopback_dram(code: str, timeout_s: float = 30.0, **environ: str) -> Finding
     ("code", "said"),
     [
         ("raise ValueError('odd')", "ended with status 1: ValueError: odd, while loading NIXL"),
-        ("print('x UCX  ERROR no transport'); os.abort()", "ended with signal 6; UCX says: no transport"),
+        (
+            "print('x UCX  ERROR no transport'); os.abort()",
+            "ended with signal 6; UCX says: no transport",
+        ),
         (READING + "os.abort()", "ended with signal 6, while first contact"),
         ("pipe.send(Failed(reason='make agent: no'))", "make agent: no, while loading NIXL"),
-        ("pipe.send(Progress(what='x'))", "unexpected message: Progress, while loading NIXL"),
+        (
+            "pipe.send(CaseProgress(what='x'))",
+            "unexpected message: CaseProgress, while loading NIXL",
+        ),
     ],
 )
 def test_processes_that_die_or_fail_are_reported_with_their_stage(code: str, said: str) -> None:
@@ -118,10 +132,22 @@ def test_processes_that_die_or_fail_are_reported_with_their_stage(code: str, sai
     ("code", "load", "mark"),
     [
         ("signal.pause()", 0.0, Mark.LOOK),
-        (READING + "pipe.send(Failed(reason='a read did not end', late=True)); signal.pause()", 0.0, Mark.BROKEN),
-        (READING + "pipe.send(Failed(reason='a read did not end', late=True)); signal.pause()", 99.0, Mark.LOOK),
+        (
+            READING + "pipe.send(Failed(reason='a read did not end', late=True)); signal.pause()",
+            0.0,
+            Mark.BROKEN,
+        ),
+        (
+            READING + "pipe.send(Failed(reason='a read did not end', late=True)); signal.pause()",
+            99.0,
+            Mark.LOOK,
+        ),
         (READING + "signal.pause()", 0.0, Mark.BROKEN),
-        (READING + "import time\nwhile True: pipe.send(Progress(what='x')); time.sleep(0.1)", 0.0, Mark.LOOK),
+        (
+            READING + "import time\nwhile True: pipe.send(CaseProgress(what='x')); time.sleep(0.1)",
+            0.0,
+            Mark.LOOK,
+        ),
     ],
     ids=["slow start", "slow read", "slow read on a busy machine", "hang", "slow reads"],
 )
@@ -133,13 +159,18 @@ def test_a_missed_deadline_is_broken_only_during_a_read_on_an_idle_machine(
     assert loopback_dram(code, 10.0).mark is mark
 
 
-def test_processes_that_hang_are_ended_with_their_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_hang_are_ended_with_their_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each holds a pipe open, which closes when all have ended."""
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
     reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     started_s = time.monotonic()
-    loopback_dram(f"os.fork()\nfile = os.open({str(fifo)!r}, os.O_WRONLY)\nos.write(file, b'x')\nsignal.pause()", 4.0)
+    loopback_dram(
+        f"os.fork()\nfile = os.open({str(fifo)!r}, os.O_WRONLY)\nos.write(file, b'x')\nsignal.pause()",
+        4.0,
+    )
     assert time.monotonic() - started_s < 20
     assert os.read(reading, 100), "no process ever began"
     ended, _, _ = select.select([reading], [], [], 10)
@@ -150,7 +181,9 @@ def test_processes_that_hang_are_ended_with_their_children(tmp_path: Path, monke
 
 def test_the_processes_keep_the_settings_of_ucx_and_not_those_of_the_engines_telemetry() -> None:
     code = "pipe.send(Failed(reason=' '.join(f'{k}={v}' for k, v in os.environ.items() if k[:4] in ('UCX_', 'NIXL'))))"
-    seen = loopback_dram(code, UCX_TLS="tcp", NIXL_TELEMETRY_ENABLE="y", UCX_WARN_UNUSED_ENV_VARS="n").found
+    seen = loopback_dram(
+        code, UCX_TLS="tcp", NIXL_TELEMETRY_ENABLE="y", UCX_WARN_UNUSED_ENV_VARS="n"
+    ).found
     assert "UCX_TLS=tcp" in seen
     assert "UCX_WARN_UNUSED_ENV_VARS=y" in seen
     assert "NIXL_TELEMETRY" not in seen
@@ -158,7 +191,9 @@ def test_the_processes_keep_the_settings_of_ucx_and_not_those_of_the_engines_tel
 
 def test_gpu_memory_is_tried_where_there_is_a_gpu_and_must_work_there() -> None:
     machine = Machine(dict(os.environ), gpus=("GPU",))
-    findings = by_check(list(check_gpu_loopback(machine, process("pipe.send(Failed(reason='no CUDA'))"))))
+    findings = by_check(
+        list(check_gpu_loopback(machine, process("pipe.send(Failed(reason='no CUDA'))")))
+    )
     assert findings["loopback VRAM"].mark is Mark.BROKEN
     assert "no CUDA" in findings["loopback VRAM"].found
     assert list(check_gpu_loopback(Machine(dict(os.environ)), process("pass"))) == []

@@ -62,19 +62,39 @@ def test_good_settings_are_not_reported(environ: dict[str, str], machine: Machin
     [
         ({"UCX_TLS": "cma"}, PLAIN, Mark.BROKEN, "no transport for messages"),
         ({"UCX_TLS": "cuda_copy,cuda_ipc"}, GPUS, Mark.BROKEN, "no transport for messages"),
-        ({"UCX_TLS": "sm,self", "UCX_MM_ERROR_HANDLING": "n"}, PLAIN, Mark.BROKEN, "cannot make an agent"),
+        (
+            {"UCX_TLS": "sm,self", "UCX_MM_ERROR_HANDLING": "n"},
+            PLAIN,
+            Mark.BROKEN,
+            "cannot make an agent",
+        ),
         ({"UCX_TLS": "sm,self"}, PLAIN, Mark.LOOK, "this host only"),
         ({"UCX_TLS": "rc,self"}, GPUS, Mark.BROKEN, "no transport for GPU memory"),
         ({"UCX_TLS": "rc,cuda_copy"}, GPUS, Mark.LOOK, "no cuda_ipc"),
-        ({"UCX_NET_DEVICES": "mlx5_0:1,eth0"}, PLAIN, Mark.BROKEN, "names mlx5_0:1, not on this machine"),
+        (
+            {"UCX_NET_DEVICES": "mlx5_0:1,eth0"},
+            PLAIN,
+            Mark.BROKEN,
+            "names mlx5_0:1, not on this machine",
+        ),
         ({"UCX_NET_DEVICES": "mlx5_2:1", **BOUNDED}, ONE_DOWN, Mark.BROKEN, "is down"),
         (BOUNDED, ONE_DOWN, Mark.LOOK, "not every NIC port is up"),
-        ({"UCX_KEEPALIVE_INTERVAL": "inf", **ONLY_SHARED}, PLAIN, Mark.LOOK, "dead peer may never end"),
+        (
+            {"UCX_KEEPALIVE_INTERVAL": "inf", **ONLY_SHARED},
+            PLAIN,
+            Mark.LOOK,
+            "dead peer may never end",
+        ),
         ({"UCX_KEEPALIVE_INTERVAL": "20s", **ONLY_SHARED}, PLAIN, Mark.LOOK, "core spin"),
         ({"UCX_RC_TIMEOUT": "3s"}, PLAIN, Mark.LOOK, "for 84 s"),
         ({"UCX_RC_RETRY_COUNT": "15"}, PLAIN, Mark.LOOK, "for 60 s"),
         ({"UCX_MM_ERROR_HANDLING": "y"}, PLAIN, Mark.LOOK, "killed in mid-message"),
-        ({"UCX_TLS": "tcp,sm", "UCX_MM_ERROR_HANDLING": "y"}, PLAIN, Mark.LOOK, "killed in mid-message"),
+        (
+            {"UCX_TLS": "tcp,sm", "UCX_MM_ERROR_HANDLING": "y"},
+            PLAIN,
+            Mark.LOOK,
+            "killed in mid-message",
+        ),
         ({}, NICS, Mark.LOOK, "seen to leak"),
         ({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "auto"}, GPUS, Mark.LOOK, "between GPUs"),
         ({"UCX_LOG_LEVEL": "debug"}, PLAIN, Mark.LOOK, "slows"),
@@ -91,14 +111,24 @@ def test_settings_known_to_hang_leak_or_slow_are_reported(
 def test_settings_added_by_kvferry_are_judged_and_shown_apart_from_the_users() -> None:
     (finding,) = check({"UCX_TLS": "tcp", "HOME": "/"}, PLAIN)
     assert finding.mark is Mark.OK
-    assert finding.found == "UCX_TLS=tcp; kvferry adds UCX_TCP_RX_SEG_SIZE=256k UCX_TCP_TX_SEG_SIZE=256k"
+    assert (
+        finding.found
+        == "UCX_TLS=tcp; kvferry adds UCX_TCP_RX_SEG_SIZE=256k UCX_TCP_TX_SEG_SIZE=256k"
+    )
     (finding,) = check({"UCX_TLS": "rc"}, PLAIN)
     assert finding.found == "UCX_TLS=rc; kvferry adds none"
 
 
 _VALUES = st.text(st.sampled_from("rcstmpuda_,^:0123456789 inf\\"), max_size=12)
 _NAMES = st.sampled_from(
-    ["UCX_TLS", "UCX_NET_DEVICES", "UCX_KEEPALIVE_INTERVAL", "UCX_RC_TIMEOUT", "UCX_RC_RETRY_COUNT", "UCX_LOG_LEVEL"]
+    [
+        "UCX_TLS",
+        "UCX_NET_DEVICES",
+        "UCX_KEEPALIVE_INTERVAL",
+        "UCX_RC_TIMEOUT",
+        "UCX_RC_RETRY_COUNT",
+        "UCX_LOG_LEVEL",
+    ]
 )
 
 
@@ -109,7 +139,15 @@ def test_no_value_is_too_strange_to_be_judged(environ: dict[str, str], machine: 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("20s", 20.0), ("500ms", 0.5), ("1000000.00us", 1.0), ("2m", 120.0), ("3", 3.0), ("inf", math.inf), ("x", None)],
+    [
+        ("20s", 20.0),
+        ("500ms", 0.5),
+        ("1000000.00us", 1.0),
+        ("2m", 120.0),
+        ("3", 3.0),
+        ("inf", math.inf),
+        ("x", None),
+    ],
 )
 def test_times_are_read_as_ucx_reads_them(text: str, value: float | None) -> None:
     assert seconds(text) == value

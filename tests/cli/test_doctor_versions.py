@@ -33,7 +33,9 @@ Judged = Callable[..., dict[str, Finding]]
 def judged(monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Findings by check, of good packages with changes; None: not installed."""
 
-    def judge(python: tuple[int, ...] = (3, 11, 7), gpus: int = 0, **changes: str | None) -> dict[str, Finding]:
+    def judge(
+        python: tuple[int, ...] = (3, 11, 7), gpus: int = 0, **changes: str | None
+    ) -> dict[str, Finding]:
         named = {**GOOD, **{name.replace("_", "-"): version for name, version in changes.items()}}
         packages = {name: version for name, version in named.items() if version is not None}
         monkeypatch.setattr(versions, "installed_packages", lambda: packages)
@@ -50,7 +52,12 @@ def test_the_supported_versions_are_good_on_a_machine_with_gpus_and_without(judg
 
 @pytest.mark.parametrize(
     ("python", "mark"),
-    [((3, 9, 18), Mark.BROKEN), ((3, 10, 0), Mark.OK), ((3, 13, 5), Mark.OK), ((3, 14, 0), Mark.LOOK)],
+    [
+        ((3, 9, 18), Mark.BROKEN),
+        ((3, 10, 0), Mark.OK),
+        ((3, 13, 5), Mark.OK),
+        ((3, 14, 0), Mark.LOOK),
+    ],
 )
 def test_pythons_older_than_the_declared_are_broken_and_newer_ones_unknown(
     python: tuple[int, int, int], mark: Mark, judged: Judged
@@ -64,7 +71,9 @@ def test_an_engine_needs_a_newer_python_than_the_core(judged: Judged) -> None:
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_a_missing_package_is_named_with_the_command_that_installs_it(name: str, judged: Judged) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    name: str, judged: Judged
+) -> None:
     finding = judged(**{name: None})[name]
     assert (finding.mark, finding.found) == (Mark.BROKEN, "not installed")
     assert finding.do == f"pip install '{name}{NEEDED[name]}'"
@@ -100,14 +109,19 @@ def test_versions_that_do_not_work_together(
     assert (finding.mark, said in finding.found) == (mark, True), finding
 
 
-def test_zmq_without_curve_cannot_protect_the_side_channel(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zmq_without_curve_cannot_protect_the_side_channel(
+    judged: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zmq, "has", lambda feature: False)
     assert judged()["pyzmq"].mark is Mark.LOOK
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert judged()["pyzmq"].mark is Mark.BROKEN
 
 
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=4), st.lists(st.integers(0, 99), min_size=1, max_size=4))
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=4),
+    st.lists(st.integers(0, 99), min_size=1, max_size=4),
+)
 def test_bounds_are_compared_as_numbers(version: list[int], bound: list[int]) -> None:
     """Padded with zeros, as in versions: 1.5 is 1.5.0."""
     written, limit = ".".join(map(str, version)), ".".join(map(str, bound))

@@ -29,7 +29,11 @@ print(code, *sorted({{name.partition(".")[0] for name in sys.modules}} & {heavy!
 def heavy_modules(*arguments: str, heavy: tuple[str, ...] = HEAVY) -> str:
     script = LOADED.format(heavy=set(heavy))
     return subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     ).stderr.splitlines()[-1]
 
 
@@ -46,7 +50,9 @@ def test_planning_loads_neither_torch_nor_nixl_nor_sockets(form: tuple[str, ...]
         (("doctor", "--timeout", "0.1"), {"0", "1"}),
     ],
 )
-def test_torch_and_nixl_are_loaded_in_child_processes_only(arguments: tuple[str, ...], codes: set[str]) -> None:
+def test_torch_and_nixl_are_loaded_in_child_processes_only(
+    arguments: tuple[str, ...], codes: set[str]
+) -> None:
     code, *found = heavy_modules(*arguments).split()
     assert (code in codes, found) == (True, [])
 
@@ -56,7 +62,9 @@ def test_help_names_every_option_of_the_documentation() -> None:
     for command in ("plan", "describe", "doctor", "bench"):
         ran = run(command, "--help")
         assert ran.code == 0
-        options = {word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))} - {"--help"}
+        options = {
+            word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))
+        } - {"--help"}
         assert options
         for option in options:
             assert f"`{option}" in page, option
@@ -67,19 +75,36 @@ def test_help_names_every_option_of_the_documentation() -> None:
     [
         ("{plan} --json | head -c 10", 0, ""),
         ("{plan} | true", 0, ""),
-        ("{plan} > /dev/full", 2, "kvferry plan: the system refused: [Errno 28] No space left on device\n"),
-        ("{plan} --json > /dev/full", 2, "kvferry plan: the system refused: [Errno 28] No space left on device\n"),
+        (
+            "{plan} > /dev/full",
+            2,
+            "kvferry plan: the system refused: [Errno 28] No space left on device\n",
+        ),
+        (
+            "{plan} --json > /dev/full",
+            2,
+            "kvferry plan: the system refused: [Errno 28] No space left on device\n",
+        ),
         ("{plan} >&-", 0, ""),
-        ("{kvferry} plan - layers=4,heads=8,dim=128 <&-", 2, "kvferry plan: PRODUCER: description JSON: "),
+        (
+            "{kvferry} plan - layers=4,heads=8,dim=128 <&-",
+            2,
+            "kvferry plan: PRODUCER: description JSON: ",
+        ),
         ("{kvferry} trace nowhere 2>&-", 2, ""),
     ],
 )
-def test_an_output_that_is_closed_or_full_ends_it_without_a_traceback(shell: str, code: int, err: str) -> None:
+def test_an_output_that_is_closed_or_full_ends_it_without_a_traceback(
+    shell: str, code: int, err: str
+) -> None:
     """With more output than a pipe holds."""
     kvferry, large = f"{sys.executable} -m kvferry", "layers=64,heads=8,dim=128,tp=8,layout=NHD"
     command = shell.format(kvferry=kvferry, plan=f"{kvferry} plan {large} {large},pp=8")
     ran = subprocess.run(
-        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (ran.returncode, ran.stderr.count("\n")) == (code, min(1, len(err)))
     assert ran.stderr.startswith(err)
@@ -90,8 +115,12 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-m", "kvferry", "describe", address, "--timeout", "60"]
-        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts with & ignores it
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed) as asking:
+        heed = partial(
+            signal.signal, signal.SIGINT, signal.SIG_DFL
+        )  # what a shell starts with & ignores it
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed
+        ) as asking:
             connection, _ = server.accept()
             with connection:
                 asking.send_signal(signal.SIGINT)
@@ -100,13 +129,24 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback() -> None:
 
 
 def test_a_pipe_gets_80_columns() -> None:
-    command = [sys.executable, "-m", "kvferry", "plan", "layers=32,heads=8,dim=64,tp=8,pp=2", "tp=3"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry",
+        "plan",
+        "layers=32,heads=8,dim=64,tp=8,pp=2",
+        "tp=3",
+    ]
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, env=environ
+    )
     assert 70 < max(map(len, ran.stdout.splitlines())) <= 80
 
 
-def test_a_width_of_no_digits_is_ignored(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_width_of_no_digits_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "²")
     assert main(["plan", DENSE, f"{DENSE},tp=2"]) == 0
     assert 70 < max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -58,7 +58,9 @@ class Tags(HTMLParser):
         self.said.append(data)
 
 
-def test_everything_is_written_and_the_slowest_is_first_everywhere(example: Path, tmp_path: Path) -> None:
+def test_everything_is_written_and_the_slowest_is_first_everywhere(
+    example: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "new" / "out"
     ran = run("trace", str(example), "-o", str(out), columns=140)
     assert (ran.code, ran.err) == (0, "")
@@ -74,7 +76,9 @@ def test_everything_is_written_and_the_slowest_is_first_everywhere(example: Path
         places = [text.index(name) for name in order]
         assert places == sorted(places)
     (row,) = (line for line in ran.out.splitlines() if line.startswith("cmpl-7c1e-1005"))
-    assert re.search(r"prefill-1 → decode-0 +1024 +71\.6 ms +decode queue 64 ms +134 MB at 29\.8 GB/s", row)
+    assert re.search(
+        r"prefill-1 → decode-0 +1024 +71\.6 ms +decode queue 64 ms +134 MB at 29\.8 GB/s", row
+    )
     assert "clocks of prefill-1 on host-of-prefill-1 and decode-0" in ran.out
     assert "recomputed: fence" in (out / PICTURE).read_text()
 
@@ -93,7 +97,9 @@ def test_with_names_as_long_as_the_routers_and_vllms_no_column_disappears(tmp_pa
     producer, consumer = (simulation.engine(name) for name in ends)
     simulation.handover(producer, consumer, request=f"cmpl-{'f44cb7e2' * 4}-0-a5dcd2ec")
     out = run("trace", str(simulation.write(tmp_path)), columns=40).out
-    assert {"a735d857", "4e9a2461", "engines", "tokens", "handover", "longest", "result"} <= {*out.split()}
+    assert {"a735d857", "4e9a2461", "engines", "tokens", "handover", "longest", "result"} <= {
+        *out.split()
+    }
 
 
 def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Path) -> None:
@@ -108,10 +114,14 @@ def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Pa
     assert json.loads(by_theirs.out)["slowest"] == [one]
 
 
-def test_of_a_request_that_was_read_while_it_was_computed_steps_and_reads_are_listed(example: Path) -> None:
+def test_of_a_request_that_was_read_while_it_was_computed_steps_and_reads_are_listed(
+    example: Path,
+) -> None:
     name = f"7c1e-{1000 + STREAMED}"
     (row,) = (
-        line for line in run("trace", str(example), "--request", name, columns=140).out.splitlines() if name in line
+        line
+        for line in run("trace", str(example), "--request", name, columns=140).out.splitlines()
+        if name in line
     )
     assert re.search(r" 8192 +4\.47 ms +reading 3\.27 ms +1\.07 GB, 87% early", row)
     (one,) = json.loads(run("trace", str(example), "--request", name, "--json").out)["slowest"]
@@ -120,7 +130,9 @@ def test_of_a_request_that_was_read_while_it_was_computed_steps_and_reads_are_li
     assert [step["stop_token"] for step in steps] == [1024 * number for number in range(1, 9)]
     assert (steps[0]["phase"], steps[-1]["ended_ms"]) == ("prefill_step", 0)
     for worker in workers:
-        assert [chunk["begun_ms"] for chunk in worker["chunks"]] == [step["ended_ms"] for step in steps]
+        assert [chunk["begun_ms"] for chunk in worker["chunks"]] == [
+            step["ended_ms"] for step in steps
+        ]
         assert (worker["early_bytes"] * 2, worker["restarts"]) == (one["early_bytes"], 0)
 
 
@@ -133,7 +145,9 @@ def test_the_answer_as_json_counts_everything_and_lists_as_many_as_asked(example
     assert len(answer["notes"]) == 2
 
 
-@pytest.mark.parametrize(("name", "begins"), [("a.svg", "<?xml"), ("a.html", "<!DOCTYPE html>"), ("a.json", "{")])
+@pytest.mark.parametrize(
+    ("name", "begins"), [("a.svg", "<?xml"), ("a.html", "<!DOCTYPE html>"), ("a.json", "{")]
+)
 def test_a_suffix_asks_for_one_file(example: Path, tmp_path: Path, name: str, begins: str) -> None:
     assert run("trace", str(example), "-o", str(tmp_path / name)).code == 0
     assert [file.name for file in tmp_path.iterdir()] == [name]
@@ -152,7 +166,9 @@ def test_the_picture_has_as_many_rows_as_asked(example: Path, tmp_path: Path) ->
     assert any(hint.startswith("tp1 reading: 55 ms") for hint in hints)
 
 
-def test_an_unread_lease_does_not_shrink_the_bars_of_all_others(example: Path, tmp_path: Path) -> None:
+def test_an_unread_lease_does_not_shrink_the_bars_of_all_others(
+    example: Path, tmp_path: Path
+) -> None:
     """It was held for eight minutes, while handovers took milliseconds."""
     run("trace", str(example), "-o", str(tmp_path / "a.svg"), "--slowest", "25")
     said = [*ElementTree.parse(tmp_path / "a.svg").getroot().itertext()]  # noqa: S314
@@ -179,7 +195,13 @@ def hostile(folder: Path) -> Path:
     consumer = simulation.engine("d</svg>", workers=2, host="h<b>&")
     simulation.handover(producer, consumer, request=HOSTILE, decode_request="d" + HOSTILE)
     simulation.handover(
-        producer, consumer, MS, Times(), request="x" + HOSTILE, reason="<i>&", recomputed="<b onclick=x>"
+        producer,
+        consumer,
+        MS,
+        Times(),
+        request="x" + HOSTILE,
+        reason="<i>&",
+        recomputed="<b onclick=x>",
     )
     consumer.workers[0].started = msgspec.structs.replace(consumer.workers[0].started, place="<u>&")
     for worker in consumer.workers:
@@ -188,7 +210,9 @@ def hostile(folder: Path) -> Path:
         home = folder / str(len(engine.workers))
         home.mkdir(parents=True)
         for number, process in enumerate((engine.scheduler, *engine.workers)):
-            (home / f"{number}.jsonl").write_bytes(process.lines() + b'{"event":"<script>alert(2)</script>"}\n')
+            (home / f"{number}.jsonl").write_bytes(
+                process.lines() + b'{"event":"<script>alert(2)</script>"}\n'
+            )
     return folder
 
 
@@ -209,13 +233,17 @@ def test_ids_of_clients_are_text_and_never_markup(tmp_path: Path) -> None:
     as_json = run("trace", str(folder), "--json").out
     assert json.loads(as_json)
     for shown in (ran.out, as_json, (out / PAGE).read_text(), (out / PICTURE).read_text()):
-        assert shown.replace("\n", "").isprintable(), "nothing reorders, hides or controls what a reader sees"
+        assert shown.replace("\n", "").isprintable(), (
+            "nothing reorders, hides or controls what a reader sees"
+        )
     assert "\\u202e" in (out / PICTURE).read_text()
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: Path) -> None:
     for file in example.rglob("*.jsonl"):
-        (tmp_path / file.name.replace(".jsonl", f"-{file.parent.name}.jsonl")).write_bytes(file.read_bytes()[:-30])
+        (tmp_path / file.name.replace(".jsonl", f"-{file.parent.name}.jsonl")).write_bytes(
+            file.read_bytes()[:-30]
+        )
     ran = run("trace", str(tmp_path), "-o", str(tmp_path / "out"))
     assert ran.code == 0
     words = " ".join(ran.out.split())
@@ -231,22 +259,36 @@ def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: 
         (["{example}", "--request", "unheard of"], "--request is 'unheard of'"),
         (["{example}", "--slowest", "0"], "--slowest is '0'"),
         (["{example}", "-o", ""], "-o is ''; expected a file .html, .svg, .json, or a folder"),
-        (["{example}", "-o", "x.pdf"], "-o is 'x.pdf'; expected a file .html, .svg, .json, or a folder"),
-        (["{example}", "-o", "{empty}/x.PNG"], "x.PNG'; expected a file .html, .svg, .json, or a folder"),
+        (
+            ["{example}", "-o", "x.pdf"],
+            "-o is 'x.pdf'; expected a file .html, .svg, .json, or a folder",
+        ),
+        (
+            ["{example}", "-o", "{empty}/x.PNG"],
+            "x.PNG'; expected a file .html, .svg, .json, or a folder",
+        ),
         (["{example}", "-o", "/proc/version/out"], "-o is "),
         (["{example}", "-o", "/proc/version/out.svg"], "-o is "),
     ],
 )
-def test_an_error_is_reported_in_one_line(arguments: list[str], field: str, example: Path, tmp_path: Path) -> None:
-    assert field in refused("trace", *(argument.format(example=example, empty=tmp_path) for argument in arguments))
+def test_an_error_is_reported_in_one_line(
+    arguments: list[str], field: str, example: Path, tmp_path: Path
+) -> None:
+    assert field in refused(
+        "trace", *(argument.format(example=example, empty=tmp_path) for argument in arguments)
+    )
 
 
-def test_a_very_long_recording_is_cut_to_what_a_viewer_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_long_recording_is_cut_to_what_a_viewer_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert HANDOVERS_OF_A_TRACE >= 1000
     monkeypatch.setattr("kvferry.cli.trace.command.HANDOVERS_OF_A_TRACE", 2)
     ran = run("trace", str(write_example(tmp_path / "in")), "-o", str(tmp_path / "a.json"))
     assert "the 2 slowest of 25 handovers are in the trace" in ran.out
-    names = {event["name"] for event in json.loads((tmp_path / "a.json").read_text())["traceEvents"]}
+    names = {
+        event["name"] for event in json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    }
     assert len([name for name in names if name.startswith("handover ")]) == 2
 
 

@@ -20,7 +20,12 @@ from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.caches import KvCaches
 from tests.harness.core.configs import vllm_config
 
-PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent", "gpu_rows": "rows"}
+PATTERNS = {
+    "cpu_attn/vec": "columns",
+    "cpu_attn/vec16": "columns",
+    "cpu_mla": "latent",
+    "gpu_rows": "rows",
+}
 """The probe's results for the backends that it recognises (`test_cache_probe`); other CPU attention is `BY_HEAD`."""
 
 ALONE = Sharding(total_heads=2, rank=0, size=1)
@@ -48,7 +53,9 @@ def config_of(*groups: Any, layout: str = "LBHNC", num_blocks: int = 5) -> Any:
     return get_kv_cache_config_from_groups(stub, list(groups), 1 << 24)
 
 
-def views_of(config: Any, layout: str = "LBHNC", kernel_block_sizes: Sequence[int] | None = None) -> Any:
+def views_of(
+    config: Any, layout: str = "LBHNC", kernel_block_sizes: Sequence[int] | None = None
+) -> Any:
     """By layer the view `[B, H, N, C]` that vLLM registers, filled with bytes that differ from their neighbours.
 
     Bytes of a block's unused tail must be finite numbers, as they always are in an engine: attention multiplies them
@@ -80,7 +87,9 @@ def layout_of_packing(packing: str) -> BlockLayout:
     return BlockLayout(packing, PATTERNS.get(packing, unknown))
 
 
-def configs_for(stages: Sequence[dict[str, Any]], layout: str = "LBHNC", num_blocks: int = 40) -> Any:
+def configs_for(
+    stages: Sequence[dict[str, Any]], layout: str = "LBHNC", num_blocks: int = 40
+) -> Any:
     """The configurations that vLLM makes of a model's cache specs: groups, pages of one size, the allocation.
 
     Args:
@@ -104,7 +113,11 @@ def bytes_of(tensor: PagedTensor, block: int, head: int, token: int) -> Any:
     inside = np.arange(tensor.cell_bytes)
     if not tensor.element_bytes:
         return start + inside
-    return start + inside // tensor.element_bytes * tensor.element_stride + inside % tensor.element_bytes
+    return (
+        start
+        + inside // tensor.element_bytes * tensor.element_stride
+        + inside % tensor.element_bytes
+    )
 
 
 def all_bytes_of(tensor: PagedTensor) -> Any:

@@ -51,7 +51,9 @@ KINDS = [
     Kind("vec", torch.float16, 64),
     Kind("vec16", torch.float16, 80),
 ]
-if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():  # the second asks the kernel for the registers
+if (
+    torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+):  # the second asks the kernel for the registers
     KINDS.append(Kind("amx", torch.bfloat16, 64))
 if torch.cpu._is_avx512_supported():
     KINDS.append(Kind("vec", torch.bfloat16, 64, "fp8_e4m3"))
@@ -67,18 +69,32 @@ class Cache:
     """
 
     def __init__(
-        self, kind: Kind, num_blocks: int, *, tokens: int = 32, block_size: int = 0, sharding: Sharding = ALONE
+        self,
+        kind: Kind,
+        num_blocks: int,
+        *,
+        tokens: int = 32,
+        block_size: int = 0,
+        sharding: Sharding = ALONE,
     ) -> None:
         current_platform.import_kernels()
         dtype = kind.dtype if kind.cache_dtype == "auto" else torch.uint8
         self.kind, self.tokens, self.sharding = kind, tokens, sharding
         self.heads = sharding.total_heads // sharding.size
         self.layer = layer_of(kind)
-        shape: dict[str, Any] = {"num_kv_heads": self.heads, "head_size": kind.head_size, "dtype": dtype}
+        shape: dict[str, Any] = {
+            "num_kv_heads": self.heads,
+            "head_size": kind.head_size,
+            "dtype": dtype,
+        }
         shape["kv_quant_mode"] = get_kv_quant_mode(kind.cache_dtype)
-        self.config = config_of(group(full(**shape, block_size=block_size or tokens)), num_blocks=num_blocks)
+        self.config = config_of(
+            group(full(**shape, block_size=block_size or tokens)), num_blocks=num_blocks
+        )
         self.views = views_of(self.config, kernel_block_sizes=[tokens])
-        block_layouts = block_layouts_of(dict.fromkeys(self.views, self.layer), self.views, self.config, kind.dtype)
+        block_layouts = block_layouts_of(
+            dict.fromkeys(self.views, self.layer), self.views, self.config, kind.dtype
+        )
         self.caches = discover(self.views, self.config, block_layouts, sharding)
         self.view = self.views[LAYER]
         self.bytes = storage_of(self.view)
@@ -99,7 +115,11 @@ class Cache:
     def attend(self, query: torch.Tensor, blocks: list[int], tokens: int) -> torch.Tensor:
         """vLLM's own attention of the last `len(query)` tokens of a sequence that lies in these kernel blocks."""
         lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ([tokens], [0, len(query)]))
-        common = {"query_start_loc": starts, "causal": True, "kv_cache_dtype": self.kind.cache_dtype}
+        common = {
+            "query_start_loc": starts,
+            "causal": True,
+            "kv_cache_dtype": self.kind.cache_dtype,
+        }
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
             num_heads=self.heads * QUERIES_PER_HEAD,
@@ -157,8 +177,13 @@ def holds(kind: Kind, kept: torch.Tensor, numbers: torch.Tensor) -> bool:
     """Whether these bytes of the cache are these numbers; for float8, with scales of one, up to vLLM's rounding."""
     if kind.cache_dtype == "auto":
         return torch.equal(kept, numbers.contiguous().view(torch.uint8))
-    return torch.allclose(kept.view(torch.float8_e4m3fn).float(), numbers.float(), rtol=1 / 8, atol=2**-8)
+    return torch.allclose(
+        kept.view(torch.float8_e4m3fn).float(), numbers.float(), rtol=1 / 8, atol=2**-8
+    )
 
 
 def slots_of(blocks: list[int], tokens: int, block_tokens: int = 32) -> list[int]:
-    return [blocks[token // block_tokens] * block_tokens + token % block_tokens for token in range(tokens)]
+    return [
+        blocks[token // block_tokens] * block_tokens + token % block_tokens
+        for token in range(tokens)
+    ]

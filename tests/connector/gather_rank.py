@@ -59,7 +59,10 @@ def gathered_by_all(axes: Axes, rendezvous: str) -> list[Rank]:
     """The results of all ranks of the world, in order."""
     context = forkserver()
     answers: Any = context.Queue()
-    processes = [context.Process(target=_one, args=(axes, rank, rendezvous, answers)) for rank in range(axes.ranks)]
+    processes = [
+        context.Process(target=_one, args=(axes, rank, rendezvous, answers))
+        for rank in range(axes.ranks)
+    ]
     found: dict[int, Rank] = {}
     for process in processes:
         process.start()
@@ -89,7 +92,12 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     from vllm.distributed import parallel_state
 
     from kvferry.connector.engine.facts import place_of_this_worker, worker_index
-    from kvferry.connector.messages import FerryHandshake, SiblingFailed, engine_groups, gather_workers
+    from kvferry.connector.messages import (
+        FerryHandshake,
+        SiblingFailed,
+        engine_groups,
+        gather_workers,
+    )
     from kvferry.protocol.geometry import Topology
     from kvferry.protocol.handshake import LeaseTable, WorkerDescription
     from tests.vllm_preload import CONFIG
@@ -100,8 +108,12 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     os.environ["VLLM_DIST_IDENT"] = f"rank {rank}"
     with set_current_vllm_config(CONFIG):
         parallel_state.init_distributed_environment(axes.ranks, rank, rendezvous, rank, "gloo")
-        CONFIG.parallel_config.data_parallel_size = axes.data  # not before: vLLM would look for a rendezvous of its own
-        parallel_state.initialize_model_parallel(axes.tp, axes.pp, axes.pcp, axes.dcp, backend="gloo")
+        CONFIG.parallel_config.data_parallel_size = (
+            axes.data
+        )  # not before: vLLM would look for a rendezvous of its own
+        parallel_state.initialize_model_parallel(
+            axes.tp, axes.pp, axes.pcp, axes.dcp, backend="gloo"
+        )
     place = place_of_this_worker()
     mine = WorkerDescription(
         place=place,
@@ -114,7 +126,9 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     )
     index = worker_index(Topology(pp=axes.pp, pcp=axes.pcp, tp=axes.tp), place)
     try:
-        reported = gather_workers(ValueError("no caches") if rank == axes.failing else mine, engine_groups())
+        reported = gather_workers(
+            ValueError("no caches") if rank == axes.failing else mine, engine_groups()
+        )
     except (SiblingFailed, ValueError) as error:
         answers.put((rank, Rank(index, [f"{type(error).__name__}: {error}"])))
     else:
@@ -122,7 +136,16 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
         apart = axes.pcp > 1 and axes.dcp > 1
         key = (place.pp, place.tp + (place.pcp * axes.tp if apart else 0))
         answers.put(
-            (rank, Rank(index, [one.agent for one in reported], place, key, FerryHandshake.of(place, reported)))
+            (
+                rank,
+                Rank(
+                    index,
+                    [one.agent for one in reported],
+                    place,
+                    key,
+                    FerryHandshake.of(place, reported),
+                ),
+            )
         )
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

@@ -66,7 +66,9 @@ def hybrid(name: str, pattern: str, **changed: Any) -> Recorded:
     to it: blocks and pages depend on the ranks.
     """
     model = STATE_MODELS[name]
-    layers = [f"layers.{index}.{'attn' if what == 'a' else 'mixer'}" for index, what in enumerate(pattern)]
+    layers = [
+        f"layers.{index}.{'attn' if what == 'a' else 'mixer'}" for index, what in enumerate(pattern)
+    ]
 
     def specs(tp: int) -> Specs:
         one = attention(tp)
@@ -76,7 +78,10 @@ def hybrid(name: str, pattern: str, **changed: Any) -> Recorded:
         if state.mamba_cache_mode == "align":
             state = replace(state, block_size=tokens)
         padded = replace(state, page_size_padded=page)
-        return {layer: attention(tp, block_size=tokens) if "attn" in layer else padded for layer in layers}
+        return {
+            layer: attention(tp, block_size=tokens) if "attn" in layer else padded
+            for layer in layers
+        }
 
     return _model(specs, states={layer: model for layer in layers if "mixer" in layer})
 
@@ -90,18 +95,29 @@ def _gemma(index: int, tp: int) -> Any:
 
 
 def _llama4(index: int, tp: int) -> Any:
-    return attention(tp) if index % 4 == 3 else attention(tp, ChunkedLocalAttentionSpec, attention_chunk_size=64)
+    return (
+        attention(tp)
+        if index % 4 == 3
+        else attention(tp, ChunkedLocalAttentionSpec, attention_chunk_size=64)
+    )
 
 
 def _deepseek(tp: int) -> Specs:
     indexer = latent(head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
     layers = ("layers.0", "layers.1")
-    return {name: spec for at in layers for name, spec in ((f"{at}.mla", latent()), (f"{at}.indexer.k_cache", indexer))}
+    return {
+        name: spec
+        for at in layers
+        for name, spec in ((f"{at}.mla", latent()), (f"{at}.indexer.k_cache", indexer))
+    }
 
 
 def _with_draft(tp: int) -> Specs:
     """A drafter's layer comes last, and its heads may be wider."""
-    return {**_layers(2, lambda _, tp: attention(tp))(tp), "draft.layers.2.attn": attention(tp, head_size=16)}
+    return {
+        **_layers(2, lambda _, tp: attention(tp))(tp),
+        "draft.layers.2.attn": attention(tp, head_size=16),
+    }
 
 
 RECORDED = {

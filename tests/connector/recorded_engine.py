@@ -12,7 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, MambaManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    MambaManager,
+    SlidingWindowManager,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     MambaSpec,
@@ -88,7 +92,9 @@ class RecordedEngine:
         for stage, config in enumerate(self.configs):
             for rank in range(tp):
                 views = views_of(config, layout, kernel_block_sizes=_kernels(config, kernel_tokens))
-                block_layouts = {name: layout_of_packing(model.packings.get(name, packing)) for name in views}
+                block_layouts = {
+                    name: layout_of_packing(model.packings.get(name, packing)) for name in views
+                }
                 sharding = Sharding(total_heads=HEADS, rank=rank, size=tp)
                 head_groups = states.head_groups if states is not None else None
                 caches = discover(views, config, block_layouts, sharding, head_groups=head_groups)
@@ -98,21 +104,32 @@ class RecordedEngine:
         """Give a sequence blocks, as vLLM has left them when so many tokens are computed."""
         ids, found = iter(free), []
         for spec in _group_specs(self.configs[0]):
-            count, skipped = -(-num_tokens // spec.block_size), skipped_tokens(spec, num_tokens) // spec.block_size
+            count, skipped = (
+                -(-num_tokens // spec.block_size),
+                skipped_tokens(spec, num_tokens) // spec.block_size,
+            )
             scratch = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
-            found.append((NULL_BLOCK,) * skipped + tuple(next(ids) for _ in range(count - skipped + scratch)))
+            found.append(
+                (NULL_BLOCK,) * skipped + tuple(next(ids) for _ in range(count - skipped + scratch))
+            )
         return Tokens(num_tokens, tuple(found))
 
     def reported(self, tokens: Tokens) -> tuple[tuple[int, ...], ...]:
         """Its blocks as the scheduler side passes them on."""
-        local: Any = SimpleNamespace(groups=self.groups, block_spans=[group.block_tokens for group in self.groups])
-        return tuple(map(tuple, LocalEngine.without_scratch(local, tokens.blocks, tokens.num_tokens)))
+        local: Any = SimpleNamespace(
+            groups=self.groups, block_spans=[group.block_tokens for group in self.groups]
+        )
+        return tuple(
+            map(tuple, LocalEngine.without_scratch(local, tokens.blocks, tokens.num_tokens))
+        )
 
     def write(self, tokens: Tokens, seed: int) -> None:
         """Write as the model's layers do: keys and values of all tokens that have a block, and the last state."""
         for worker, layer, spec, ids in self._layers(tokens):
             if isinstance(spec, MambaSpec):
-                write(spec, worker.views[layer], *self._state(worker, layer, spec, ids, tokens, seed))
+                write(
+                    spec, worker.views[layer], *self._state(worker, layer, spec, ids, tokens, seed)
+                )
                 continue
             values = self._values(worker, layer, tokens.num_tokens, seed)
             for token in range(tokens.num_tokens):
@@ -129,7 +146,9 @@ class RecordedEngine:
             where = f"{worker.place}, {layer}"
             if isinstance(spec, MambaSpec):
                 block, expected = self._state(worker, layer, spec, ids, tokens, seed)
-                for found, right in zip(read(spec, worker.views[layer], block, expected), expected, strict=True):
+                for found, right in zip(
+                    read(spec, worker.views[layer], block, expected), expected, strict=True
+                ):
                     assert torch.equal(found, right), where
                 continue
             values = self._values(worker, layer, tokens.num_tokens, seed)
@@ -158,10 +177,16 @@ class RecordedEngine:
         self, worker: Worker, layer: str, spec: Any, ids: Sequence[int], tokens: Tokens, seed: int
     ) -> tuple[int, tuple[torch.Tensor, ...]]:
         """The block of the state after the last token, and a rank's part of that state."""
-        states = self.model.states[layer].draw(_seed(seed, layer)).on_rank(worker.place.tp, self.topology.tp)
+        states = (
+            self.model.states[layer]
+            .draw(_seed(seed, layer))
+            .on_rank(worker.place.tp, self.topology.tp)
+        )
         return ids[-(-tokens.num_tokens // spec.block_size) - 1], states
 
-    def _token(self, worker: Worker, layer: str, spec: Any, ids: Sequence[int], token: int) -> torch.Tensor:
+    def _token(
+        self, worker: Worker, layer: str, spec: Any, ids: Sequence[int], token: int
+    ) -> torch.Tensor:
         """The row of every head of a token, `[H, C]`."""
         view = worker.views[layer]
         ratio = view.shape[0] // worker.config.num_blocks
@@ -174,7 +199,9 @@ class RecordedEngine:
         latent = layer in self.model.packings
         heads = 1 if latent else HEADS
         draw = torch.Generator().manual_seed(_seed(seed, layer))
-        whole = torch.randint(0, 100, (512, heads, view.shape[3]), generator=draw)[:num_tokens].to(view.dtype)
+        whole = torch.randint(0, 100, (512, heads, view.shape[3]), generator=draw)[:num_tokens].to(
+            view.dtype
+        )
         tp, rank = self.topology.tp, worker.place.tp
         if latent:
             return whole
@@ -211,7 +238,9 @@ def _kernels(config: Any, tokens: int | None) -> list[int] | None:
     """Kernel block sizes: attention's blocks are divided, a state's are not."""
     if tokens is None:
         return None
-    return [spec.block_size if isinstance(spec, MambaSpec) else tokens for spec in _group_specs(config)]
+    return [
+        spec.block_size if isinstance(spec, MambaSpec) else tokens for spec in _group_specs(config)
+    ]
 
 
 def _seed(seed: int, layer: str) -> int:

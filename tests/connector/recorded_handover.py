@@ -19,7 +19,11 @@ _numbers = itertools.count(1)
 
 
 def hand_over_recorded(
-    source: RecordedEngine, target: RecordedEngine, num_tokens: int, seed: int, staging_pool_bytes: int
+    source: RecordedEngine,
+    target: RecordedEngine,
+    num_tokens: int,
+    seed: int,
+    staging_pool_bytes: int,
 ) -> int:
     """A sequence is computed here and loaded there.
 
@@ -39,16 +43,28 @@ def hand_over_recorded(
         for letter, recorded in (("P", source), ("C", target)):
             shards = [(one.place, one.caches) for one in recorded.workers]
             name = f"{letter}recorded{next(_numbers)}"
-            engines.append(CacheEngine(name, NixlFabric, shards, recorded.groups, recorded.topology, settings=settings))
+            engines.append(
+                CacheEngine(
+                    name, NixlFabric, shards, recorded.groups, recorded.topology, settings=settings
+                )
+            )
             stack.callback(engines[-1].close)
             stack.callback(engines[-1].wait_until_idle)
         before = _contents(target)
         producer, consumer = engines
         moved = hand_over(
-            producer, consumer, request, lambda: source.write(theirs, seed), lambda: target.check(ours, seed)
+            producer,
+            consumer,
+            request,
+            lambda: source.write(theirs, seed),
+            lambda: target.check(ours, seed),
         )
-        for (one, loaded), old, now in zip(target.loaded_bytes(ours), before, _contents(target), strict=True):
-            assert torch.equal(now[~loaded], old[~loaded]), f"{one.place}: bytes of other blocks have changed"
+        for (one, loaded), old, now in zip(
+            target.loaded_bytes(ours), before, _contents(target), strict=True
+        ):
+            assert torch.equal(now[~loaded], old[~loaded]), (
+                f"{one.place}: bytes of other blocks have changed"
+            )
         return sum(totals.transferred_bytes for totals in moved)
 
 

@@ -46,7 +46,9 @@ class StateModel:
 
     def spec(self, tp: int, **changed: Any) -> Any:
         """The spec that a layer of one rank gives to vLLM."""
-        dtypes = ([CONV_DTYPE] if self.projections else []) + ([TEMPORAL_DTYPE] if self.temporal else [])
+        dtypes = ([CONV_DTYPE] if self.projections else []) + (
+            [TEMPORAL_DTYPE] if self.temporal else []
+        )
         usual = {"block_size": 512, "mamba_type": self.kind, "dtypes": tuple(dtypes)}
         return MambaSpec(**{"shapes": tuple(self.shapes(tp)), **usual, **changed})
 
@@ -57,7 +59,9 @@ class StateModel:
             kind: torch.randn(channels, self.columns, generator=draw).to(CONV_DTYPE)
             for kind, (channels, _) in self.projections.items()
         }
-        return Whole(self, conv, torch.randn(self.temporal or (0,), generator=draw, dtype=TEMPORAL_DTYPE))
+        return Whole(
+            self, conv, torch.randn(self.temporal or (0,), generator=draw, dtype=TEMPORAL_DTYPE)
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,9 @@ class Whole:
                 copies = tp if alike else 1
                 settings.append((channels * copies, channels * (copies - 1), alike))
             whole = torch.cat(list(self.conv.values()))
-            mine = torch.zeros(sum(setting[0] // tp for setting in settings), self.model.columns, dtype=whole.dtype)
+            mine = torch.zeros(
+                sum(setting[0] // tp for setting in settings), self.model.columns, dtype=whole.dtype
+            )
             mamba_v2_sharded_weight_loader(settings, tp, rank)(mine, whole)
             found.append(mine)
         if self.model.temporal:
@@ -92,7 +98,9 @@ def orient(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
 
 def bound(spec: Any, view: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The views of a layer's states, `[B, …]` each, as the layer makes them of its page."""
-    layer: Any = SimpleNamespace(get_state_shape=lambda: spec.shapes, get_state_dtype=lambda: spec.dtypes)
+    layer: Any = SimpleNamespace(
+        get_state_shape=lambda: spec.shapes, get_state_dtype=lambda: spec.dtypes
+    )
     MambaBase.bind_kv_cache(layer, view)
     return tuple(layer.kv_cache)
 
@@ -103,10 +111,15 @@ def write(spec: Any, view: torch.Tensor, block: int, states: tuple[torch.Tensor,
         place[block] = state if place[block].shape == state.shape else state.T
 
 
-def read(spec: Any, view: torch.Tensor, block: int, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def read(
+    spec: Any, view: torch.Tensor, block: int, like: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
     """A rank's states in a block, in the orientation of `like`."""
     found = (place[block] for place in bound(spec, view))
-    return tuple(state if state.shape == other.shape else state.T for state, other in zip(found, like, strict=True))
+    return tuple(
+        state if state.shape == other.shape else state.T
+        for state, other in zip(found, like, strict=True)
+    )
 
 
 def _mamba2(n_groups: int) -> Callable[[int], Any]:
@@ -154,7 +167,11 @@ STATE_MODELS = {
             (),
         ),
         StateModel(
-            "linear attention", Kinds.LINEAR, lambda tp: Shapes.linear_attention_state_shape(8, tp, 6), {}, (8, 6, 6)
+            "linear attention",
+            Kinds.LINEAR,
+            lambda tp: Shapes.linear_attention_state_shape(8, tp, 6),
+            {},
+            (8, 6, 6),
         ),
     )
 }

@@ -30,7 +30,9 @@ def adapter(folder: Path, fill: int = 1, **config: Any) -> Path:
     return folder
 
 
-def request(path: Path | str, name: str = "support-bot", number: int = 1, **more: Any) -> LoRARequest:
+def request(
+    path: Path | str, name: str = "support-bot", number: int = 1, **more: Any
+) -> LoRARequest:
     return LoRARequest(name, number, str(path), **more)
 
 
@@ -51,8 +53,12 @@ def test_equal_files_are_one_adapter_on_two_engines_whatever_their_names(tmp_pat
     assert content(one) == content(other, name="another", number=7)
 
 
-@pytest.mark.parametrize("changed", [{"fill": 2}, {"lora_alpha": 32}, {"r": 16}, {"use_rslora": True}])
-def test_two_versions_under_one_name_are_two_adapters(tmp_path: Path, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changed", [{"fill": 2}, {"lora_alpha": 32}, {"r": 16}, {"use_rslora": True}]
+)
+def test_two_versions_under_one_name_are_two_adapters(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
     assert content(adapter(tmp_path / "v1")) != content(adapter(tmp_path / "v2", **changed))
 
 
@@ -66,7 +72,9 @@ def test_two_versions_under_one_name_are_two_adapters(tmp_path: Path, changed: d
         {"enable_mixed_moe_lora_format": True},
     ],
 )
-def test_options_that_change_what_an_adapter_does_are_part_of_it(tmp_path: Path, option: dict[str, Any]) -> None:
+def test_options_that_change_what_an_adapter_does_are_part_of_it(
+    tmp_path: Path, option: dict[str, Any]
+) -> None:
     usual: dict[str, Any] = {
         "lora_dtype": "torch.bfloat16",
         "target_modules": None,
@@ -79,7 +87,8 @@ def test_options_that_change_what_an_adapter_does_are_part_of_it(tmp_path: Path,
     found = []
     for options in (usual, {**usual, "max_loras": 4}, {**usual, **option}):
         config: Any = SimpleNamespace(
-            lora_config=SimpleNamespace(**options), cache_config=SimpleNamespace(enable_prefix_caching=True)
+            lora_config=SimpleNamespace(**options),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
         )
         found.append(content(path, Adapters.of(config)))
     assert found[0] == found[1] != found[2]
@@ -93,7 +102,9 @@ def test_what_cannot_be_read_is_shared_with_no_engine(tmp_path: Path, missing: s
     one, other = Adapters(), Adapters()
     assert content(path, one) == content(path, one)
     assert content(path, one) != content(path, other)
-    assert content(adapter(path), one) == content(path, other), "and it is shared from the moment it can be read"
+    assert content(adapter(path), one) == content(path, other), (
+        "and it is shared from the moment it can be read"
+    )
 
 
 def test_an_adapter_that_was_removed_after_it_was_loaded_is_what_it_was(tmp_path: Path) -> None:
@@ -110,7 +121,9 @@ def test_files_that_change_under_a_loaded_adapter_are_not_trusted(tmp_path: Path
     adapter(path, fill=2)
     assert content(path, adapters).startswith("unknown")
     adapters.reset()
-    assert content(path, adapters).startswith("unknown"), "a reset empties caches, and loads nothing"
+    assert content(path, adapters).startswith("unknown"), (
+        "a reset empties caches, and loads nothing"
+    )
 
 
 @pytest.mark.parametrize("how", ["in place", "unloaded and loaded", "from another path"])
@@ -130,7 +143,9 @@ def test_a_new_version_under_the_same_name_is_trusted_when_the_old_ones_blocks_a
     assert content(adapter(tmp_path / "v3"), uncached, **first) != content(newer, uncached, **again)
 
 
-def test_what_has_not_changed_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_not_changed_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, adapters = adapter(tmp_path / "adapter"), Adapters()
     before = content(path, adapters)
     monkeypatch.setattr("kvferry.connector.engine.adapters.fingerprint", pytest.fail)

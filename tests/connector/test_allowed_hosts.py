@@ -14,7 +14,14 @@ from kvferry.protocol.side_channel import allowed_hosts
 from kvferry.protocol.side_channel.host_names import address_of, look_up
 from tests.protocol.secret_files import NEW
 
-LIST = ("10.1.0.0/16", "192.0.2.7", "2001:db8::/32", "p0.example", "*.prefill.example", "LOCALHOST.")
+LIST = (
+    "10.1.0.0/16",
+    "192.0.2.7",
+    "2001:db8::/32",
+    "p0.example",
+    "*.prefill.example",
+    "LOCALHOST.",
+)
 ALLOWED = AllowedHosts.of(LIST)
 
 YES = [
@@ -88,7 +95,8 @@ def test_names_do_not_allow_their_addresses_nor_addresses_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["::ffff:10.1.0.0/112", "[2001:db8::1]", "fe80::/10", "0.0.0.0/0", "::/0", "a", "a-b.c_d"]
+    "entry",
+    ["::ffff:10.1.0.0/112", "[2001:db8::1]", "fe80::/10", "0.0.0.0/0", "::/0", "a", "a-b.c_d"],
 )
 def test_every_way_to_write_an_entry_is_taken(entry: str) -> None:
     assert AllowedHosts.of([entry]) != AllowedHosts()
@@ -138,7 +146,12 @@ NUMBERS = st.integers(LOW - 300, HIGH + 300) | st.integers(0, 2**32 - 1)
 
 
 def part(value: int, base: str) -> str:
-    return {"d": str(value), "x": hex(value), "X": f"0X{value:X}", "o": f"0{value:o}" if value else "0"}[base]
+    return {
+        "d": str(value),
+        "x": hex(value),
+        "X": f"0X{value:X}",
+        "o": f"0{value:o}" if value else "0",
+    }[base]
 
 
 @given(NUMBERS, st.integers(1, 4), st.lists(st.sampled_from("dxXo"), min_size=4, max_size=4))
@@ -176,9 +189,16 @@ def test_any_host_is_every_host_that_can_be_connected_but_the_link_local_ones() 
 def test_without_a_list_a_secret_allows_any_host_and_none_allows_this_one_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(allowed_hosts, "is_this_host", lambda address: str(address) in ("127.0.0.1", "10.1.2.3"))
-    monkeypatch.setattr(allowed_hosts, "names_of_this_host", lambda: frozenset({"localhost", "node-1"}))
-    protected, secret = AllowedHosts.without_list((), "Node-1.Example."), AllowedHosts.without_list((NEW,))
+    monkeypatch.setattr(
+        allowed_hosts, "is_this_host", lambda address: str(address) in ("127.0.0.1", "10.1.2.3")
+    )
+    monkeypatch.setattr(
+        allowed_hosts, "names_of_this_host", lambda: frozenset({"localhost", "node-1"})
+    )
+    protected, secret = (
+        AllowedHosts.without_list((), "Node-1.Example."),
+        AllowedHosts.without_list((NEW,)),
+    )
     for host in ("127.0.0.1", "0x7f.1", "10.1.2.3", "localhost", "NODE-1", "node-1.example"):
         assert protected.allow(host), host
         assert secret.allow(host), host
@@ -187,11 +207,15 @@ def test_without_a_list_a_secret_allows_any_host_and_none_allows_this_one_alone(
         assert secret.allow(host), host
     assert not AllowedHosts.of(["10.0.0.0/8"]).allow("127.0.0.1"), "a list is all that is allowed"
     assert protected.why_not_found("localhost", ipaddress.ip_address("127.0.0.1")) is None
-    assert "not this host" in str(protected.why_not_found("localhost", ipaddress.ip_address("10.1.2.4")))
+    assert "not this host" in str(
+        protected.why_not_found("localhost", ipaddress.ip_address("10.1.2.4"))
+    )
 
 
 @given(st.text(max_size=40) | st.text("0123456789abcdefx.:;[]%*/ p-_", max_size=30))
-def test_nothing_that_resolves_to_a_forbidden_address_without_a_name_server_is_allowed(host: str) -> None:
+def test_nothing_that_resolves_to_a_forbidden_address_without_a_name_server_is_allowed(
+    host: str,
+) -> None:
     """For any text: if the system reads it as an address and the list permits it, the address is in the list."""
     if not ALLOWED.allow(host):
         return

@@ -44,7 +44,9 @@ def impl_of(module: str, name: str, **attributes: Any) -> Any:
 
 
 def scaled_layer(impl: Any) -> Any:
-    return layer_of(impl, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    return layer_of(
+        impl, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -66,20 +68,29 @@ def test_an_instruction_set_that_the_processor_lacks_is_opaque() -> None:
     assert Written(layer, spec_of(block_size=32, head_size=64)).block_layout().pattern == OPAQUE
 
 
-def stand_in(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, dtype: str, *scales: Any) -> None:
+def stand_in(
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, dtype: str, *scales: Any
+) -> None:
     """The kernel that most backends of GPUs call, `[B, N, H, D]` caches of any strides; the CPU build lacks it."""
     blocks, tokens = slots // key_cache.shape[1], slots % key_cache.shape[1]
     key_cache[blocks, tokens], value_cache[blocks, tokens] = key, value
 
 
-def stand_in_mla(latent: Any, rope: Any, kv_cache: Any, slots: Any, kv_cache_dtype: str, scale: Any) -> None:
-    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = torch.cat([latent, rope], dim=1)
+def stand_in_mla(
+    latent: Any, rope: Any, kv_cache: Any, slots: Any, kv_cache_dtype: str, scale: Any
+) -> None:
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = torch.cat(
+        [latent, rope], dim=1
+    )
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacements of the GPU kernels for builds without them; the rest of every backend is vLLM's."""
-    for name, kernel in (("reshape_and_cache_flash", stand_in), ("concat_and_cache_mla", stand_in_mla)):
+    for name, kernel in (
+        ("reshape_and_cache_flash", stand_in),
+        ("concat_and_cache_mla", stand_in_mla),
+    ):
         monkeypatch.setattr(torch.ops._C_cache_ops, name, kernel, raising=False)
     flash = importlib.import_module("vllm.v1.attention.backends.flash_attn")
     monkeypatch.setattr(flash, "reshape_and_cache_flash", stand_in, raising=False)
@@ -88,7 +99,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
 @pytest.mark.parametrize(
-    ("module", "name"), [("flash_attn", "FlashAttentionImpl"), ("flex_attention", "FlexAttentionImpl")]
+    ("module", "name"),
+    [("flash_attn", "FlashAttentionImpl"), ("flex_attention", "FlexAttentionImpl")],
 )
 def test_flash_and_flex_attention_write_rows(module: str, name: str, layout: str) -> None:
     impl = impl_of(module, name)
@@ -97,16 +109,20 @@ def test_flash_and_flex_attention_write_rows(module: str, name: str, layout: str
 
 @pytest.mark.usefixtures("kernels")
 def test_b12x_writes_planes() -> None:
-    impl = impl_of("b12x", "B12xPagedAttentionImpl", num_kv_heads=HEADS, kv_torch_dtype=torch.bfloat16)
-    spec = importlib.import_module("vllm.v1.attention.backends.b12x").B12xPagedAttentionBackend.customize_spec(
-        spec_of()
+    impl = impl_of(
+        "b12x", "B12xPagedAttentionImpl", num_kv_heads=HEADS, kv_torch_dtype=torch.bfloat16
     )
+    spec = importlib.import_module(
+        "vllm.v1.attention.backends.b12x"
+    ).B12xPagedAttentionBackend.customize_spec(spec_of())
     assert Written(scaled_layer(impl), spec).block_layout().pattern == "planes"
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
-@pytest.mark.parametrize(("module", "name"), [("triton_mla", "TritonMLAImpl"), ("cpu_mla", "CPUMLAImpl")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("triton_mla", "TritonMLAImpl"), ("cpu_mla", "CPUMLAImpl")]
+)
 def test_mla_writes_rows_of_latent_and_rope(module: str, name: str, layout: str) -> None:
     """Nearly all MLA backends of GPUs inherit the first one's cache write."""
     impl = impl_of(f"mla.{module}", name)
@@ -118,9 +134,14 @@ def test_mla_writes_rows_of_latent_and_rope(module: str, name: str, layout: str)
 
 
 def test_triton_attention_writes_rows_of_any_type() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("triton_probe.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "auto LBHNC": ["rows", "", {}],

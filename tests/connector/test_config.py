@@ -24,13 +24,27 @@ PEER_DEFAULTS: dict[str, Any] = {
     "push_registration_timeout": 480,
     "enable_cross_layers_blocks": "True",
 }
-WITHOUT_MEANING = {"enforce_handshake_compat", "push_registration_timeout", "enable_cross_layers_blocks"}
+WITHOUT_MEANING = {
+    "enforce_handshake_compat",
+    "push_registration_timeout",
+    "enable_cross_layers_blocks",
+}
 
 
 def test_the_peers_values_mean_the_same_here() -> None:
-    config = read_config({"backends": ["UCX", "LIBFABRIC"], "num_threads": 7, "kv_lease_duration": 12.5})
-    assert (config.backends, config.num_threads, config.kv_lease_duration) == (("UCX", "LIBFABRIC"), 7, 12.5)
-    turns = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 60, "kv_recompute_threshold": 0}
+    config = read_config(
+        {"backends": ["UCX", "LIBFABRIC"], "num_threads": 7, "kv_lease_duration": 12.5}
+    )
+    assert (config.backends, config.num_threads, config.kv_lease_duration) == (
+        ("UCX", "LIBFABRIC"),
+        7,
+        12.5,
+    )
+    turns = {
+        "bidirectional_kv_xfer": True,
+        "decoder_kv_blocks_ttl": 60,
+        "kv_recompute_threshold": 0,
+    }
     assert {key: getattr(read_config(turns), key) for key in turns} == turns
     defaults = {key: value for key, value in PEER_DEFAULTS.items() if key != "num_threads"}
     assert read_config(defaults) == FerryConfig()
@@ -44,7 +58,9 @@ def test_a_key_of_the_peer_without_meaning_is_named_in_one_warning(
     read_config({key: PEER_DEFAULTS[key]})
     said = [record.getMessage() for record in ferry_log.records]
     assert len(said) == (key in WITHOUT_MEANING)
-    assert all(line.startswith(f"{key}={PEER_DEFAULTS[key]!r} means nothing to kvferry: ") for line in said)
+    assert all(
+        line.startswith(f"{key}={PEER_DEFAULTS[key]!r} means nothing to kvferry: ") for line in said
+    )
 
 
 def test_our_own_keys_reach_the_configuration() -> None:
@@ -69,14 +85,23 @@ def test_our_own_keys_reach_the_configuration() -> None:
 
 
 def test_null_stands_for_the_default() -> None:
-    assert read_config(dict.fromkeys(field.name for field in dataclasses.fields(FerryConfig))) == FerryConfig()
+    assert (
+        read_config(dict.fromkeys(field.name for field in dataclasses.fields(FerryConfig)))
+        == FerryConfig()
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("kv_lease_durations", "kv_lease_duration"), ("lease_slot", "lease_slots"), ("Backends", "backends")],
+    [
+        ("kv_lease_durations", "kv_lease_duration"),
+        ("lease_slot", "lease_slots"),
+        ("Backends", "backends"),
+    ],
 )
-def test_an_unknown_key_is_refused_with_its_value_the_near_miss_and_all_valid_keys(key: str, near: str) -> None:
+def test_an_unknown_key_is_refused_with_its_value_the_near_miss_and_all_valid_keys(
+    key: str, near: str
+) -> None:
     with pytest.raises(InvalidConfig) as refused:
         read_config({key: 17})
     text = str(refused.value)
@@ -105,7 +130,9 @@ def test_under_the_stock_connectors_name_an_unknown_key_is_warned_of_and_ignored
     assert said in record.getMessage()
 
 
-@pytest.mark.parametrize(("text", "meant"), [("True", True), ("true", True), ("False", False), ("0", False), (1, True)])
+@pytest.mark.parametrize(
+    ("text", "meant"), [("True", True), ("true", True), ("False", False), ("0", False), (1, True)]
+)
 def test_a_choice_may_be_quoted_as_in_the_upstream_guide(text: Any, meant: bool) -> None:
     for name in ("NixlConnector", "FerryConnector"):
         config = read_config({"bidirectional_kv_xfer": text, "debug_check_integrity": text}, name)
@@ -131,9 +158,10 @@ def test_what_the_stock_connector_starts_with_starts_under_its_name(
 ) -> None:
     found = getattr(read_config({key: value}, "NixlConnector"), key)
     assert (found, type(found)) == (used, type(used))
-    assert [record.getMessage().startswith(f"{key}={value!r} is out of range: ") for record in ferry_log.records] == (
-        [True] * warns
-    )
+    assert [
+        record.getMessage().startswith(f"{key}={value!r} is out of range: ")
+        for record in ferry_log.records
+    ] == ([True] * warns)
 
 
 @pytest.mark.parametrize("value", ["soon", float("nan"), "nan", [30], {}, True])
@@ -206,8 +234,12 @@ def test_every_option_has_wrong_values_below() -> None:
     assert set(WRONG) == {field.name for field in dataclasses.fields(FerryConfig)}
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
-def test_a_value_of_the_wrong_type_or_range_is_refused_by_key_and_value(key: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
+def test_a_value_of_the_wrong_type_or_range_is_refused_by_key_and_value(
+    key: str, value: Any
+) -> None:
     with pytest.raises(InvalidConfig) as refused:
         read_config({key: value})
     assert refused.value.field == key
@@ -219,7 +251,9 @@ def test_producers_to_prewarm_are_for_consumers_and_must_be_allowed() -> None:
     for role in ("kv_consumer", "kv_both"):
         check_role(read_config(named), role)
         check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16", "*.example"]}), role)
-        with pytest.raises(InvalidConfig, match=r"prewarm_peers is 'p0\.example:5600'; .* allowed_hosts"):
+        with pytest.raises(
+            InvalidConfig, match=r"prewarm_peers is 'p0\.example:5600'; .* allowed_hosts"
+        ):
             check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16"]}), role)
     with pytest.raises(InvalidConfig, match=r"prewarm_peers .* kv_producer"):
         check_role(read_config(named), "kv_producer")

@@ -29,7 +29,13 @@ from tests.harness.core.configs import HEAD_SIZE, HEADS, vllm_config
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4))
 """Ranks of prefill and of decode context parallelism, with 2 tensor parallel ranks."""
-BACKENDS = (CPUAttentionBackend, CPUMLABackend, TritonMLABackend, FlashMLASparseBackend, Mamba2AttentionBackend)
+BACKENDS = (
+    CPUAttentionBackend,
+    CPUMLABackend,
+    TritonMLABackend,
+    FlashMLASparseBackend,
+    Mamba2AttentionBackend,
+)
 DRAFT = "draft.0.attn"
 
 
@@ -50,7 +56,12 @@ class Layer(AttentionLayerBase):  # type: ignore[misc]
 
 
 def configured(
-    *backends: Any, pcp: int = 1, dcp: int = 1, interleave: int = 1, drafts: bool = False, draft_ranks: int = 1
+    *backends: Any,
+    pcp: int = 1,
+    dcp: int = 1,
+    interleave: int = 1,
+    drafts: bool = False,
+    draft_ranks: int = 1,
 ) -> Any:
     """vLLM's configuration with the layers `layers.0` … of these backends, and with a drafter's.
 
@@ -76,7 +87,12 @@ def configured(
         distributed_executor_backend="mp",
     )
     layers = config.compilation_config.static_forward_context
-    layers.update({f"layers.{index}": _built(config, dcp, Layer, backend) for index, backend in enumerate(backends)})
+    layers.update(
+        {
+            f"layers.{index}": _built(config, dcp, Layer, backend)
+            for index, backend in enumerate(backends)
+        }
+    )
     if drafts:
         layers[DRAFT] = _built(config, draft_ranks, Layer, CPUAttentionBackend)
     return config
@@ -103,7 +119,12 @@ def test_what_vllm_refuses_is_refused_and_nothing_else(backend: Any, drafts: boo
     for (pcp, dcp), interleave, target in itertools.product(SIZES, (1, 16), targets):
         for draft_ranks in {1, dcp}:
             config = configured(
-                backend, pcp=pcp, dcp=dcp, interleave=interleave, drafts=drafts, draft_ranks=draft_ranks
+                backend,
+                pcp=pcp,
+                dcp=dcp,
+                interleave=interleave,
+                drafts=drafts,
+                draft_ranks=draft_ranks,
             )
             refused = []
             for check, error in (
@@ -123,7 +144,11 @@ def test_what_vllm_refuses_is_refused_and_nothing_else(backend: Any, drafts: boo
 
 def test_attention_of_heads_that_vllm_built_cannot_be_context_parallel() -> None:
     config = configured(pcp=2, dcp=2)
-    heads: Mapping[str, Any] = {"num_kv_heads": HEADS, "cache_config": config.cache_config, "prefix": "layers.7.attn"}
+    heads: Mapping[str, Any] = {
+        "num_kv_heads": HEADS,
+        "cache_config": config.cache_config,
+        "prefix": "layers.7.attn",
+    }
     _built(config, 2, Attention, HEADS, HEAD_SIZE, 1.0, **heads)
     assert reasons(config) == [
         "CPU_ATTN of layers.7.attn cannot do prefill context parallelism (supports_pcp is False, not True)",
@@ -131,6 +156,7 @@ def test_attention_of_heads_that_vllm_built_cannot_be_context_parallel() -> None
         "(need_to_return_lse_for_decode is False, not True)",
     ]
     with pytest.raises(
-        AttentionRefused, match=re.escape("context parallelism of pcp=2, dcp=2, interleave=1: CPU_ATTN")
+        AttentionRefused,
+        match=re.escape("context parallelism of pcp=2, dcp=2, interleave=1: CPU_ATTN"),
     ):
         check_attention_cp_compatibility(config)

@@ -56,10 +56,16 @@ def check_layers(
 ) -> None:
     """The check of these layers."""
     parallel = SimpleNamespace(
-        prefill_context_parallel_size=pcp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
+        prefill_context_parallel_size=pcp,
+        decode_context_parallel_size=dcp,
+        cp_kv_cache_interleave_size=interleave,
     )
-    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=object() if speculative else None)
-    with mock.patch("kvferry.connector.context_parallel.get_layers_from_vllm_config", return_value=layers):
+    config: Any = SimpleNamespace(
+        parallel_config=parallel, speculative_config=object() if speculative else None
+    )
+    with mock.patch(
+        "kvferry.connector.context_parallel.get_layers_from_vllm_config", return_value=layers
+    ):
         check_attention_cp_compatibility(config, pcp_layers)
 
 
@@ -78,7 +84,11 @@ def reasons(layers: Mapping[str, object], **sizes: Any) -> list[str]:
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    layers = {"a": layer(DenseBackend), "b": layer(need_to_return_lse_for_decode=False), "c": layer(StateBackend)}
+    layers = {
+        "a": layer(DenseBackend),
+        "b": layer(need_to_return_lse_for_decode=False),
+        "c": layer(StateBackend),
+    }
     found = reasons(layers, pcp=2, dcp=2)
     assert found == [
         "DENSE of a cannot do prefill context parallelism (supports_pcp is False, not True)",
@@ -106,13 +116,18 @@ def test_what_has_no_attention_is_passed_over() -> None:
 
 
 def test_a_drafter_that_every_rank_runs_whole_need_not_be_able() -> None:
-    layers = {"model.0": layer(), "draft.0": layer(DenseBackend, dcp_world_size=1, need_to_return_lse_for_decode=False)}
+    layers = {
+        "model.0": layer(),
+        "draft.0": layer(DenseBackend, dcp_world_size=1, need_to_return_lse_for_decode=False),
+    }
     check_layers(layers, pcp=2, dcp=2, pcp_layers={"model.0"})
     assert len(reasons(layers, pcp=2, dcp=2)) == 2
 
 
 @pytest.mark.parametrize(("pcp", "dcp"), [(1, 2), (2, 1), (2, 2)])
-def test_drafts_under_an_interleave_of_several_tokens_need_a_backend_that_can(pcp: int, dcp: int) -> None:
+def test_drafts_under_an_interleave_of_several_tokens_need_a_backend_that_can(
+    pcp: int, dcp: int
+) -> None:
     layers = {"a": layer()}
     check_layers(layers, pcp=pcp, dcp=dcp, interleave=16)
     check_layers(layers, pcp=pcp, dcp=dcp, speculative=True)

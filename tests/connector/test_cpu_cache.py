@@ -31,7 +31,9 @@ plain_kinds = pytest.mark.parametrize("kind", PLAIN_KINDS, ids=str)
 
 
 @plain_kinds
-def test_a_token_of_a_head_is_where_the_description_says_with_the_very_bytes_that_were_written(kind: Kind) -> None:
+def test_a_token_of_a_head_is_where_the_description_says_with_the_very_bytes_that_were_written(
+    kind: Kind,
+) -> None:
     for block_tokens in (32, 64, 128):
         cache = Cache(kind, num_blocks=4, tokens=block_tokens)
         assert [tensor.kind for tensor in cache.tensors] == ["k", "v"]
@@ -41,24 +43,34 @@ def test_a_token_of_a_head_is_where_the_description_says_with_the_very_bytes_tha
         for token in (0, 1, block_tokens - 1, block_tokens, tokens - 1):
             for head in range(KV_HEADS):
                 for name, source in written.items():
-                    where = cache.where(name, [2, 1][token // block_tokens], head, token % block_tokens)
+                    where = cache.where(
+                        name, [2, 1][token // block_tokens], head, token % block_tokens
+                    )
                     assert holds(kind, cache.bytes[where], source[token, head])
 
 
 def engine_of(caches: list[Cache]) -> Any:
     workers = [worker(cache.caches.tensors, Place(tp=rank)) for rank, cache in enumerate(caches)]
-    return engine(workers=workers, topology=Topology(tp=len(caches)), groups=groups_of(caches[0].config))
+    return engine(
+        workers=workers, topology=Topology(tp=len(caches)), groups=groups_of(caches[0].config)
+    )
 
 
-def move(sources: list[Cache], targets: list[Cache], theirs: list[int], ours: list[int], tokens: int) -> int:
+def move(
+    sources: list[Cache], targets: list[Cache], theirs: list[int], ours: list[int], tokens: int
+) -> int:
     """Carry out the workers' plan, with memmove in place of NIXL. Returns the bytes that moved."""
     consumer, producer = engine_of(targets), engine_of(sources)
-    request = RequestBlocks(local=[ours], remote=[theirs], first_token=0, stop_token=tokens, num_tokens=tokens)
+    request = RequestBlocks(
+        local=[ours], remote=[theirs], first_token=0, stop_token=tokens, num_tokens=tokens
+    )
     return move_by_plan(consumer, producer, request)
 
 
 @every_kind
-def test_a_sequence_moved_by_the_plan_gives_the_same_attention_from_other_blocks_of_another_cache(kind: Kind) -> None:
+def test_a_sequence_moved_by_the_plan_gives_the_same_attention_from_other_blocks_of_another_cache(
+    kind: Kind,
+) -> None:
     tokens = 2 * 32 + 9
     key, value = random(kind, tokens), random(kind, tokens, seed=1)
     query = random(kind, 5, QUERY_HEADS, seed=2)
@@ -86,7 +98,10 @@ def test_a_sequence_moved_by_the_plan_gives_the_same_attention_from_other_blocks
 def test_ranks_of_another_number_give_the_same_attention(kind: Kind, here: int, there: int) -> None:
     tokens = 32 + 9
     sources, targets = (
-        [Cache(kind, num_blocks=4, sharding=replace(ALONE, rank=rank, size=size)) for rank in range(size)]
+        [
+            Cache(kind, num_blocks=4, sharding=replace(ALONE, rank=rank, size=size))
+            for rank in range(size)
+        ]
         for size in (there, here)
     )
     key, value = random(kind, tokens), random(kind, tokens, seed=1)
@@ -96,13 +111,18 @@ def test_ranks_of_another_number_give_the_same_attention(kind: Kind, here: int, 
             cache.bytes.fill_(0)
     for cache in sources:
         held = slice(cache.sharding.rank * cache.heads, (cache.sharding.rank + 1) * cache.heads)
-        cache.write(key[:, held].contiguous(), value[:, held].contiguous(), slots_of([3, 1], tokens))
+        cache.write(
+            key[:, held].contiguous(), value[:, held].contiguous(), slots_of([3, 1], tokens)
+        )
     move(sources, targets, [3, 1], [1, 2], tokens)
 
     def attend(caches: list[Cache], blocks: list[int]) -> torch.Tensor:
         shares = query.chunk(len(caches), dim=1)
         return torch.cat(
-            [cache.attend(share.contiguous(), blocks, tokens) for cache, share in zip(caches, shares, strict=True)],
+            [
+                cache.attend(share.contiguous(), blocks, tokens)
+                for cache, share in zip(caches, shares, strict=True)
+            ],
             dim=1,
         )
 

@@ -16,7 +16,9 @@ from tests.harness.core.node import Node, stop_parallel_state
 from tests.protocol.samples import make_description
 
 
-def test_the_file_is_the_description_json_of_the_engine_and_can_be_read_by_others(tmp_path: Path) -> None:
+def test_the_file_is_the_description_json_of_the_engine_and_can_be_read_by_others(
+    tmp_path: Path,
+) -> None:
     path = write_description(str(tmp_path / "engine.json"), make_description())
     assert decode_engine_json(path.read_bytes()) == engine_json_of(make_description())
     assert path.stat().st_mode & 0o777 == 0o644
@@ -24,7 +26,9 @@ def test_the_file_is_the_description_json_of_the_engine_and_can_be_read_by_other
 
 
 def test_the_engines_id_stands_in_the_name_without_leaving_the_folder(tmp_path: Path) -> None:
-    path = write_description(str(tmp_path / "{engine_id}.json"), make_description(engine_id="../a/b"))
+    path = write_description(
+        str(tmp_path / "{engine_id}.json"), make_description(engine_id="../a/b")
+    )
     assert path == tmp_path / ".._a_b.json"
     assert path.exists()
 
@@ -53,15 +57,21 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     stop_parallel_state()
 
 
-def test_producers_and_consumers_describe_themselves_so_that_they_can_be_planned(folder: Path) -> None:
+def test_producers_and_consumers_describe_themselves_so_that_they_can_be_planned(
+    folder: Path,
+) -> None:
     extra = {"description_file": str(folder / "{engine_id}.json")}
     nodes = [Node(role, engine_id=role, extra=extra) for role in ("kv_producer", "kv_consumer")]
     try:
-        producer, consumer = (engine_of(decode_engine_json((folder / f"{node}.json").read_bytes())) for node in ROLES)
+        producer, consumer = (
+            engine_of(decode_engine_json((folder / f"{node}.json").read_bytes())) for node in ROLES
+        )
         (plan,) = plan_engine(consumer, producer)
         asked = run("describe", f"127.0.0.1:{nodes[0].port}", "--json", "--timeout", "20")
         assert decode_engine_json(asked.out.encode()) == engine_json_of(producer), asked.err
-        assert {item.local.layer for route in plan.routes for item in route.slices} == {"model.layers.0.self_attn.attn"}
+        assert {item.local.layer for route in plan.routes for item in route.slices} == {
+            "model.layers.0.self_attn.attn"
+        }
     finally:
         for node in nodes:
             node.close()

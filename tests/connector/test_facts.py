@@ -44,7 +44,11 @@ def test_the_facts_of_a_plain_engine() -> None:
     assert reported == facts()
     assert Path(reported.model).is_dir()
     assert reported.fingerprint.startswith("config:"), "the test's model has no weights"
-    assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "float32", "none")
+    assert (reported.dtype, reported.cache_dtype, reported.quantization) == (
+        "float32",
+        "float32",
+        "none",
+    )
     assert (reported.max_model_tokens, reported.speculative) == (512, "none")
 
 
@@ -69,13 +73,17 @@ def test_random_weights_are_those_of_their_seed_whatever_lies_on_disk(tmp_path: 
     assert one.startswith("config:")
 
 
-def test_a_configuration_that_changes_while_a_model_is_loaded_does_not_change_the_facts(tmp_path: Path) -> None:
+def test_a_configuration_that_changes_while_a_model_is_loaded_does_not_change_the_facts(
+    tmp_path: Path,
+) -> None:
     """vLLM completes Falcon-H1's in the workers, so that an engine's scheduler and its workers would differ."""
     safetensors(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     seen = []
     for loaded, overrides in ((False, {}), (True, {}), (False, {"rope_theta": 5.0})):
-        config = engine_config(model_config__model=str(tmp_path), model_config__hf_overrides=overrides)
+        config = engine_config(
+            model_config__model=str(tmp_path), model_config__hf_overrides=overrides
+        )
         if loaded:
             config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
             config.model_config.hf_config.partial_rotary_factor = 1.0
@@ -93,7 +101,9 @@ def test_a_configuration_that_changes_while_a_model_is_loaded_does_not_change_th
         ({"model_config__enable_cumem_allocator": True}, "enable_cumem_allocator"),
     ],
 )
-def test_options_that_would_corrupt_caches_stop_the_start_by_name(changed: dict[str, Any], field: str) -> None:
+def test_options_that_would_corrupt_caches_stop_the_start_by_name(
+    changed: dict[str, Any], field: str
+) -> None:
     check_supported(engine_config(), FerryConfig())
     with pytest.raises(InvalidConfig) as refused:
         check_supported(engine_config(**changed), FerryConfig())
@@ -104,7 +114,9 @@ def test_the_cumem_allocator_alone_can_be_allowed_and_sleep_mode_cannot() -> Non
     """vLLM sets the allocator's flag where sleep mode is asked for; fabric memory between nodes needs it by itself."""
     allowed = FerryConfig(allow_cumem_allocator=True)
     check_supported(engine_config(model_config__enable_cumem_allocator=True), allowed)
-    both = engine_config(model_config__enable_cumem_allocator=True, model_config__enable_sleep_mode=True)
+    both = engine_config(
+        model_config__enable_cumem_allocator=True, model_config__enable_sleep_mode=True
+    )
     with pytest.raises(InvalidConfig, match="enable_sleep_mode"):
         check_supported(both, allowed)
 
@@ -112,31 +124,47 @@ def test_the_cumem_allocator_alone_can_be_allowed_and_sleep_mode_cannot() -> Non
 def test_an_executor_that_keeps_the_reports_of_all_stages_but_the_last_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stages = {"parallel_config__pipeline_parallel_size": 2, "parallel_config__distributed_executor_backend": "ray"}
+    stages = {
+        "parallel_config__pipeline_parallel_size": 2,
+        "parallel_config__distributed_executor_backend": "ray",
+    }
     check_supported(engine_config(**stages), FerryConfig())
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    check_supported(engine_config(**{**stages, "parallel_config__pipeline_parallel_size": 1}), FerryConfig())
+    check_supported(
+        engine_config(**{**stages, "parallel_config__pipeline_parallel_size": 1}), FerryConfig()
+    )
     with pytest.raises(InvalidConfig, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
         check_supported(engine_config(**stages), FerryConfig())
 
 
 def test_tokens_are_shared_out_in_runs_of_vllms_length() -> None:
     assert interleave_of(engine_config(), Place(tp=1)) == Interleave()
-    sizes = {"parallel_config__decode_context_parallel_size": 4, "parallel_config__cp_kv_cache_interleave_size": 16}
-    assert interleave_of(engine_config(**sizes), Place(tp=3, dcp=2)) == Interleave(ranks=4, rank=2, run_tokens=16)
+    sizes = {
+        "parallel_config__decode_context_parallel_size": 4,
+        "parallel_config__cp_kv_cache_interleave_size": 16,
+    }
+    assert interleave_of(engine_config(**sizes), Place(tp=3, dcp=2)) == Interleave(
+        ranks=4, rank=2, run_tokens=16
+    )
 
 
 @pytest.mark.parametrize(("draft_heads", "uniform"), [(2, True), (1, False)])
 def test_a_drafter_with_other_heads_makes_them_uncertain(draft_heads: int, uniform: bool) -> None:
     config = engine_config()
-    draft = SimpleNamespace(get_total_num_kv_heads=lambda: draft_heads, hf_text_config=SimpleNamespace(to_dict=dict))
+    draft = SimpleNamespace(
+        get_total_num_kv_heads=lambda: draft_heads, hf_text_config=SimpleNamespace(to_dict=dict)
+    )
     config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
     assert sharding_of(config, Place()).uniform is uniform
 
 
 def test_a_separate_cache_dtype_and_quantised_weights_are_reported() -> None:
     reported = facts(cache_config__cache_dtype="fp8_e4m3", model_config__quantization="awq")
-    assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "fp8_e4m3", "awq")
+    assert (reported.dtype, reported.cache_dtype, reported.quantization) == (
+        "float32",
+        "fp8_e4m3",
+        "awq",
+    )
 
 
 def test_a_draft_method_is_reported() -> None:
@@ -147,12 +175,17 @@ def test_a_draft_method_is_reported() -> None:
 
 CANNOT_STREAM: dict[str, Any] = {
     "a consumer": {"kv_transfer_config__kv_role": "kv_consumer"},
-    "a host buffer": {"device_config__device_type": "cuda", "kv_transfer_config__kv_buffer_device": "cpu"},
+    "a host buffer": {
+        "device_config__device_type": "cuda",
+        "kv_transfer_config__kv_buffer_device": "cpu",
+    },
 }
 
 
 @pytest.mark.parametrize("changed", CANNOT_STREAM.values(), ids=CANNOT_STREAM)
-def test_engines_whose_prompts_are_not_read_while_they_are_computed(changed: dict[str, Any]) -> None:
+def test_engines_whose_prompts_are_not_read_while_they_are_computed(
+    changed: dict[str, Any],
+) -> None:
     assert can_stream(engine_config(), kv_cache_config(8), FerryConfig())
     assert not can_stream(engine_config(**changed), kv_cache_config(8), FerryConfig())
 

@@ -19,14 +19,18 @@ CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "rope_scalin
 TENSOR_BYTES = 4096
 
 
-def safetensors(file: Path, fill: int = 1, names: tuple[str, ...] = ("a", "b", "c"), **metadata: str) -> None:
+def safetensors(
+    file: Path, fill: int = 1, names: tuple[str, ...] = ("a", "b", "c"), **metadata: str
+) -> None:
     """A file of tensors of `TENSOR_BYTES` bytes each, filled with one value."""
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for index, name in enumerate(names):
         span = [index * TENSOR_BYTES, (index + 1) * TENSOR_BYTES]
         entries[name] = {"dtype": "U8", "shape": [TENSOR_BYTES], "data_offsets": span}
     header = json.dumps(entries).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes([fill]) * (TENSOR_BYTES * len(names)))
+    file.write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes([fill]) * (TENSOR_BYTES * len(names))
+    )
 
 
 @pytest.fixture
@@ -48,11 +52,16 @@ def test_the_same_files_have_the_same_fingerprint(model: Path) -> None:
 def test_a_copy_under_another_name_has_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "elsewhere")
     os.utime(copy / "model-1.safetensors", (0, 0))
-    named = [{**CONFIG, "_name_or_path": str(place), "transformers_version": str(place)} for place in (model, copy)]
+    named = [
+        {**CONFIG, "_name_or_path": str(place), "transformers_version": str(place)}
+        for place in (model, copy)
+    ]
     assert fingerprint(named[0], model) == fingerprint(named[1], copy)
     nested = [{"model_type": "llava", "text_config": one} for one in named]
     assert fingerprint(nested[0], model) == fingerprint(nested[1], copy)
-    assert fingerprint(nested[0], model) != fingerprint({**nested[0], "text_config": {"hidden_size": 65}}, model)
+    assert fingerprint(nested[0], model) != fingerprint(
+        {**nested[0], "text_config": {"hidden_size": 65}}, model
+    )
 
 
 @pytest.mark.parametrize("tensor", [0, 1, 2])
@@ -67,7 +76,11 @@ def test_other_weights_of_the_same_shape_have_another_fingerprint(model: Path, t
 
 
 def test_another_header_config_file_or_seed_gives_another_fingerprint(model: Path) -> None:
-    seen = {fingerprint(CONFIG, model), fingerprint(CONFIG, model, "dummy:1"), fingerprint({}, model)}
+    seen = {
+        fingerprint(CONFIG, model),
+        fingerprint(CONFIG, model, "dummy:1"),
+        fingerprint({}, model),
+    }
     seen.add(fingerprint({**CONFIG, "rope_scaling": {"factor": 4.0}}, model))
     safetensors(model / "model-1.safetensors", names=("a", "b", "d"))
     seen.add(fingerprint(CONFIG, model))
@@ -91,7 +104,9 @@ def test_without_files_only_the_configuration_is_reported(files: str, tmp_path: 
 
 
 @pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "gguf"])
-def test_weights_without_a_readable_header_are_sampled_all_over(tmp_path: Path, suffix: str) -> None:
+def test_weights_without_a_readable_header_are_sampled_all_over(
+    tmp_path: Path, suffix: str
+) -> None:
     file = tmp_path / f"model.{suffix}"
     seen = set()
     for at in (None, 0, 1000, 5000, 9999):
@@ -131,7 +146,9 @@ CORRUPT = {
 
 
 @pytest.mark.parametrize("kind", CORRUPT)
-def test_a_corrupt_safetensors_file_stops_nothing_and_changes_the_fingerprint(tmp_path: Path, kind: str) -> None:
+def test_a_corrupt_safetensors_file_stops_nothing_and_changes_the_fingerprint(
+    tmp_path: Path, kind: str
+) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(CORRUPT[kind])
     found = fingerprint(CONFIG, tmp_path)
@@ -142,12 +159,17 @@ def test_a_corrupt_safetensors_file_stops_nothing_and_changes_the_fingerprint(tm
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
-@given(st.binary(max_size=40) | _JSON.map(lambda value: json.dumps({"a": {"data_offsets": value}}).encode()))
+@given(
+    st.binary(max_size=40)
+    | _JSON.map(lambda value: json.dumps({"a": {"data_offsets": value}}).encode())
+)
 @settings(max_examples=100)
 def test_any_header_is_survived(tmp_path_factory: pytest.TempPathFactory, header: bytes) -> None:
     folder = tmp_path_factory.getbasetemp() / "any-header"

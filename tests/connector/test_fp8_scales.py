@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsKVCacheMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsKVCacheMethod,
+)
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
@@ -38,12 +40,16 @@ FLOAT8 = {"float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 def tensors_of(cache: Written, tp: int = 1, rank: int = 0) -> list[PagedTensor]:
-    block_layouts = block_layouts_of(dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype)
+    block_layouts = block_layouts_of(
+        dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype
+    )
     sharding = replace(ALONE, total_heads=HEADS * tp, rank=rank, size=tp)
     return list(discover(cache.views, cache.config, block_layouts, sharding).tensors)
 
 
-def float8_cache(impl: Any, k_scale: Any = 0.5, v_scale: Any = 0.037, dtype: torch.dtype = torch.bfloat16) -> Written:
+def float8_cache(
+    impl: Any, k_scale: Any = 0.5, v_scale: Any = 0.037, dtype: torch.dtype = torch.bfloat16
+) -> Written:
     return Written(float8_layer(impl, k_scale, v_scale), spec_of("fp8"), dtype=dtype)
 
 
@@ -77,11 +83,15 @@ def test_scales_are_described_by_head_or_as_their_largest_as_the_backend_uses_th
 def test_the_description_yields_the_values_that_were_written() -> None:
     """value = stored · scale, from the description alone."""
     cache = float8_cache(Float8(torch.float8_e4m3fn), [0.5, 0.3], [1.0, 4.0])
-    values = (VALUES[torch.randint(len(VALUES), (2, TOKENS, HEADS, WIDTH), generator=torch.Generator())]).bfloat16()
+    values = (
+        VALUES[torch.randint(len(VALUES), (2, TOKENS, HEADS, WIDTH), generator=torch.Generator())]
+    ).bfloat16()
     slots = 3 * TOKENS + torch.arange(TOKENS)
     cache.layer.impl.do_kv_cache_update(cache.layer, values[0], values[1], cache.view, slots)
     whole = storage_of(cache.view)
-    for tensor, written in zip((one for one in tensors_of(cache) if one.layer == LAYER), values, strict=True):
+    for tensor, written in zip(
+        (one for one in tensors_of(cache) if one.layer == LAYER), values, strict=True
+    ):
         for head in range(HEADS):
             for token in range(TOKENS):
                 there = torch.from_numpy(bytes_of(tensor, 3, head, token) - whole.data_ptr())
@@ -108,7 +118,10 @@ def test_a_backend_that_stores_by_other_scales_than_the_layers_is_opaque(use: st
 )
 def test_layers_of_one_kind_have_their_own_scales(scales: Any) -> None:
     """Where all heads have the same scale, the place that the backend takes it from does not matter."""
-    layers = {f"layers.{at}": float8_layer(Float8(torch.float8_e4m3fn), *one) for at, one in enumerate(scales)}
+    layers = {
+        f"layers.{at}": float8_layer(Float8(torch.float8_e4m3fn), *one)
+        for at, one in enumerate(scales)
+    }
     cache = Written(layers["layers.0"], spec_of("fp8"))
     found = block_layouts_of(layers, cache.views, cache.config, cache.dtype)
     assert [one.pattern for one in found.values()] == ["rows", "rows"]
@@ -118,18 +131,30 @@ def test_layers_of_one_kind_have_their_own_scales(scales: Any) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_invalid_scales_are_refused_at_the_start_by_layer(scale: float) -> None:
-    with pytest.raises(InvalidConfig, match=r"cache of layer layers\.0 is .*v scales .*; expected static scales"):
+    with pytest.raises(
+        InvalidConfig, match=r"cache of layer layers\.0 is .*v scales .*; expected static scales"
+    ):
         float8_cache(Float8(torch.float8_e4m3fn), 1.0, scale).block_layout()
 
 
 def test_mla_in_float8_has_the_one_scale_of_its_rows() -> None:
     class Latent:
-        def do_kv_cache_update(self, latent: Any, rope: Any, cache: Any, slots: Any, dtype: str, scale: Any) -> None:
+        def do_kv_cache_update(
+            self, latent: Any, rope: Any, cache: Any, slots: Any, dtype: str, scale: Any
+        ) -> None:
             assert dtype == "fp8"
             rows = torch.cat([latent, rope[:, 0]], dim=1).float() / scale
-            cache[slots // cache.shape[1], slots % cache.shape[1]] = rows.to(torch.float8_e4m3fn).view(torch.uint8)
+            cache[slots // cache.shape[1], slots % cache.shape[1]] = rows.to(
+                torch.float8_e4m3fn
+            ).view(torch.uint8)
 
-    layer = layer_of(Latent(), kv_lora_rank=16, kv_cache_dtype="fp8", _k_scale=torch.tensor(0.3), _k_scale_float=0.3)
+    layer = layer_of(
+        Latent(),
+        kv_lora_rank=16,
+        kv_cache_dtype="fp8",
+        _k_scale=torch.tensor(0.3),
+        _k_scale_float=0.3,
+    )
     spec = MLAAttentionSpec(
         block_size=TOKENS,
         num_kv_heads=1,
@@ -141,13 +166,17 @@ def test_mla_in_float8_has_the_one_scale_of_its_rows() -> None:
     for tensor in tensors_of(Written(layer, spec)):
         assert (tensor.kind, tensor.cell_bytes) == ("mla", 24)
         assert tensor.scales == pytest.approx((0.3,))
-        assert tensor.format == Format(dtype="float8_e4m3", quantization="fp8_per_tensor", packing="plain")
+        assert tensor.format == Format(
+            dtype="float8_e4m3", quantization="fp8_per_tensor", packing="plain"
+        )
 
 
 def test_scales_that_a_running_engine_calculates_are_refused_at_the_start_by_layer() -> None:
     cache = float8_cache(Float8(torch.float8_e4m3fn))
     cache.layer.calculate_kv_scales = True
-    with pytest.raises(InvalidConfig, match=r"cache of layer layers\.0 is 'calculate_kv_scales'; expected static"):
+    with pytest.raises(
+        InvalidConfig, match=r"cache of layer layers\.0 is 'calculate_kv_scales'; expected static"
+    ):
         cache.block_layout()
 
 

@@ -50,7 +50,9 @@ def of_layer(caches: KvCaches, layer: str) -> list[PagedTensor]:
 
 
 @pytest.mark.parametrize("kernel_tokens", [32, 8])
-def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cell(kernel_tokens: int) -> None:
+def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cell(
+    kernel_tokens: int,
+) -> None:
     config = config_of(group(full()))
     views = views_of(config, kernel_block_sizes=[kernel_tokens])
     caches = described(config, views, "cpu_attn/amx")
@@ -58,7 +60,11 @@ def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cel
     for tensor in caches.tensors:
         view = views[tensor.layer]
         assert (tensor.base, tensor.blocks) == (view.data_ptr(), 5 * 32 // kernel_tokens)
-        assert (tensor.block_tokens, tensor.tile_tokens, tensor.tiles) == (kernel_tokens, kernel_tokens, 1)
+        assert (tensor.block_tokens, tensor.tile_tokens, tensor.tiles) == (
+            kernel_tokens,
+            kernel_tokens,
+            1,
+        )
         assert (tensor.heads, tensor.cell_bytes) == (Range(0, 2), kernel_tokens * 2 * 8 * 2)
         assert tensor.format == Format(dtype="bfloat16", packing="cpu_attn/amx")
         assert covers_exactly([tensor], view)
@@ -70,7 +76,9 @@ def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cel
 
 @pytest.mark.parametrize("layout", WHOLE_BLOCKS)
 @pytest.mark.parametrize("heads", [1, 2])
-def test_elsewhere_a_block_whose_bytes_lie_together_is_one_opaque_cell(layout: str, heads: int) -> None:
+def test_elsewhere_a_block_whose_bytes_lie_together_is_one_opaque_cell(
+    layout: str, heads: int
+) -> None:
     config = config_of(group(full(num_kv_heads=heads)), layout=layout)
     views = views_of(config, layout)
     for tensor in described(config, views, "flash_attn").tensors:
@@ -83,13 +91,19 @@ def test_elsewhere_a_block_whose_bytes_lie_together_is_one_opaque_cell(layout: s
 
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - set(WHOLE_BLOCKS)))
-def test_a_block_whose_bytes_are_scattered_is_refused_by_layer_with_what_to_set(layout: str) -> None:
+def test_a_block_whose_bytes_are_scattered_is_refused_by_layer_with_what_to_set(
+    layout: str,
+) -> None:
     config = config_of(group(full()), layout=layout)
-    with pytest.raises(InvalidConfig, match=r"cache of layer layers.0 is .*set VLLM_KV_CACHE_LAYOUT to LBHNC"):
+    with pytest.raises(
+        InvalidConfig, match=r"cache of layer layers.0 is .*set VLLM_KV_CACHE_LAYOUT to LBHNC"
+    ):
         described(config, views_of(config, layout), "flash_attn")
 
 
-def planned(layouts: tuple[str, str], packings: tuple[str, str] = ("flash_attn",) * 2, **spec: Any) -> Any:
+def planned(
+    layouts: tuple[str, str], packings: tuple[str, str] = ("flash_attn",) * 2, **spec: Any
+) -> Any:
     sides = []
     for layout, packing in zip(layouts, packings, strict=True):
         config = config_of(group(full(**spec)), layout=layout)
@@ -104,20 +118,26 @@ def sharded_engine(tp: int, packing: str, model: Sharding, **spec: Any) -> Any:
     config = config_of(group(full(**spec)))
     workers = []
     for rank in range(tp):
-        tensors = described(config, views_of(config), packing, replace(model, rank=rank, size=tp)).tensors
+        tensors = described(
+            config, views_of(config), packing, replace(model, rank=rank, size=tp)
+        ).tensors
         workers.append(worker(tensors, Place(tp=rank)))
     return engine(workers=workers, topology=Topology(tp=tp), groups=groups_of(config))
 
 
 @pytest.mark.parametrize("heads_first", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("tokens_first", ["LBNHC", "BLNHC"])
-def test_opaque_blocks_of_other_inner_order_are_never_taken_for_equal(heads_first: str, tokens_first: str) -> None:
+def test_opaque_blocks_of_other_inner_order_are_never_taken_for_equal(
+    heads_first: str, tokens_first: str
+) -> None:
     """They have the same size, and copying one over the other would give every head another head's tokens."""
     for pair in ((heads_first, tokens_first), (tokens_first, heads_first)):
         with pytest.raises(PlanRefused) as refused:
             planned(pair)
         assert refused.value.reasons[0].field == "layers.0/kv.format"
-    assert planned((heads_first, tokens_first), num_kv_heads=1).routes, "with one head there is only one order"
+    assert planned((heads_first, tokens_first), num_kv_heads=1).routes, (
+        "with one head there is only one order"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,15 +158,24 @@ def test_block_layouts_that_differ_are_refused(packings: tuple[str, str], field:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("backend", "kind", "tile"), [("flashmla", "kv", 16), ("amx_mla", "kv", 16), ("cpu_mla", "mla", 1)]
+    ("backend", "kind", "tile"),
+    [("flashmla", "kv", 16), ("amx_mla", "kv", 16), ("cpu_mla", "mla", 1)],
 )
-def test_mla_is_one_head_that_everybody_holds_in_any_layout(layout: str, backend: str, kind: str, tile: int) -> None:
+def test_mla_is_one_head_that_everybody_holds_in_any_layout(
+    layout: str, backend: str, kind: str, tile: int
+) -> None:
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
     config = config_of(group(spec), layout=layout)
     views = views_of(config, layout)
     for rank in (0, 3):
-        for tensor in described(config, views, backend, Sharding(total_heads=8, rank=rank, size=4)).tensors:
-            assert (tensor.kind, tensor.heads, tensor.cell_bytes) == (kind, Range(0, 1), tile * 24 * 2)
+        for tensor in described(
+            config, views, backend, Sharding(total_heads=8, rank=rank, size=4)
+        ).tensors:
+            assert (tensor.kind, tensor.heads, tensor.cell_bytes) == (
+                kind,
+                Range(0, 1),
+                tile * 24 * 2,
+            )
             assert (tensor.tile_tokens, "tp" in tensor.format.packing) == (tile, False)
             assert covers_exactly([tensor], views[tensor.layer])
 
@@ -156,7 +185,9 @@ def test_a_layer_that_shares_anothers_cache_is_described_once() -> None:
     views = views_of(config)
     config.kv_cache_groups[0].layer_names.append("layers.2")
     views["layers.2"] = views["layers.1"]
-    assert [tensor.layer for tensor in described(config, views).tensors] == ["layers.0"] * 2 + ["layers.1"] * 2
+    assert [tensor.layer for tensor in described(config, views).tensors] == ["layers.0"] * 2 + [
+        "layers.1"
+    ] * 2
 
 
 def test_layers_of_other_pipeline_stages_are_left_out_and_none_at_all_is_refused() -> None:
@@ -169,7 +200,9 @@ def test_layers_of_other_pipeline_stages_are_left_out_and_none_at_all_is_refused
 
 
 def test_groups_that_are_not_transferred_do_not_count() -> None:
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=9)
+    window = SlidingWindowSpec(
+        block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=9
+    )
     config = config_of(group(full(), "kept.0", enable_kv_transfer=False), group(window, "window.0"))
     found = described(config, views_of(config)).tensors
     assert [(tensor.layer, tensor.group) for tensor in found] == [("window.0", 0)] * 2
@@ -192,6 +225,8 @@ def test_a_single_head_that_may_be_any_is_paired_with_equal_ranks_only(packing: 
 def test_layers_that_show_other_head_counts_make_single_heads_uncertain() -> None:
     specs = {"many": full(num_kv_heads=4), "one": full(num_kv_heads=1)}
     config = config_of(group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), *specs))
-    caches = described(config, views_of(config), "cpu_attn/vec", Sharding(total_heads=2, rank=1, size=2))
+    caches = described(
+        config, views_of(config), "cpu_attn/vec", Sharding(total_heads=2, rank=1, size=2)
+    )
     packings = {tensor.layer: (tensor.heads, tensor.format.packing) for tensor in caches.tensors}
     assert packings == {"many": (Range(4, 8), "plain"), "one": (Range(1, 2), "plain/tp2")}

@@ -76,40 +76,55 @@ def test_groups_layers_and_kinds_are_those_of_the_model(name: str, layout: str) 
             for layer, model in RECORDED[name].states.items()
         }
         assert reported == {
-            layer: states.get(layer) or KINDS[layer.rsplit(".", 1)[-1]] for layer in RECORDED[name].specs(2)
+            layer: states.get(layer) or KINDS[layer.rsplit(".", 1)[-1]]
+            for layer in RECORDED[name].specs(2)
         }
 
 
 @every_model
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-def test_one_allocation_is_registered_once_and_the_cells_of_a_group_overlap_nowhere(name: str, layout: str) -> None:
+def test_one_allocation_is_registered_once_and_the_cells_of_a_group_overlap_nowhere(
+    name: str, layout: str
+) -> None:
     """Groups overlay one another: a block belongs to one of them at a time."""
     (one,) = RecordedEngine(RECORDED[name], layout=layout).workers
     (region,) = one.caches.regions()
     assert region.length == len(storage_of(next(iter(one.views.values()))))
     for index in range(len(one.config.kv_cache_groups)):
-        mine = np.concatenate([all_bytes_of(tensor) for tensor in one.caches.tensors if tensor.group == index])
+        mine = np.concatenate(
+            [all_bytes_of(tensor) for tensor in one.caches.tensors if tensor.group == index]
+        )
         assert len(np.unique(mine)) == len(mine)
         assert region.address <= mine.min()
         assert mine.max() < region.address + region.length
 
 
 @every_model
-@pytest.mark.parametrize(("producer", "consumer", "conv"), [(1, 2, "DS"), (2, 1, "DS"), (4, 2, "SD")])
+@pytest.mark.parametrize(
+    ("producer", "consumer", "conv"), [(1, 2, "DS"), (2, 1, "DS"), (4, 2, "SD")]
+)
 def test_a_sequence_arrives_where_the_layers_read_it(
     name: str, producer: int, consumer: int, conv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A convolution's columns of a channel, or its channels of a column, lie together."""
     orient(monkeypatch, conv)
-    source, target = RecordedEngine(RECORDED[name], producer), RecordedEngine(RECORDED[name], consumer)
+    source, target = (
+        RecordedEngine(RECORDED[name], producer),
+        RecordedEngine(RECORDED[name], consumer),
+    )
     hand_over(source, target, num_tokens=150)
 
 
 @pytest.mark.parametrize("name", ["Nemotron-H", "Granite, one group"])
-def test_a_single_group_on_a_rank_that_may_be_any_is_paired_with_equal_ranks_only(name: str) -> None:
+def test_a_single_group_on_a_rank_that_may_be_any_is_paired_with_equal_ranks_only(
+    name: str,
+) -> None:
     """It is the rank's own or a copy of the only one: kvferry does not guess."""
     known = RECORDED[name]
-    unsure = replace(known, states={layer: replace(model, head_groups=None) for layer, model in known.states.items()})
+    unsure = replace(
+        known,
+        states={layer: replace(model, head_groups=None) for layer, model in known.states.items()},
+    )
     hand_over(RecordedEngine(unsure, 4), RecordedEngine(unsure, 4), num_tokens=40)
     with pytest.raises(PlanRefused) as refused:
         hand_over(RecordedEngine(unsure, 4), RecordedEngine(unsure, 1), num_tokens=40)
@@ -120,7 +135,12 @@ def test_a_single_group_on_a_rank_that_may_be_any_is_paired_with_equal_ranks_onl
 
 def test_copies_of_the_only_group_are_read_from_the_ranks_in_turn() -> None:
     source, target = (RecordedEngine(RECORDED["Granite, one group"], tp) for tp in (4, 2))
-    held = {tensor.heads for one in source.workers for tensor in one.caches.tensors if tensor.kind == "conv.B"}
+    held = {
+        tensor.heads
+        for one in source.workers
+        for tensor in one.caches.tensors
+        if tensor.kind == "conv.B"
+    }
     assert held == {Range(0, 12)}
     read_from = {
         route.place.tp
@@ -134,10 +154,17 @@ def test_copies_of_the_only_group_are_read_from_the_ranks_in_turn() -> None:
 
 @pytest.mark.parametrize("name", ["Gemma-3", "Nemotron-H"])
 @pytest.mark.parametrize(("producer", "consumer"), [(3, 1), (1, 3), (3, 2)])
-def test_stages_that_lack_all_layers_of_a_group_keep_its_place(name: str, producer: int, consumer: int) -> None:
-    source, target = RecordedEngine(RECORDED[name], pp=producer), RecordedEngine(RECORDED[name], pp=consumer)
+def test_stages_that_lack_all_layers_of_a_group_keep_its_place(
+    name: str, producer: int, consumer: int
+) -> None:
+    source, target = (
+        RecordedEngine(RECORDED[name], pp=producer),
+        RecordedEngine(RECORDED[name], pp=consumer),
+    )
     assert any(
-        not reported.layer_names for config in source.configs + target.configs for reported in config.kv_cache_groups
+        not reported.layer_names
+        for config in source.configs + target.configs
+        for reported in config.kv_cache_groups
     )
     hand_over(source, target, num_tokens=100)
 
@@ -167,13 +194,18 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
     ids = source.place_sequence(100, range(1, 40)).blocks[0]
     assert [block != 0 for block in ids] == [False, False, False, True, True, True]
     moved = hand_over(source, target, num_tokens=100)
-    assert moved == 3 * model.specs(1)["layers.0.mixer"].state_content_size_bytes + 128 * 4 * 2 * 8 * 2
+    assert (
+        moved == 3 * model.specs(1)["layers.0.mixer"].state_content_size_bytes + 128 * 4 * 2 * 8 * 2
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "reported"),
     [
-        (attention(1, SinkFullAttentionSpec, sink_len=32), CacheGroup(policy="full", block_tokens=32)),
+        (
+            attention(1, SinkFullAttentionSpec, sink_len=32),
+            CacheGroup(policy="full", block_tokens=32),
+        ),
         (attention(1, sliding_window=64), CacheGroup(policy="full", block_tokens=32)),
         (attention(1, attention_chunk_size=64), CacheGroup(policy="full", block_tokens=32)),
         (
@@ -185,12 +217,18 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
         (replace(latent(), non_causal=True), CacheGroup(policy="whole", block_tokens=16)),
         (
             UniformTypeKVCacheSpecs(
-                block_size=32, kv_cache_specs={"layers.0": attention(1), "layers.1": attention(2, non_causal=True)}
+                block_size=32,
+                kv_cache_specs={
+                    "layers.0": attention(1),
+                    "layers.1": attention(2, non_causal=True),
+                },
             ),
             CacheGroup(policy="whole", block_tokens=32),
         ),
         (
-            SlidingWindowMLASpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32),
+            SlidingWindowMLASpec(
+                block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32
+            ),
             CacheGroup(policy="window", block_tokens=16, window_tokens=32),
         ),
         (
@@ -214,7 +252,9 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
 def test_a_group_says_which_tokens_it_holds(spec: Any, reported: CacheGroup) -> None:
     assert groups_of(config_of(group(spec))) == (reported,)
     if reported.policy in ("window", "chunk"):
-        assert [first_needed(reported, token) for token in range(300)] == [skipped_tokens(spec, n) for n in range(300)]
+        assert [first_needed(reported, token) for token in range(300)] == [
+            skipped_tokens(spec, n) for n in range(300)
+        ]
 
 
 def test_ranks_that_share_tokens_out_say_so_of_the_caches_that_vllm_shards() -> None:
@@ -222,14 +262,18 @@ def test_ranks_that_share_tokens_out_say_so_of_the_caches_that_vllm_shards() -> 
     share = Interleave(ranks=2, rank=1, run_tokens=4)
     config = config_of(group(full(), "layers.0"), group(full(dcp_sharded=False), "draft.0"))
     views = views_of(config)
-    found = discover(views, config, dict.fromkeys(views, layout_of_packing("gpu_rows")), ALONE, interleave=share)
+    found = discover(
+        views, config, dict.fromkeys(views, layout_of_packing("gpu_rows")), ALONE, interleave=share
+    )
     reported = {(tensor.layer, tensor.interleave) for tensor in found.tensors}
     assert reported == {("layers.0", share), ("draft.0", Interleave())}
     assert {tensor.block_tokens for tensor in found.tensors} == {32}
 
 
 @pytest.mark.parametrize(("total", "tp", "dcp"), [(2, 4, 2), (1, 4, 4), (2, 8, 4)])
-def test_ranks_that_share_the_tokens_of_a_head_hold_the_same_head(total: int, tp: int, dcp: int) -> None:
+def test_ranks_that_share_the_tokens_of_a_head_hold_the_same_head(
+    total: int, tp: int, dcp: int
+) -> None:
     """vLLM lets ranks share tokens out that would otherwise hold copies of a head."""
     config = config_of(group(full(num_kv_heads=1), "layers.0"))
     views = views_of(config)
@@ -237,7 +281,11 @@ def test_ranks_that_share_the_tokens_of_a_head_hold_the_same_head(total: int, tp
     for rank in range(tp):
         share = Interleave(ranks=dcp, rank=rank % dcp, run_tokens=4)
         one = discover(
-            views, config, {"layers.0": layout_of_packing("gpu_rows")}, Sharding(total, rank, tp), interleave=share
+            views,
+            config,
+            {"layers.0": layout_of_packing("gpu_rows")},
+            Sharding(total, rank, tp),
+            interleave=share,
         )
         (k, _) = one.tensors
         held.setdefault(k.heads, set()).add(k.interleave.rank)

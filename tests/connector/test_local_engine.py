@@ -18,7 +18,7 @@ from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, LeaseName
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from tests.connector.caches import config_of, full, group
 from tests.harness.core.configs import vllm_config
 
@@ -35,7 +35,9 @@ def window() -> Any:
 
 
 def cache(*groups: Any) -> KVCacheConfig:
-    return KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=list(groups), kv_cache_layout="LBHNC")
+    return KVCacheConfig(
+        num_blocks=50, kv_cache_tensors=[], kv_cache_groups=list(groups), kv_cache_layout="LBHNC"
+    )
 
 
 def local_engine(**changed: Any) -> LocalEngine:
@@ -55,7 +57,7 @@ def local_engine(**changed: Any) -> LocalEngine:
     return LocalEngine(**{**usual, **changed})
 
 
-LEASE = Lease("r", name=LeaseName(slot=3, epoch="5" * 15))
+LEASE = ProducerLease("r", name=LeaseName(slot=3, epoch="5" * 15))
 
 
 def finished(tokens: int) -> Request:
@@ -68,19 +70,27 @@ def finished(tokens: int) -> Request:
 
 
 def built(
-    builder: ParamsBuilder, request: Request, block_ids: tuple[list[int], ...], lease: Lease
+    builder: ParamsBuilder, request: Request, block_ids: tuple[list[int], ...], lease: ProducerLease
 ) -> RemotePrefill | None:
     """The params of all complete tokens of a request."""
-    return builder.build(request, block_ids, builder.num_complete_tokens(request, lease.use), lease, 30.0)
+    return builder.build(
+        request, block_ids, builder.num_complete_tokens(request, lease.use), lease, 30.0
+    )
 
 
 @pytest.mark.parametrize(("dcp", "spans"), [(1, (16, 16)), (2, (32, 16)), (4, (64, 16))])
-def test_ranks_that_share_tokens_out_widen_the_blocks_of_sharded_groups_only(dcp: int, spans: tuple[int, int]) -> None:
+def test_ranks_that_share_tokens_out_widen_the_blocks_of_sharded_groups_only(
+    dcp: int, spans: tuple[int, int]
+) -> None:
     assert block_spans(cache(latent(), window()), dcp) == spans
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (100, 4), (128, 4), (129, 5)])
-def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(tokens: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (100, 4), (128, 4), (129, 5)]
+)
+def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(
+    tokens: int, blocks: int
+) -> None:
     """vLLM clips by the local size, so the step in flight's block is still in its list."""
     params_builder = ParamsBuilder(local_engine(), cache(latent()))
     ids = list(range(10, 20))
@@ -95,25 +105,39 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
         CacheGroup(policy="full", block_tokens=16),
         CacheGroup(policy="window", block_tokens=16, window_tokens=40),
     )
-    params_builder = ParamsBuilder(local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
-    params = built(params_builder, finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LEASE)
+    params_builder = ParamsBuilder(
+        local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window())
+    )
+    params = built(
+        params_builder, finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LEASE
+    )
     assert params is not None
     assert params.remote_block_ids == ((1, 2, 3, 4), (8, 9, 10, 11))
     assert params.kvferry.held_from == (0, 48)
 
 
 @pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])
-def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: LeaseUse, tokens: int) -> None:
-    builder, lease = ParamsBuilder(local_engine(left_out=2), cache(latent())), replace(LEASE, use=use)
+def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(
+    use: LeaseUse, tokens: int
+) -> None:
+    builder, lease = (
+        ParamsBuilder(local_engine(left_out=2), cache(latent())),
+        replace(LEASE, use=use),
+    )
     params = built(builder, finished(100), ([1, 2, 3, 4],), lease)
     assert params is not None
     assert (params.remote_num_tokens, len(params.kvferry.digests)) == (tokens, 1)
 
 
 @pytest.mark.parametrize(("span", "blocks"), [(512, (3,)), (20, (3, 5)), (16, (3, 5, 7))])
-def test_scratch_blocks_behind_a_state_are_not_loaded_into(span: int, blocks: tuple[int, ...]) -> None:
+def test_scratch_blocks_behind_a_state_are_not_loaded_into(
+    span: int, blocks: tuple[int, ...]
+) -> None:
     """For drafts vLLM gives a request more blocks than its tokens have, and the last of them are not the state's."""
-    groups = (CacheGroup(policy="state", block_tokens=span), CacheGroup(policy="full", block_tokens=16))
+    groups = (
+        CacheGroup(policy="state", block_tokens=span),
+        CacheGroup(policy="full", block_tokens=16),
+    )
     engine = local_engine(groups=groups, block_spans=(span, 16))
     assert engine.without_scratch(((3, 5, 7, 8), (1, 2, 4, 6)), 40) == (blocks, (1, 2, 4, 6))
 
@@ -126,14 +150,19 @@ def both_roles(**config: Any) -> LocalEngine:
 def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
     monkeypatch: pytest.MonkeyPatch, ferry_log: pytest.LogCaptureFixture
 ) -> None:
-    groups = (CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=16))
+    groups = (
+        CacheGroup(policy="full", block_tokens=16),
+        CacheGroup(policy="state", block_tokens=16),
+    )
     monkeypatch.setattr("kvferry.connector.engine.local_engine.groups_of", lambda config: groups)
     made = both_roles()
     assert (made.offers_turns, made.takes_turns) == (False, True)
     assert "recurrent state" in ferry_log.records[-1].getMessage()
 
 
-@pytest.mark.parametrize(("cache_gib", "prefixes", "is_hashed"), [(0, False, False), (0, True, True), (4, False, True)])
+@pytest.mark.parametrize(
+    ("cache_gib", "prefixes", "is_hashed"), [(0, False, False), (0, True, True), (4, False, True)]
+)
 def test_two_engines_share_identifiers_of_images_only_where_vllm_hashes_what_is_in_them(
     monkeypatch: pytest.MonkeyPatch, cache_gib: float, prefixes: bool, is_hashed: bool
 ) -> None:

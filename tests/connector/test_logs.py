@@ -44,11 +44,15 @@ class Log:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
-    monkeypatch.setattr("kvferry.connector.logs.logging", SimpleNamespace(getLogger=log.manager.getLogger))
+    monkeypatch.setattr(
+        "kvferry.connector.logs.logging", SimpleNamespace(getLogger=log.manager.getLogger)
+    )
     return log
 
 
-def test_a_line_reaches_vllms_handler_once_with_the_mark_however_often_the_logs_are_joined(log: Log) -> None:
+def test_a_line_reaches_vllms_handler_once_with_the_mark_however_often_the_logs_are_joined(
+    log: Log,
+) -> None:
     for _ in range(3):
         join_vllm_log()
     log.ours.warning("req=%s slot=%d", "a", 7)

@@ -33,7 +33,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = PeerKey("host", 1, "engine", "0" * 32)
 
 
-def record(reason: FailureReason | None = None, staged_bytes: int = 0, early_bytes: int = 0) -> LoadRecord:
+def record(
+    reason: FailureReason | None = None, staged_bytes: int = 0, early_bytes: int = 0
+) -> LoadRecord:
     """A load of 1 s, 2 s, 4 s, 8 s, 16 s and 32 s, by stage."""
     made = LoadRecord(
         request_id="r",
@@ -81,10 +83,14 @@ EVERYTHING = StepResults(
 
 keys = st.tuples(st.sampled_from("abc"), st.sampled_from(("", "x", "y")))
 counts = st.dictionaries(keys, st.integers(1, 9), max_size=4)
-samples = st.dictionaries(st.sampled_from("pq"), st.lists(st.floats(0, 9), min_size=1, max_size=3), max_size=2)
+samples = st.dictionaries(
+    st.sampled_from("pq"), st.lists(st.floats(0, 9), min_size=1, max_size=3), max_size=2
+)
 
 
-def stats(counted: dict[CounterKey, int], sampled: dict[str, list[float]] | None = None) -> FerryStats:
+def stats(
+    counted: dict[CounterKey, int], sampled: dict[str, list[float]] | None = None
+) -> FerryStats:
     return FerryStats.of_counts(counted, sampled or {}) or FerryStats()
 
 
@@ -96,7 +102,9 @@ def counters_of(of: FerryStats) -> dict[CounterKey, int]:
 
 
 @given(st.lists(st.tuples(counts, samples), max_size=4))
-def test_an_interval_is_the_sum_of_its_steps(steps: list[tuple[dict[CounterKey, int], dict[str, list[float]]]]) -> None:
+def test_an_interval_is_the_sum_of_its_steps(
+    steps: list[tuple[dict[CounterKey, int], dict[str, list[float]]]],
+) -> None:
     whole = FerryStats()
     parts = [stats(*step) for step in steps]
     before = pickle.dumps([part.data for part in parts])
@@ -186,7 +194,10 @@ class Registry:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        types = {kind: functools.partial(kind, registry=self.registry) for kind in (PromCounter, Gauge, PromHistogram)}
+        types = {
+            kind: functools.partial(kind, registry=self.registry)
+            for kind in (PromCounter, Gauge, PromHistogram)
+        }
         config = vllm_config("NixlConnector", module="kvferry.connector")
         self.metrics = FerryPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
 
@@ -220,7 +231,9 @@ def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry)
 
 
 def test_an_expired_lease_is_counted_under_the_peers_name_too(registry: Registry) -> None:
-    registry.metrics.observe(stats({("leases_released", "expired"): 2, ("leases_released", "done"): 5}).to_dict())
+    registry.metrics.observe(
+        stats({("leases_released", "expired"): 2, ("leases_released", "done"): 5}).to_dict()
+    )
     assert registry.value("nixl_num_kv_expired_reqs_total") == 2
     assert registry.value("kvferry_leases_released_total", how="done") == 5
 
@@ -249,4 +262,6 @@ def test_every_exported_counter_and_label_is_counted_somewhere() -> None:
     labels = {*RECOMPUTE_REASONS, *RELEASE_WAYS}
     assert not [name for name in {*COUNTERS, *labels} - BY_USE if f'"{name}"' not in SOURCES]
     assert set(COUNTERS) >= BY_USE
-    assert {reason for reason in FailureReason.__members__ if f"FailureReason.{reason}" not in SOURCES} == set()
+    assert {
+        reason for reason in FailureReason.__members__ if f"FailureReason.{reason}" not in SOURCES
+    } == set()

@@ -25,11 +25,18 @@ class FrontEnds:
         self._metrics = []
         config = vllm_config("NixlConnector", module="kvferry.connector")
         for process in (101, 102):
-            identified = values.MultiProcessValue(process_identifier=lambda process=process: process)
+            identified = values.MultiProcessValue(
+                process_identifier=lambda process=process: process
+            )
             monkeypatch.setattr(values, "ValueClass", identified)
             registry = CollectorRegistry()
-            types = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-            self._metrics.append((identified, FerryPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})))
+            types = {
+                kind: functools.partial(kind, registry=registry)
+                for kind in (Counter, Gauge, Histogram)
+            }
+            self._metrics.append(
+                (identified, FerryPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]}))
+            )
         self._monkeypatch = monkeypatch
 
     def observe(
@@ -42,7 +49,9 @@ class FrontEnds:
     ) -> None:
         """A step of an engine reaches this process."""
         identified, metrics = self._metrics[process]
-        self._monkeypatch.setattr(values, "ValueClass", identified)  # for children that are made now
+        self._monkeypatch.setattr(
+            values, "ValueClass", identified
+        )  # for children that are made now
         reported = FerryStats.of_counts(counts or {}, samples or {}, gauges)
         assert reported is not None
         metrics.observe(reported.to_dict(), engine)
@@ -61,7 +70,9 @@ def front_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontEnds:
 
 def test_counters_and_histograms_are_added_up_over_processes(front_ends: FrontEnds) -> None:
     front_ends.observe(0, {("loads", ""): 2, ("placed_loads", "staged"): 1}, {"queue_s": [0.1]})
-    front_ends.observe(1, {("loads", ""): 3, ("placed_loads", "staged"): 1}, {"queue_s": [0.2, 0.3]})
+    front_ends.observe(
+        1, {("loads", ""): 3, ("placed_loads", "staged"): 1}, {"queue_s": [0.2, 0.3]}
+    )
     assert front_ends.value("kvferry_loads_total") == 5
     assert front_ends.value("kvferry_placed_loads_total", plan="staged") == 2
     assert front_ends.value("kvferry_load_queue_seconds_count") == 3
@@ -69,14 +80,18 @@ def test_counters_and_histograms_are_added_up_over_processes(front_ends: FrontEn
 
 
 @pytest.mark.parametrize("name", GAUGES)
-def test_of_a_gauge_the_latest_word_counts_whichever_process_it_came_to(front_ends: FrontEnds, name: str) -> None:
+def test_of_a_gauge_the_latest_word_counts_whichever_process_it_came_to(
+    front_ends: FrontEnds, name: str
+) -> None:
     exported = GAUGES[name].exported
     assert front_ends.value(exported) is None, "not 0, before the first report"
     for process, value in ((0, 7.0), (1, 5.0), (0, 6.0), (1, 0.0)):
         front_ends.observe(process, gauges={name: value})
         assert front_ends.value(exported) == value
     front_ends.observe(0, gauges={name: 9.0}, engine=1)
-    assert (front_ends.value(exported), front_ends.value(exported, 1)) == (0.0, 9.0), "engines have their own"
+    assert (front_ends.value(exported), front_ends.value(exported, 1)) == (0.0, 9.0), (
+        "engines have their own"
+    )
 
 
 def test_producers_that_appear_later_are_exported_and_added_up(front_ends: FrontEnds) -> None:

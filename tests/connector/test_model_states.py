@@ -41,12 +41,19 @@ def channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_arrive_right_per_projection_whatever_the_ranks(
     name: str, producer: int, consumer: int, pool: str
 ) -> None:
-    source, target = RecordedEngine(RECORDED[name], producer), RecordedEngine(RECORDED[name], consumer)
+    source, target = (
+        RecordedEngine(RECORDED[name], producer),
+        RecordedEngine(RECORDED[name], consumer),
+    )
     moved = hand_over_recorded(source, target, NUM_TOKENS, next(_seeds), POOLS[pool])
     tensors = [tensor for one in target.workers for tensor in one.caches.tensors]
-    attention = sum(len(tensor.heads) * tensor.cell_bytes for tensor in tensors if tensor.kind in ("k", "v"))
+    attention = sum(
+        len(tensor.heads) * tensor.cell_bytes for tensor in tensors if tensor.kind in ("k", "v")
+    )
     specs = RECORDED[name].specs(consumer)
-    states = sum(specs[layer].state_content_size_bytes for layer in RECORDED[name].states) * consumer
+    states = (
+        sum(specs[layer].state_content_size_bytes for layer in RECORDED[name].states) * consumer
+    )
     unit = math.gcd(source.groups[-1].block_tokens, target.groups[-1].block_tokens)
     if pool == "direct":  # what is staged may bring more of a block than is needed
         assert moved == states + attention * -(-NUM_TOKENS // unit) * unit
@@ -65,11 +72,16 @@ def test_states_arrive_from_engines_that_keep_a_columns_channels_together(
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3.2", "Gemma-3", "Llama-4", "Llama with a drafter"])
 def test_attention_of_every_kind_arrives_from_layers_that_lie_in_one_block(name: str) -> None:
-    source, target = RecordedEngine(RECORDED[name], layout="BLHNC"), RecordedEngine(RECORDED[name], 2)
+    source, target = (
+        RecordedEngine(RECORDED[name], layout="BLHNC"),
+        RecordedEngine(RECORDED[name], 2),
+    )
     hand_over_recorded(source, target, NUM_TOKENS, next(_seeds), POOLS["direct"])
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next, prefix caching and drafts", "Nemotron-H"])
 def test_states_arrive_from_a_pipeline_whose_kernel_blocks_are_smaller(name: str) -> None:
     source = RecordedEngine(RECORDED[name], pp=2, kernel_tokens=32)
-    hand_over_recorded(source, RecordedEngine(RECORDED[name], 2), NUM_TOKENS, next(_seeds), POOLS["direct"])
+    hand_over_recorded(
+        source, RecordedEngine(RECORDED[name], 2), NUM_TOKENS, next(_seeds), POOLS["direct"]
+    )

@@ -27,11 +27,15 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_the_plugin_costs_no_torch_no_nixl_and_no_vllm() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == ""
 
 
-def test_vllm_finds_the_class_by_name_after_it_has_loaded_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_finds_the_class_by_name_after_it_has_loaded_its_plugins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ValueError, match="FerryConnector"):
         KVConnectorFactory.get_connector_class_by_name("FerryConnector")
     monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
@@ -57,6 +61,8 @@ def test_registering_leaves_vllms_own_connector_of_that_name_alone() -> None:
 
 @pytest.mark.parametrize("name", ["NixlConnector", "FerryConnector"])
 def test_with_the_module_named_both_names_are_the_same_class(name: str) -> None:
-    config = KVTransferConfig(kv_connector=name, kv_connector_module_path="kvferry.connector", kv_role="kv_both")
+    config = KVTransferConfig(
+        kv_connector=name, kv_connector_module_path="kvferry.connector", kv_role="kv_both"
+    )
     assert KVConnectorFactory.get_connector_class(config) is TheClass
     assert getattr(kvferry.connector, name) is TheClass

@@ -14,25 +14,30 @@ from vllm.v1.request import Request
 
 from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
-from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
+from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.state import Counters
 from tests.connector.test_local_engine import local_engine
 
-FULL, STATE = CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=512)
+FULL, STATE = (
+    CacheGroup(policy="full", block_tokens=16),
+    CacheGroup(policy="state", block_tokens=512),
+)
 TRUSTED = TrustedHosts(AllowedHosts.without_list(()), has_list=False)
 
 
-def request_of(num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **sampling: Any) -> Any:
+def request_of(
+    num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **sampling: Any
+) -> Any:
     init_none_hash(sha256)
     return Request(
         request_id="request",
@@ -42,7 +47,10 @@ def request_of(num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **s
         block_hasher=get_request_block_hasher(4, sha256),
         mm_features=[
             MultiModalFeatureSpec(
-                data=None, modality="image", identifier=f"image-{start}", mm_position=PlaceholderRange(start, length)
+                data=None,
+                modality="image",
+                identifier=f"image-{start}",
+                mm_position=PlaceholderRange(start, length),
             )
             for start, length in images
         ],
@@ -90,12 +98,20 @@ def test_the_request_is_like_one_that_never_had_the_last_tokens(
     request = request_of(num_tokens, images=images)
     expected = request_of(num_tokens - left_out, images=images, max_tokens=1)
     assert leave_out(request, left_out)
-    for name in ("num_prompt_tokens", "num_tokens", "prompt_token_ids", "block_hashes", "max_tokens"):
+    for name in (
+        "num_prompt_tokens",
+        "num_tokens",
+        "prompt_token_ids",
+        "block_hashes",
+        "max_tokens",
+    ):
         assert getattr(request, name) == getattr(expected, name), name
     assert digests_of(request) == digests_of(expected)
     request.append_output_token_ids(7)
     expected.append_output_token_ids(7)
-    assert request.block_hashes == expected.block_hashes, "what follows is hashed behind the same blocks"
+    assert request.block_hashes == expected.block_hashes, (
+        "what follows is hashed behind the same blocks"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,16 +122,33 @@ def test_the_request_is_like_one_that_never_had_the_last_tokens(
         request_of(16, prompt_logprobs=1),
         request_of(16, images=((12, 4),)),
     ],
-    ids=["a single token", "more answers wanted", "log-probabilities of the prompt", "ends within an image"],
+    ids=[
+        "a single token",
+        "more answers wanted",
+        "log-probabilities of the prompt",
+        "ends within an image",
+    ],
 )
 def test_a_prompt_whose_cache_would_be_unusable_is_not_changed(request_: Any) -> None:
-    before = request_.num_prompt_tokens, list(request_.all_token_ids), request_.max_tokens, list(request_.block_hashes)
+    before = (
+        request_.num_prompt_tokens,
+        list(request_.all_token_ids),
+        request_.max_tokens,
+        list(request_.block_hashes),
+    )
     assert not leave_out(request_, 1)
-    after = request_.num_prompt_tokens, list(request_.all_token_ids), request_.max_tokens, list(request_.block_hashes)
+    after = (
+        request_.num_prompt_tokens,
+        list(request_.all_token_ids),
+        request_.max_tokens,
+        list(request_.block_hashes),
+    )
     assert before == after
 
 
-def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, ConsumerLedger, Counters]:
+def intake_of(
+    *groups: CacheGroup, **changed: Any
+) -> tuple[RequestIntake, ConsumerLedger, Counters]:
     """The intake of an engine whose cache has these groups, in both roles."""
     counters = Counters()
     loads = ConsumerLedger(counters)
@@ -133,12 +166,19 @@ def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, Consu
         offers_turns=False,
         **changed,
     )
-    leases, asking = ProducerLedger(4, 30.0, counters), Asking(EngineLoop(), may_wait=False, recomputes=True)
-    intake = RequestIntake(local, leases, loads, counters, TRUSTED, SchedulerTracing(), asking, AskedPrompts())
+    leases, asking = (
+        ProducerLedger(4, 30.0, counters),
+        PromptQueries(EngineLoop(), may_wait=False, recomputes=True),
+    )
+    intake = RequestIntake(
+        local, leases, loads, counters, TRUSTED, SchedulerTracing(), asking, PromptDirectory()
+    )
     return intake, loads, counters
 
 
-def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:
+def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> (
+    None
+):
     intake, _, counters = intake_of(STATE, FULL)
     leases = intake._leases
     for tokens, taken, left in ((16, True, 15), (1, False, 1)):
@@ -146,5 +186,8 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
         intake.receive(request)
-        assert (leases.running(request.request_id) is not None, request.num_prompt_tokens) == (taken, left)
+        assert (leases.running(request.request_id) is not None, request.num_prompt_tokens) == (
+            taken,
+            left,
+        )
         assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})

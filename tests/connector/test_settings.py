@@ -74,7 +74,9 @@ class Models:
         """An engine of a model, with vLLM's own options."""
         folder = config if isinstance(config, Path) else self.write(config)
         options = {"max_model_len": 128, "dtype": "float32", **options}
-        model = ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, **options)
+        model = ModelConfig(
+            model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, **options
+        )
         found = engine_config()
         found.model_config = model
         return found
@@ -112,23 +114,37 @@ def test_longrope_is_refused_where_the_lengths_choose_other_factors(models: Mode
     assert between(short, long) == {"model.longrope.config.rope_parameters": ('"short"', '"long"')}
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 4.0}])
-def test_other_rotary_embeddings_do_not_depend_on_the_length(models: Models, rope: dict[str, Any]) -> None:
-    more = {"original_max_position_embeddings": 256, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 4.0}]
+)
+def test_other_rotary_embeddings_do_not_depend_on_the_length(
+    models: Models, rope: dict[str, Any]
+) -> None:
+    more = {
+        "original_max_position_embeddings": 256,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     config = {**LLAMA, "rope_scaling": rope | more, "max_position_embeddings": 1024}
     assert between(models.engine(config), models.engine(config, max_model_len=512)) == {}
     other = {**config, "rope_scaling": rope | more | {"factor": 8.0}}
-    assert list(between(models.engine(config), models.engine(other))) == ["model.config.rope_parameters.factor"]
+    assert list(between(models.engine(config), models.engine(other))) == [
+        "model.config.rope_parameters.factor"
+    ]
 
 
 def test_positions_are_compared_where_the_rotary_embedding_scales_with_them(models: Models) -> None:
     plain = {**LLAMA, "max_position_embeddings": 2048}
     assert between(models.engine(), models.engine(plain)) == {}
-    ropes = [{**one, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} for one in (LLAMA, plain)]
+    ropes = [
+        {**one, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} for one in (LLAMA, plain)
+    ]
     assert list(between(*map(models.engine, ropes))) == ["model.config.max_position_embeddings"]
 
 
-def test_a_configuration_from_elsewhere_is_compared_not_the_one_beside_the_weights(models: Models) -> None:
+def test_a_configuration_from_elsewhere_is_compared_not_the_one_beside_the_weights(
+    models: Models,
+) -> None:
     weights = models.write(LLAMA)
     elsewhere = models.write({**LLAMA, "rope_theta": 500.0})
     equal = models.write({**LLAMA, "rope_theta": 10_000})
@@ -144,7 +160,11 @@ def test_a_configuration_from_elsewhere_is_compared_not_the_one_beside_the_weigh
     [
         ({"rms_norm_eps": 1e-3}, {"rms_norm_eps": 1e-3}, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, {"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, {"rope_theta": 5.0}, "rope_theta"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+            {"rope_theta": 5.0},
+            "rope_theta",
+        ),
     ],
 )
 def test_overrides_are_part_of_what_runs_and_no_more_than_that(
@@ -154,7 +174,9 @@ def test_overrides_are_part_of_what_runs_and_no_more_than_that(
     overridden = models.engine(weights, hf_overrides=overrides)
     found = between(models.engine(weights), overridden)
     assert [name.rpartition(".")[2] for name in found] == [field]
-    assert between(overridden, models.engine({**LLAMA, **config})) == {}, "the same, but written in the file"
+    assert between(overridden, models.engine({**LLAMA, **config})) == {}, (
+        "the same, but written in the file"
+    )
 
 
 def test_overrides_by_a_function_are_applied(models: Models) -> None:
@@ -175,7 +197,10 @@ def test_overrides_by_a_function_are_applied(models: Models) -> None:
         ({}, {"override_generation_config": {"attn_temperature_tuning": True}}, True),
         (
             {"max_model_len": 65536},
-            {"max_model_len": 4096, "override_generation_config": {"attn_temperature_tuning": True}},
+            {
+                "max_model_len": 4096,
+                "override_generation_config": {"attn_temperature_tuning": True},
+            },
             False,
         ),
         ({}, {"override_generation_config": {"temperature": 0.5}}, False),
@@ -199,14 +224,22 @@ def test_what_is_decided_by_length_is_decided_before_the_cache_is_measured(model
 def test_a_generation_config_decides_llama_4s_attention_temperature(models: Models) -> None:
     plain, tuned = (models.write(LLAMA_4) for _ in range(2))
     (tuned / "generation_config.json").write_text('{"attn_temperature_tuning": true}')
-    assert list(between(models.engine(plain), models.engine(tuned))) == ["model.attention_temperature"]
+    assert list(between(models.engine(plain), models.engine(tuned))) == [
+        "model.attention_temperature"
+    ]
 
 
 def test_quantisation_at_run_time_is_compared_with_its_options(models: Models) -> None:
     one, other = models.engine(), models.engine()
     one.model_config.quantization = other.model_config.quantization = "fp8"
-    one.model_config.quantization_config = {"linear": {"weight": "fp8_per_tensor"}, "ignore": ["lm_head"]}
-    other.model_config.quantization_config = {"linear": {"weight": "fp8_per_channel"}, "ignore": ["lm_head"]}
+    one.model_config.quantization_config = {
+        "linear": {"weight": "fp8_per_tensor"},
+        "ignore": ["lm_head"],
+    }
+    other.model_config.quantization_config = {
+        "linear": {"weight": "fp8_per_channel"},
+        "ignore": ["lm_head"],
+    }
     assert list(between(one, other)) == ["model.online_quantization.linear.weight"]
     other.model_config.quantization = None
     assert "model.quantization" in between(one, other)
@@ -215,7 +248,9 @@ def test_quantisation_at_run_time_is_compared_with_its_options(models: Models) -
 def test_the_class_that_computes_is_compared_as_vllm_resolved_it(models: Models) -> None:
     one, other = models.engine(), models.engine()
     other.model_config._architecture = "TransformersForCausalLM"
-    assert between(one, other) == {"model.model_class": ('"LlamaForCausalLM"', '"TransformersForCausalLM"')}
+    assert between(one, other) == {
+        "model.model_class": ('"LlamaForCausalLM"', '"TransformersForCausalLM"')
+    }
     other.model_config._architecture = "LlamaForCausalLM"
     other.model_config.model_class_overrides = {"LlamaForCausalLM": "my_models:Llama"}
     assert list(between(one, other)) == ["model.model_class.overrides.LlamaForCausalLM"]
@@ -223,7 +258,9 @@ def test_the_class_that_computes_is_compared_as_vllm_resolved_it(models: Models)
 
 def test_heads_are_compared_even_where_an_operator_has_named_the_weights(models: Models) -> None:
     named = {"model_fingerprint": "llama-v7"}
-    one, more = (facts(models.engine({**LLAMA, "num_key_value_heads": heads}), **named) for heads in (1, 2))
+    one, more = (
+        facts(models.engine({**LLAMA, "num_key_value_heads": heads}), **named) for heads in (1, 2)
+    )
     assert differences(more, one) == {"model.config.num_key_value_heads": ("2", "1")}
 
 
@@ -297,7 +334,9 @@ def test_drafts_without_a_cache_do_not_matter(models: Models, method: str) -> No
     assert between(drafting(models.engine(), "ngram"), drafts) == {}
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp", "dflash", "custom_class"])
+@pytest.mark.parametrize(
+    "method", ["draft_model", "eagle", "eagle3", "mtp", "dflash", "custom_class"]
+)
 def test_drafts_with_a_cache_must_be_made_alike(models: Models, method: str) -> None:
     one, same = (drafting(models.engine(), method, models.engine()) for _ in range(2))
     assert between(one, same) == {}
@@ -309,7 +348,9 @@ def test_a_draft_model_is_compared_by_its_weights_and_configuration(models: Mode
         return drafting(models.engine(), "draft_model", draft)
 
     one = engine_with(models.engine(models.write(LLAMA, fill=2)))
-    assert list(between(one, engine_with(models.engine(models.write(LLAMA, fill=3))))) == ["model.draft.weights"]
+    assert list(between(one, engine_with(models.engine(models.write(LLAMA, fill=3))))) == [
+        "model.draft.weights"
+    ]
     other_config = models.write({**LLAMA, "rope_theta": 5.0}, fill=2)
     assert list(between(one, engine_with(models.engine(other_config)))) == [
         "model.draft.config.rope_parameters.rope_theta"
@@ -333,7 +374,9 @@ def test_a_draft_model_is_compared_by_its_weights_and_configuration(models: Mode
         {"max_position_embeddings": 4096},
     ],
 )
-def test_settings_that_change_no_value_refuse_nothing(models: Models, changed: dict[str, Any]) -> None:
+def test_settings_that_change_no_value_refuse_nothing(
+    models: Models, changed: dict[str, Any]
+) -> None:
     assert between(models.engine(), models.engine({**LLAMA, **changed})) == {}
 
 
@@ -352,7 +395,9 @@ def test_settings_that_change_no_value_refuse_nothing(models: Models, changed: d
         {"max_logprobs": 5},
     ],
 )
-def test_options_that_change_no_value_refuse_nothing(models: Models, options: dict[str, Any]) -> None:
+def test_options_that_change_no_value_refuse_nothing(
+    models: Models, options: dict[str, Any]
+) -> None:
     assert between(models.engine(), models.engine(**options)) == {}
 
 
@@ -367,7 +412,9 @@ def test_a_configuration_that_changes_while_a_model_is_loaded_is_as_it_was(model
 # Whatever there is, an engine starts.
 
 
-def test_without_files_the_configuration_in_memory_is_compared(models: Models, tmp_path: Path) -> None:
+def test_without_files_the_configuration_in_memory_is_compared(
+    models: Models, tmp_path: Path
+) -> None:
     one, other = models.engine(), models.engine({**LLAMA, "rms_norm_eps": 0.5})
     for config in (one, other):
         config.model_config.model = str(tmp_path / "on-a-store")
@@ -375,8 +422,12 @@ def test_without_files_the_configuration_in_memory_is_compared(models: Models, t
     assert list(between(one, other)) == ["model.config.rms_norm_eps"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"model_type": "nothing that is known"}', '{"model_type": 5}'])
-def test_a_file_that_cannot_be_read_stops_nothing(models: Models, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"model_type": "nothing that is known"}', '{"model_type": 5}']
+)
+def test_a_file_that_cannot_be_read_stops_nothing(
+    models: Models, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)  # vLLM tries again after seconds
     folder = models.write(LLAMA)
     config = models.engine(folder)
@@ -397,7 +448,9 @@ ODD_VALUES: tuple[tuple[Any, bool], ...] = (
 
 
 @pytest.mark.parametrize(("value", "says"), ODD_VALUES)
-def test_any_value_becomes_a_short_line_that_the_wire_takes(models: Models, value: Any, says: bool) -> None:
+def test_any_value_becomes_a_short_line_that_the_wire_takes(
+    models: Models, value: Any, says: bool
+) -> None:
     config = models.engine()
     before = settings_of(config)
     config.model_config.quantization_config = value
@@ -438,25 +491,55 @@ COMPARED = {
     # facts
     *("dtype", "quantization"),
     # settings
-    *("quantization_config", "hf_config", "hf_text_config", "hf_config_path", "hf_overrides", "config_format"),
+    *(
+        "quantization_config",
+        "hf_config",
+        "hf_text_config",
+        "hf_config_path",
+        "hf_overrides",
+        "config_format",
+    ),
     *("model_impl", "model_class_overrides", "trust_remote_code", "code_revision"),
     *("generation_config", "override_generation_config", "max_model_len", "multimodal_config"),
 }
 NOT_COMPARED = {
     # ids, texts and logits
-    *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "served_model_name"),
-    *("max_logprobs", "logprobs_mode", "return_sampling_mask", "use_fp64_gumbel", "enable_trace_replay"),
+    *(
+        "tokenizer",
+        "tokenizer_mode",
+        "tokenizer_revision",
+        "skip_tokenizer_init",
+        "served_model_name",
+    ),
+    *(
+        "max_logprobs",
+        "logprobs_mode",
+        "return_sampling_mask",
+        "use_fp64_gumbel",
+        "enable_trace_replay",
+    ),
     *("logits_processors", "io_processor_plugin", "renderer_num_workers", "pooler_config"),
     # where things are, and who may read them
     *("allowed_local_media_path", "allowed_media_domains", "hf_token"),
     # how a step is launched
-    *("enforce_eager", "disable_cascade_attn", "runner", "convert", "allow_deprecated_quantization"),
+    *(
+        "enforce_eager",
+        "disable_cascade_attn",
+        "runner",
+        "convert",
+        "allow_deprecated_quantization",
+    ),
     # windows: the groups tell
     "disable_sliding_window",
     # prompts of embeddings are not transferred
     "enable_prompt_embeds",
     # memory
-    *("enable_sleep_mode", "sleep_preserve_parameter_names", "sleep_mode_backend", "sleep_mode_offload_cudagraph"),
+    *(
+        "enable_sleep_mode",
+        "sleep_preserve_parameter_names",
+        "sleep_mode_backend",
+        "sleep_mode_offload_cudagraph",
+    ),
     *("enable_nccl_comm_suspend", "enable_cumem_allocator"),
     # derived
     *("is_submodel_config", "word_embeddings_untied_by_checkpoint", "spec_target_max_model_len"),
@@ -468,12 +551,28 @@ OF_MEDIA = {
     *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
     *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
     # limits, and which prompts are taken at all
-    *("language_model_only", "limit_per_prompt", "enable_mm_embeds", "mm_encoder_only", "allow_missing_mm_embeddings"),
+    *(
+        "language_model_only",
+        "limit_per_prompt",
+        "enable_mm_embeds",
+        "mm_encoder_only",
+        "allow_missing_mm_embeddings",
+    ),
     # identifiers: those that differ share nothing
     "mm_hasher_algorithm",
     # where and how it is computed
-    *("mm_device_do_normalize", "mm_encoder_tp_mode", "mm_encoder_attn_backend", "skip_mm_profiling"),
-    *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc"),
+    *(
+        "mm_device_do_normalize",
+        "mm_encoder_tp_mode",
+        "mm_encoder_attn_backend",
+        "skip_mm_profiling",
+    ),
+    *(
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_tensor_ipc",
+    ),
     *("mm_ipc_gpu_memory_gb", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
     # the prompt's text, whose tokens are compared
     "interleave_mm_strings",
@@ -483,19 +582,63 @@ OF_ADAPTERS = {
     *("lora_dtype", "target_modules", "enable_tower_connector_lora"),
     *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
     # limits, kernels, and the choice of an adapter, which a request names
-    *("max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras", "specialize_active_lora"),
+    *(
+        "max_lora_rank",
+        "max_loras",
+        "max_cpu_loras",
+        "fully_sharded_loras",
+        "specialize_active_lora",
+    ),
     *("default_mm_loras", "max_lora_cls_labels"),
 }
 OF_THE_ENGINE = {
     # compared: facts, settings, tensors, groups, contents of adapters
-    *("model_config", "cache_config", "load_config", "lora_config", "speculative_config", "quant_config"),
+    *(
+        "model_config",
+        "cache_config",
+        "load_config",
+        "lora_config",
+        "speculative_config",
+        "quant_config",
+    ),
     # sizes and rounding
-    *("parallel_config", "scheduler_config", "device_config", "offload_config", "attention_config", "mamba_config"),
-    *("kernel_config", "compilation_config", "optimization_level", "performance_mode", "engram_config"),
+    *(
+        "parallel_config",
+        "scheduler_config",
+        "device_config",
+        "offload_config",
+        "attention_config",
+        "mamba_config",
+    ),
+    *(
+        "kernel_config",
+        "compilation_config",
+        "optimization_level",
+        "performance_mode",
+        "engram_config",
+    ),
     # after the logits, or beside the model
-    *("structured_outputs_config", "reasoning_config", "watermark_config", "diffusion_config", "aux_output_config"),
-    *("observability_config", "logging_config", "profiler_config", "kv_transfer_config", "kv_events_config"),
-    *("ec_transfer_config", "ec_manager_config", "weight_transfer_config", "instance_id", "shutdown_timeout"),
+    *(
+        "structured_outputs_config",
+        "reasoning_config",
+        "watermark_config",
+        "diffusion_config",
+        "aux_output_config",
+    ),
+    *(
+        "observability_config",
+        "logging_config",
+        "profiler_config",
+        "kv_transfer_config",
+        "kv_events_config",
+    ),
+    *(
+        "ec_transfer_config",
+        "ec_manager_config",
+        "weight_transfer_config",
+        "instance_id",
+        "shutdown_timeout",
+    ),
     # of platform plugins, whose meaning is not known: docs/compatibility.md says so
     "additional_config",
 }

@@ -23,7 +23,8 @@ def heads_by_vllm(total: int, rank: int, size: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("total", "size"), [(8, 2), (2, 4), (1, 3), (4, 4), (6, 3), (1, 1), (3, 1), (2, 16), (4, 8), (32, 16)]
+    ("total", "size"),
+    [(8, 2), (2, 4), (1, 3), (4, 4), (6, 3), (1, 1), (3, 1), (2, 16), (4, 8), (32, 16)],
 )
 def test_each_rank_holds_the_heads_that_vllm_gives_it(total: int, size: int) -> None:
     for rank in range(size):
@@ -62,10 +63,15 @@ def test_the_layers_count_more_than_the_configuration(seen: list[int], uniform: 
         ({"num_key_value_heads": 8, "layers": [{"num_global_key_value_heads": 2}]}, False),
         ({"num_kv_heads_per_layer": {"0": 8, "1": 4}}, False),
         ({"block_configs": [{"attention": {"n_heads_in_group": 4}}]}, False),
-        ({"num_attention_groups": 8, "attention_other_setting": {"num_attention_groups": 4}}, False),
+        (
+            {"num_attention_groups": 8, "attention_other_setting": {"num_attention_groups": 4}},
+            False,
+        ),
     ],
 )
-def test_settings_that_speak_of_other_head_counts_are_found(config: dict[str, Any], same: bool) -> None:
+def test_settings_that_speak_of_other_head_counts_are_found(
+    config: dict[str, Any], same: bool
+) -> None:
     assert same_in_all_layers(8, config) is same
 
 
@@ -80,13 +86,17 @@ def test_settings_that_speak_of_other_head_counts_are_found(config: dict[str, An
         ({}, None),
     ],
 )
-def test_the_groups_of_heads_are_what_the_configuration_says(config: dict[str, Any], reported: int | None) -> None:
+def test_the_groups_of_heads_are_what_the_configuration_says(
+    config: dict[str, Any], reported: int | None
+) -> None:
     assert groups_of_heads(config) == reported
 
 
 def test_a_state_that_every_rank_has_whole_is_one_that_everybody_holds() -> None:
     for name, heads in (("short convolution", 64), ("linear attention", 8)):
-        config = config_of(group(STATE_MODELS[name].spec(1, tp_replicated=True), "mixer.0", "mixer.1"))
+        config = config_of(
+            group(STATE_MODELS[name].spec(1, tp_replicated=True), "mixer.0", "mixer.1")
+        )
         for rank in (0, 3):
             found = discover(views_of(config), config, {}, Sharding(8, rank, 4))
             assert {tensor.heads for tensor in found.tensors} == {Range(0, heads)}

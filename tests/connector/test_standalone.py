@@ -30,14 +30,19 @@ class Pair:
     def __init__(self) -> None:
         self.network = MemoryNetwork()
         self.fabrics: dict[str, FaultFabric] = {}
-        self.caches = {name: torch.zeros(32, HEADS, BLOCK, SIZE) for name in ("producer", "consumer")}
+        self.caches = {
+            name: torch.zeros(32, HEADS, BLOCK, SIZE) for name in ("producer", "consumer")
+        }
         self.producer, self.consumer = (self.engine(name) for name in self.caches)
         self.failed: dict[str, FailureReason] = {}
 
     def engine(self, name: str) -> StandaloneEngine:
         cache = self.caches[name]
         shards = [
-            (Place(tp=rank), KvCaches.of({("layers.0", "kv"): cache[:, rank : rank + 1]}, first_head=rank))
+            (
+                Place(tp=rank),
+                KvCaches.of({("layers.0", "kv"): cache[:, rank : rank + 1]}, first_head=rank),
+            )
             for rank in range(HEADS)
         ]
         return StandaloneEngine(
@@ -64,7 +69,9 @@ class Pair:
         return params
 
     def until_sent(self, request_id: str) -> None:
-        step_until(lambda: request_id in self.producer.step().sent, "the blocks are free", self.consumer)
+        step_until(
+            lambda: request_id in self.producer.step().sent, "the blocks are free", self.consumer
+        )
 
 
 @pytest.fixture
@@ -88,12 +95,17 @@ def test_tokens_that_both_prompts_begin_with_are_loaded_by_all_workers(pair: Pai
 
 
 def test_another_prompt_is_computed_and_its_lease_given_back(pair: Pair) -> None:
-    assert pair.consumer.start_load("decode", pair.offer("prefill"), Prompt(tokens=[1, 2, 3]), BLOCKS) == 0
+    assert (
+        pair.consumer.start_load("decode", pair.offer("prefill"), Prompt(tokens=[1, 2, 3]), BLOCKS)
+        == 0
+    )
     pair.until_sent("prefill")
     assert pair.producer.counters.total("leases_released", "release") == 1
 
 
-def test_params_that_cannot_be_used_are_refused_and_a_request_without_any_is_computed(pair: Pair) -> None:
+def test_params_that_cannot_be_used_are_refused_and_a_request_without_any_is_computed(
+    pair: Pair,
+) -> None:
     with pytest.raises(InvalidParams):
         pair.consumer.start_load("decode", {"do_remote_prefill": True}, PROMPT, BLOCKS)
     assert pair.consumer.start_load("decode", None, PROMPT, BLOCKS) == 0
@@ -120,7 +132,11 @@ def test_a_load_that_one_worker_cannot_read_has_failed(pair: Pair) -> None:
     first = pair.producer.description.workers[0].agent
     pair.network.kill(first)
     assert pair.consumer.start_load("decode", params, PROMPT, BLOCKS) == 300
-    step_until(lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed, "it fails", pair.producer)
+    step_until(
+        lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed,
+        "it fails",
+        pair.producer,
+    )
     assert list(pair.failed) == ["decode"]
     step_until(lambda: not pair.consumer.writing, "none of its blocks is written", pair.consumer)
     pair.until_sent("prefill")
@@ -139,7 +155,11 @@ def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(pair: 
     step_until(lambda: reader.calls["post_data_read"], "it reads", pair.consumer, pair.producer)
     for worker in pair.consumer.workers:
         worker._thread.runner.timeout_s = 0.0
-    step_until(lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed, "it fails", pair.producer)
+    step_until(
+        lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed,
+        "it fails",
+        pair.producer,
+    )
     assert pair.consumer.writing == {"decode"}
     for agent in agents:
         pair.network.thaw(agent)
@@ -170,7 +190,12 @@ def test_block_0_stands_for_none_and_is_refused_on_both_ends(pair: Pair, at: int
 
 def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(pair: Pair) -> None:
     blocks = ((*BLOCKS[0][:16], 0, 0, 0),)
-    assert pair.consumer.start_load("decode", pair.offer("prefill"), Prompt(tokens=[*range(256), 1]), blocks) == 256
+    assert (
+        pair.consumer.start_load(
+            "decode", pair.offer("prefill"), Prompt(tokens=[*range(256), 1]), blocks
+        )
+        == 256
+    )
     step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
     read = list(BLOCKS[0][:16])
     assert torch.equal(pair.caches["consumer"][read], pair.caches["producer"][read])
@@ -190,7 +215,10 @@ def test_an_engine_does_not_load_from_itself(pair: Pair) -> None:
 def test_nothing_is_kept_of_what_is_over(pair: Pair) -> None:
     """Neither measurements, which nobody takes here, nor loads, whose request ids may come again."""
     for number in range(3):
-        assert pair.consumer.start_load("decode", pair.offer(f"prefill{number}"), PROMPT, BLOCKS) == 300
+        assert (
+            pair.consumer.start_load("decode", pair.offer(f"prefill{number}"), PROMPT, BLOCKS)
+            == 300
+        )
         step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
         pair.until_sent(f"prefill{number}")
     pair.producer.step()

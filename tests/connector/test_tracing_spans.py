@@ -17,7 +17,6 @@ from kvferry.connector.tracing.spans import MOST_OPEN, SpanItem, SpanSink, Worke
 from kvferry.trace.events import (
     DecodeArrived,
     Finished,
-    LeaseName,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
@@ -28,11 +27,12 @@ from kvferry.trace.events import (
     PrefillScheduled,
     Recomputed,
     StageSpan,
+    TracedLease,
 )
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PARENT_ID = 0xB7AD6B7169203331
-LEASE = LeaseName(boot="0" * 32, epoch="1" * 15)
+LEASE = TracedLease(boot="0" * 32, epoch="1" * 15)
 ARRIVED = DecodeArrived(
     at_ns=10,
     request="d",
@@ -47,8 +47,13 @@ STAGES = (
     StageSpan(stage=Phase.QUEUED, begun_ns=21, ended_ns=25),
     StageSpan(stage=Phase.READING, begun_ns=25, ended_ns=40),
 )
-LOAD = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, bytes=7, descriptors=2, early_bytes=3)
-NAMES: dict[str, str | int] = {"kvferry.request_id": "d", "kvferry.lease": f"{LEASE.boot}/{LEASE.epoch}"}
+LOAD = LoadEnded(
+    at_ns=40, request="d", producer="P", stages=STAGES, bytes=7, descriptors=2, early_bytes=3
+)
+NAMES: dict[str, str | int] = {
+    "kvferry.request_id": "d",
+    "kvferry.lease": f"{LEASE.boot}/{LEASE.epoch}",
+}
 
 
 def reported(worker: int, *loads: LoadEnded) -> WorkerLoads:
@@ -103,7 +108,9 @@ def test_a_lease_has_the_time_of_its_prefill_and_the_time_it_was_held() -> None:
 
 
 @pytest.mark.parametrize("traceparent", ["", "00-nonsense"])
-def test_a_lease_that_was_never_held_has_no_parts_and_without_a_trace_begins_one(traceparent: str) -> None:
+def test_a_lease_that_was_never_held_has_no_parts_and_without_a_trace_begins_one(
+    traceparent: str,
+) -> None:
     (root,) = spans_of(
         PrefillArrived(at_ns=1, request="p", tokens=100, traceparent=traceparent),
         PrefillScheduled(at_ns=2, request="p", lease=LEASE),
@@ -115,15 +122,21 @@ def test_a_lease_that_was_never_held_has_no_parts_and_without_a_trace_begins_one
 def test_a_turns_lease_belongs_to_the_trace_of_the_request_that_was_decoded() -> None:
     (root,) = spans_of(
         ARRIVED,
-        PrefillScheduled(at_ns=12, request="d", lease=LeaseName(boot="2" * 32, epoch="3" * 15)),
-        LeaseOver(at_ns=99, request="d", lease=LeaseName(boot="2" * 32, epoch="3" * 15), how="evicted"),
+        PrefillScheduled(at_ns=12, request="d", lease=TracedLease(boot="2" * 32, epoch="3" * 15)),
+        LeaseOver(
+            at_ns=99, request="d", lease=TracedLease(boot="2" * 32, epoch="3" * 15), how="evicted"
+        ),
     )
     assert tree_of([root]) == [("kvferry.lease", PARENT_ID, 12, 99)]
 
 
 def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
     spans = spans_of(
-        ARRIVED, ORDERED, reported(0, LOAD), reported(1, LOAD), LoadReported(at_ns=50, request="d", good=True)
+        ARRIVED,
+        ORDERED,
+        reported(0, LOAD),
+        reported(1, LOAD),
+        LoadReported(at_ns=50, request="d", good=True),
     )
     load = [
         ("kvferry.load", "kvferry.handover", 21, 40),
@@ -131,7 +144,12 @@ def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
         ("kvferry.load.reading", "kvferry.load", 25, 40),
     ]
     handover = ("kvferry.handover", PARENT_ID, 10, 50)
-    assert tree_of(spans) == [handover, ("kvferry.handover.wait", "kvferry.handover", 10, 20), *load, *load]
+    assert tree_of(spans) == [
+        handover,
+        ("kvferry.handover.wait", "kvferry.handover", 10, 20),
+        *load,
+        *load,
+    ]
     assert attributes_of(spans[0]) == {
         **NAMES,
         "kvferry.outcome": "loaded",
@@ -139,24 +157,40 @@ def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
         "kvferry.remote_request_id": "p",
         "kvferry.tokens": 100,
     }
-    moved = {"kvferry.bytes": 7, "kvferry.descriptors": 2, "kvferry.staged_bytes": 0, "kvferry.early_bytes": 3}
+    moved = {
+        "kvferry.bytes": 7,
+        "kvferry.descriptors": 2,
+        "kvferry.staged_bytes": 0,
+        "kvferry.early_bytes": 3,
+    }
     for worker, first in ((0, 2), (1, 5)):
         made, *stages = spans[first : first + 3]
         assert attributes_of(made) == {"kvferry.worker": worker, **moved}
-        assert [stage.parent and stage.parent.span_id for stage in stages] == [made.context.span_id] * 2
+        assert [stage.parent and stage.parent.span_id for stage in stages] == [
+            made.context.span_id
+        ] * 2
     assert {span.status.is_ok for span in spans} == {True}
 
 
 FINISHED = Finished(at_ns=30, request="d")
 OUTCOMES: dict[str, tuple[list[SpanItem], tuple[str, str, int]]] = {
-    "failed": ([ARRIVED, ORDERED, LoadReported(at_ns=50, request="d", good=False)], ("failed", "failed", 50)),
+    "failed": (
+        [ARRIVED, ORDERED, LoadReported(at_ns=50, request="d", good=False)],
+        ("failed", "failed", 50),
+    ),
     "failed, and its request with it": (
         [ARRIVED, ORDERED, FINISHED, LoadReported(at_ns=50, request="d", good=False)],
         ("failed", "failed", 50),
     ),
-    "aborted": ([ARRIVED, ORDERED, FINISHED, LoadReported(at_ns=50, request="d", good=True)], ("aborted", "", 50)),
+    "aborted": (
+        [ARRIVED, ORDERED, FINISHED, LoadReported(at_ns=50, request="d", good=True)],
+        ("aborted", "", 50),
+    ),
     "not loaded": ([ARRIVED, FINISHED], ("not loaded", "", 30)),
-    "recomputed": ([ARRIVED, Recomputed(at_ns=12, request="d", reason="reset")], ("recomputed: reset", "", 12)),
+    "recomputed": (
+        [ARRIVED, Recomputed(at_ns=12, request="d", reason="reset")],
+        ("recomputed: reset", "", 12),
+    ),
 }
 
 
@@ -164,22 +198,39 @@ OUTCOMES: dict[str, tuple[list[SpanItem], tuple[str, str, int]]] = {
 def test_every_end_of_a_handover_is_reported(name: str) -> None:
     items, (outcome, failure, ended_ns) = OUTCOMES[name]
     root = spans_of(*items)[0]
-    assert (attributes_of(root)["kvferry.outcome"], root.status.description or "") == (outcome, failure)
+    assert (attributes_of(root)["kvferry.outcome"], root.status.description or "") == (
+        outcome,
+        failure,
+    )
     assert (root.status.is_ok, root.end_time) == (not failure, ended_ns)
 
 
 def test_an_event_without_its_beginning_makes_no_span() -> None:
     over = LeaseOver(at_ns=9, request="p", lease=LEASE, how="done")
-    assert spans_of(ORDERED, reported(0, LOAD), LoadReported(at_ns=50, request="d", good=True), FINISHED, over) == []
+    assert (
+        spans_of(
+            ORDERED,
+            reported(0, LOAD),
+            LoadReported(at_ns=50, request="d", good=True),
+            FINISHED,
+            over,
+        )
+        == []
+    )
 
 
 def test_the_oldest_open_entries_are_dropped_beyond_the_limit() -> None:
-    leases = {f"p{number}": LeaseName(boot="0" * 32, epoch=f"{number + 1:015x}") for number in range(5)}
+    leases = {
+        f"p{number}": TracedLease(boot="0" * 32, epoch=f"{number + 1:015x}") for number in range(5)
+    }
     begun: list[SpanItem] = []
     for request, lease in leases.items():
         begun.append(PrefillArrived(at_ns=1, request=request, tokens=1, traceparent=PARENT))
         begun.append(PrefillScheduled(at_ns=2, request=request, lease=lease))
-    ended = [LeaseOver(at_ns=9, request=request, lease=lease, how="done") for request, lease in leases.items()]
+    ended = [
+        LeaseOver(at_ns=9, request=request, lease=lease, how="done")
+        for request, lease in leases.items()
+    ]
     spans = spans_of(*begun, *ended, most_open=2)
     assert [attributes_of(span)["kvferry.request_id"] for span in spans] == ["p3", "p4"]
     assert [made.parent for made in tree_of(spans)] == [PARENT_ID] * 2

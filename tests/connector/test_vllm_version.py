@@ -15,8 +15,20 @@ from kvferry.cli.doctor.versions import VLLM
 from kvferry.connector.vllm_internals import SUPPORTED, check_vllm_version, is_supported
 from kvferry.protocol.errors import InvalidConfig, UnsupportedVllm
 
-TRANSFER = SimpleNamespace(kv_connector="NixlConnector", kv_connector_module_path="kvferry.connector")
-OTHERS = ["0.31.9", "0.33.0", "0.33.0rc1", "0.320.0", "1.32.0", "0.32.0rc1", "0.32.1.dev7+g12ab", "dev", ""]
+TRANSFER = SimpleNamespace(
+    kv_connector="NixlConnector", kv_connector_module_path="kvferry.connector"
+)
+OTHERS = [
+    "0.31.9",
+    "0.33.0",
+    "0.33.0rc1",
+    "0.320.0",
+    "1.32.0",
+    "0.32.0rc1",
+    "0.32.1.dev7+g12ab",
+    "dev",
+    "",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +73,9 @@ def test_an_operator_may_try_one_version_and_is_warned(
 
 
 @pytest.mark.parametrize("allowed", ["0.33.1", "1", "true", ""])
-def test_what_allows_another_version_allows_only_that_one(allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_allows_another_version_allows_only_that_one(
+    allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     monkeypatch.setenv("KVFERRY_ALLOW_VLLM", allowed)
     with pytest.raises(UnsupportedVllm):

@@ -27,7 +27,12 @@ def main() -> None:
 
     kernels._is_supported_kv_cache_dtype = lambda _: True
     reported: dict[str, Any] = {}
-    for cache_dtype, layout in (("auto", "LBHNC"), ("auto", "LBNHC"), ("auto", "BHLNC"), ("fp8", "LBHNC")):
+    for cache_dtype, layout in (
+        ("auto", "LBHNC"),
+        ("auto", "LBNHC"),
+        ("auto", "BHLNC"),
+        ("fp8", "LBHNC"),
+    ):
         impl: Any = TritonAttentionImpl.__new__(TritonAttentionImpl)
         impl.attn_type, impl.head_size, impl.kv_cache_dtype = "decoder", WIDTH, cache_dtype
         impl._is_per_token_head_quant, impl.fp8_dtype = False, torch.float8_e4m3fn

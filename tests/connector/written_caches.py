@@ -22,7 +22,9 @@ class Rows:
     def __init__(self) -> None:
         self.calls = 0
 
-    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    def do_kv_cache_update(
+        self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None:
         self.calls += 1
         blocks, tokens = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
         self.put(layer, kv_cache, blocks, tokens, *self.stored(layer, kv_cache, key, value))
@@ -40,7 +42,9 @@ class OneTokenElsewhere(Rows):
 
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         last = cache.shape[2] - 1
-        swapped = torch.where(tokens == last, last - 1, torch.where(tokens == last - 1, last, tokens))
+        swapped = torch.where(
+            tokens == last, last - 1, torch.where(tokens == last - 1, last, tokens)
+        )
         super().put(layer, cache, blocks, swapped, key, value)
 
 
@@ -161,7 +165,12 @@ def float8_layer(impl: Any, k_scale: Any, v_scale: Any, cache_dtype: str = "fp8"
 
 
 def spec_of(cache_dtype: str = "auto", **changed: Any) -> Any:
-    usual: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": WIDTH, "dtype": torch.bfloat16}
+    usual: dict[str, Any] = {
+        "block_size": TOKENS,
+        "num_kv_heads": HEADS,
+        "head_size": WIDTH,
+        "dtype": torch.bfloat16,
+    }
     if cache_dtype != "auto":
         usual |= {"dtype": torch.uint8, "kv_quant_mode": get_kv_quant_mode(cache_dtype)}
     return FullAttentionSpec(**{**usual, **changed})
@@ -171,7 +180,11 @@ class Written:
     """The caches of two layers of one kind, and the probe's results for them."""
 
     def __init__(
-        self, layer: Any, spec: Any = None, layout: str = "LBHNC", dtype: torch.dtype = torch.bfloat16
+        self,
+        layer: Any,
+        spec: Any = None,
+        layout: str = "LBHNC",
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.layer, self.spec, self.dtype = layer, spec or spec_of(), dtype
         self.config = config_of(group(self.spec), layout=layout)
@@ -179,6 +192,8 @@ class Written:
         self.view = self.views[LAYER]
 
     def block_layout(self) -> BlockLayout:
-        found = block_layouts_of(dict.fromkeys(self.views, self.layer), self.views, self.config, self.dtype)
+        found = block_layouts_of(
+            dict.fromkeys(self.views, self.layer), self.views, self.config, self.dtype
+        )
         assert len({repr(one) for one in found.values()}) == 1
         return found[LAYER]

@@ -40,7 +40,9 @@ def read_dockerfile(text: str) -> tuple[dict[str, str], list[Stage]]:
     """Arguments before the first stage, with their defaults, and the stages."""
     arguments: dict[str, str] = {}
     stages: list[Stage] = []
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
+    ]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         word, _, rest = line.strip().partition(" ")
         if word == "FROM":
@@ -66,7 +68,9 @@ class Context:
 
     def has(self, path: Path) -> bool:
         """Whether a file, named from the root, is in it."""
-        left_out = any(fnmatchcase(part, pattern) for part in path.parts for pattern in self._left_out)
+        left_out = any(
+            fnmatchcase(part, pattern) for part in path.parts for pattern in self._left_out
+        )
         return path.parts[0] in self._listed and not left_out
 
     def copy(self, paths: list[str], to: Path) -> None:

@@ -40,7 +40,10 @@ def judge_transfer_config(text: str) -> tuple[str, FerryConfig]:
     """
     config = json.loads(text)
     assert set(config) <= KNOWN_TO_TRANSFER_CONFIG
-    assert (config["kv_connector"], config["kv_connector_module_path"]) == ("NixlConnector", "kvferry.connector")
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == (
+        "NixlConnector",
+        "kvferry.connector",
+    )
     assert config["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
     assert config["kv_load_failure_policy"] == "recompute"
     found = read_config(config.get("kv_connector_extra_config", {}))

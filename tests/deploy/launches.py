@@ -50,7 +50,9 @@ class Launch:
         """All values of an option in their order, written `--name value` or `--name=value`."""
         pairs = zip(self.words, (*self.words[1:], ""), strict=True)
         return [
-            after if word == name else word.partition("=")[2] for word, after in pairs if word.split("=")[0] == name
+            after if word == name else word.partition("=")[2]
+            for word, after in pairs
+            if word.split("=")[0] == name
         ]
 
     @property
@@ -78,7 +80,9 @@ def built(folder: Path) -> list[dict[str, Any]]:
     program = kubectl()
     if program is None:
         return []
-    done = subprocess.run([program, "kustomize", folder], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [program, "kustomize", folder], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
@@ -92,15 +96,24 @@ def built_llm_d() -> list[dict[str, Any]]:
         shutil.copy(Path(__file__).parent / "llm_d_guide.yaml", folder)
         overlay = yaml.safe_load((folder / "kustomization.yaml").read_text())
         assert len(overlay["resources"]) == 1
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump({**overlay, "resources": ["llm_d_guide.yaml"]}))
+        (folder / "kustomization.yaml").write_text(
+            yaml.safe_dump({**overlay, "resources": ["llm_d_guide.yaml"]})
+        )
         return built(folder)
 
 
 def _environment(container: Mapping[str, Any]) -> dict[str, str]:
     """Variables with a value, or with a field of the pod in its place."""
-    plain = {entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry}
-    fields = [entry for entry in container.get("env", []) if "fieldRef" in entry.get("valueFrom", {})]
-    return {**plain, **{entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in fields}}
+    plain = {
+        entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry
+    }
+    fields = [
+        entry for entry in container.get("env", []) if "fieldRef" in entry.get("valueFrom", {})
+    ]
+    return {
+        **plain,
+        **{entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in fields},
+    }
 
 
 def launches_of(objects: list[dict[str, Any]], platform: str) -> Iterator[Launch]:
@@ -111,7 +124,12 @@ def launches_of(objects: list[dict[str, Any]], platform: str) -> Iterator[Launch
             (container,) = pod["containers"]
             words = (*container["command"], *container["args"])
             grace_s = pod["terminationGracePeriodSeconds"]
-            yield Launch(f"{platform} {workload['metadata']['name']}", words, _environment(container), grace_s)
+            yield Launch(
+                f"{platform} {workload['metadata']['name']}",
+                words,
+                _environment(container),
+                grace_s,
+            )
 
 
 def kubernetes() -> Iterator[Launch]:
@@ -123,7 +141,9 @@ def kubernetes() -> Iterator[Launch]:
 def settings(path: Path) -> dict[str, str]:
     """A file of `NAME=value`."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    return {name: shlex.split(value)[0] for name, _, value in (line.partition("=") for line in lines)}
+    return {
+        name: shlex.split(value)[0] for name, _, value in (line.partition("=") for line in lines)
+    }
 
 
 def unit(path: Path) -> dict[str, list[str]]:
@@ -148,7 +168,11 @@ def systemd() -> Iterator[Launch]:
                 words += environment[word[1:]].split()
             else:
                 words.append(string.Template(word).substitute(environment))
-        own = {n: v for n, v in environment.items() if "{" + n + "}" not in written["ExecStart"][0] and n != "ENGINES"}
+        own = {
+            n: v
+            for n, v in environment.items()
+            if "{" + n + "}" not in written["ExecStart"][0] and n != "ENGINES"
+        }
         yield Launch(f"systemd {path.name}", tuple(words), own, float(written["TimeoutStopSec"][0]))
 
 

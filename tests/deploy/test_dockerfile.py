@@ -30,7 +30,11 @@ def copied(stage: Stage, to: Path) -> Path:
 
 def test_hadolint_has_no_complaints() -> None:
     done = subprocess.run(
-        [PROGRAMS / "hadolint", REPOSITORY / "Dockerfile"], capture_output=True, text=True, check=False, timeout=60
+        [PROGRAMS / "hadolint", REPOSITORY / "Dockerfile"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -50,8 +54,19 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("image")
     source = copied(STAGE["wheel"], folder / "src")
     assert STAGE["wheel"].all("RUN")[0].endswith("--wheel-dir /wheels .")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--wheel-dir", folder / "wheels", "."], cwd=source, check=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
+    subprocess.run(
+        [*command, "--wheel-dir", folder / "wheels", "."], cwd=source, check=True, timeout=120
+    )
     return folder / "wheels"
 
 
@@ -73,15 +88,28 @@ def test_the_engines_step_adds_the_wheel_alone_and_notices_what_the_base_image_l
         if name != missing:
             folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
             folder.mkdir()
-            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            (folder / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
             (folder / "INSTALLER").write_text("pip\n")
     before = {path.name for path in packages.iterdir()}
     step = STAGE["engine"].all("RUN")[1]
     assert step.endswith(" && kvferry --version"), "which needs the packages themselves"
     assert "PIP_NO_INDEX=1" in STAGE["engine"].all("ARG")
     line = step.removesuffix(" && kvferry --version").replace("/tmp/wheels", str(wheels))
-    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PIP_NO_INDEX": "1", "HOME": str(tmp_path)}
-    done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "PIP_NO_INDEX": "1",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["sh", "-c", line],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     added = {path.name.partition("-")[0] for path in packages.iterdir() if path.name not in before}
     if missing is None:
         assert (done.returncode, added) == (0, {"kvferry"}), done.stderr
@@ -104,7 +132,9 @@ class _Answering(BaseHTTPRequestHandler):
         """Silent."""
 
 
-@pytest.mark.parametrize(("stage", "port", "path"), [("engine", "8000", "/health"), ("router", "30000", "/readiness")])
+@pytest.mark.parametrize(
+    ("stage", "port", "path"), [("engine", "8000", "/health"), ("router", "30000", "/readiness")]
+)
 def test_a_health_check_asks_for_the_health_of_its_role(
     stage: str, port: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +146,9 @@ def test_a_health_check_asks_for_the_health_of_its_role(
     environment = {"HEALTH_PORT": str(server.server_address[1])}
 
     def answered() -> int:
-        return subprocess.run([sys.executable, *words], env=environment, capture_output=True, check=False).returncode
+        return subprocess.run(
+            [sys.executable, *words], env=environment, capture_output=True, check=False
+        ).returncode
 
     monkeypatch.setattr(_Answering, "healthy", path)
     assert answered() == 0
@@ -132,9 +164,17 @@ def test_the_main_job_finds_all_its_own_files_in_the_image(tmp_path: Path) -> No
     checkout = copied(STAGE["accuracy"], tmp_path)
     script = checkout / STAGE["accuracy"].exec_form("ENTRYPOINT")[0]
     assert script.stat().st_mode & 0o111
-    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True, timeout=60, cwd="/")
+    done = subprocess.run(
+        [script, "--help"], capture_output=True, text=True, check=True, timeout=60, cwd="/"
+    )
     assert "NUM_PREFILL_INSTANCES" in done.stdout
     for words in (["scripts.bootstrap", "--help"], ["scripts.accuracy", "--check"]):
-        subprocess.run([sys.executable, "-m", *words], check=True, timeout=60, cwd=checkout, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", *words],
+            check=True,
+            timeout=60,
+            cwd=checkout,
+            capture_output=True,
+        )
     (install,) = (text for text in STAGE["accuracy"].all("RUN") if "bootstrap" in text)
     assert install.endswith("python -m scripts.bootstrap cpu")

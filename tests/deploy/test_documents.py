@@ -19,17 +19,25 @@ def section(page: str, title: str) -> str:
 
 
 def test_the_table_of_keys_has_all_of_the_stock_connectors() -> None:
-    rows = [row.split("|")[1:3] for row in section("migration.md", "Configuration keys").splitlines() if "|" in row]
+    rows = [
+        row.split("|")[1:3]
+        for row in section("migration.md", "Configuration keys").splitlines()
+        if "|" in row
+    ]
     reported = {key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)}
     as_before = {key for key, meaning in reported.items() if meaning.strip() == "as before"}
     assert as_before == {option.name for option in fields(FerryConfig) if option.metadata["peer"]}
-    assert {key for key, meaning in reported.items() if "ignored with a warning: " in meaning} == set(WITHOUT_MEANING)
+    assert {
+        key for key, meaning in reported.items() if "ignored with a warning: " in meaning
+    } == set(WITHOUT_MEANING)
 
 
 def documented_metrics() -> dict[str, str]:
     """Name → meaning, from the table of operations.md, which another test compares with the code."""
     rows = re.findall(
-        r"^\| `vllm:(\w+)(?:\{\w+\})?` \| \w+ \| (.*) \|$", (DOCS / "operations.md").read_text(), re.MULTILINE
+        r"^\| `vllm:(\w+)(?:\{\w+\})?` \| \w+ \| (.*) \|$",
+        (DOCS / "operations.md").read_text(),
+        re.MULTILINE,
     )
     return dict(rows)
 

@@ -15,14 +15,28 @@ import yaml
 
 from kvferry.protocol.side_channel.secrets import read_secrets
 from tests.deploy.judging import programs
-from tests.deploy.launches import DEPLOY, KUBERNETES, OVERLAYS, REPOSITORY, built, built_llm_d, kubectl, launches_of
+from tests.deploy.launches import (
+    DEPLOY,
+    KUBERNETES,
+    OVERLAYS,
+    REPOSITORY,
+    built,
+    built_llm_d,
+    kubectl,
+    launches_of,
+)
 
 if kubectl() is None:
-    pytest.skip("NOT TESTED: kubectl is not here (requirements/dev.lock has it)", allow_module_level=True)
+    pytest.skip(
+        "NOT TESTED: kubectl is not here (requirements/dev.lock has it)", allow_module_level=True
+    )
 
 VERSION = "1.33"
 MANIFESTS = built(KUBERNETES / "overlays" / "rdma")
-BUILT = {**{overlay: built(KUBERNETES / "overlays" / overlay) for overlay in OVERLAYS}, "llm-d": built_llm_d()}
+BUILT = {
+    **{overlay: built(KUBERNETES / "overlays" / overlay) for overlay in OVERLAYS},
+    "llm-d": built_llm_d(),
+}
 EVERY = [(overlay, manifest) for overlay, objects in BUILT.items() for manifest in objects]
 
 
@@ -43,19 +57,29 @@ def labels(workload: dict[str, Any]) -> dict[str, str]:
 ENGINES = {
     f"{overlay} {manifest['metadata']['name']}": manifest["spec"]["template"]["spec"]
     for overlay, manifest in EVERY
-    if manifest["kind"] in ("StatefulSet", "Deployment") and "router" not in manifest["metadata"]["name"]
+    if manifest["kind"] in ("StatefulSet", "Deployment")
+    and "router" not in manifest["metadata"]["name"]
 }
 an_engine = pytest.mark.parametrize("pod", ENGINES.values(), ids=ENGINES.keys())
 
 
-@pytest.mark.parametrize("manifest", [m for _, m in EVERY], ids=[f"{o} {m['metadata']['name']}" for o, m in EVERY])
+@pytest.mark.parametrize(
+    "manifest", [m for _, m in EVERY], ids=[f"{o} {m['metadata']['name']}" for o, m in EVERY]
+)
 def test_a_manifest_is_valid_by_the_schema_of_kubernetes(manifest: dict[str, Any]) -> None:
     kubernetes_validate.validate(manifest, VERSION, strict=True)
 
 
 def test_yamllint_has_no_complaints() -> None:
-    command = [str(programs() / "yamllint"), "--strict", "--config-file", str(DEPLOY / "yamllint.yaml")]
-    done = subprocess.run([*command, str(DEPLOY)], capture_output=True, text=True, check=False, timeout=60)
+    command = [
+        str(programs() / "yamllint"),
+        "--strict",
+        "--config-file",
+        str(DEPLOY / "yamllint.yaml"),
+    ]
+    done = subprocess.run(
+        [*command, str(DEPLOY)], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -88,8 +112,13 @@ def test_overlays_differ_in_the_network_alone() -> None:
     assert devices == {"tcp": "eth0", "rdma": "mlx5_0:1"}
     limits = {overlay: set(pod["resources"]["limits"]) for overlay, pod in pods.items()}
     assert limits["rdma"] - limits["tcp"] == {"rdma/rdma_shared_device_a"}
-    capabilities = {overlay: pod["securityContext"]["capabilities"] for overlay, pod in pods.items()}
-    assert capabilities == {"tcp": {"drop": ["ALL"]}, "rdma": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    capabilities = {
+        overlay: pod["securityContext"]["capabilities"] for overlay, pod in pods.items()
+    }
+    assert capabilities == {
+        "tcp": {"drop": ["ALL"]},
+        "rdma": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+    }
 
 
 @an_engine
@@ -105,8 +134,13 @@ def test_probes_ask_each_role_for_what_it_can_say() -> None:
     for workload in workloads():
         (container,) = workload["spec"]["template"]["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        probes = [container[kind]["httpGet"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")]
-        found[labels(workload)["app.kubernetes.io/component"]] = [(p["path"], ports[p["port"]]) for p in probes]
+        probes = [
+            container[kind]["httpGet"]
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe")
+        ]
+        found[labels(workload)["app.kubernetes.io/component"]] = [
+            (p["path"], ports[p["port"]]) for p in probes
+        ]
     engine = [("/health", 8000)] * 3
     router = [("/readiness", 30000), ("/readiness", 30000), ("/liveness", 30000)]
     assert found == {"prefill": engine, "decode": engine, "router": router}
@@ -129,7 +163,9 @@ def test_the_router_lists_every_replica_by_the_name_that_it_has() -> None:
         assert services[service]["spec"]["clusterIP"] == "None"
         replicas = workload["spec"]["replicas"]
         port = services[service]["spec"]["ports"][0]["port"]
-        assert router.options(option) == [f"http://{name}-{i}.{service}:{port}" for i in range(replicas)]
+        assert router.options(option) == [
+            f"http://{name}-{i}.{service}:{port}" for i in range(replicas)
+        ]
 
 
 def test_selectors_find_the_pods_that_they_are_for() -> None:
@@ -164,19 +200,34 @@ def allowed(policy: dict[str, Any], peer: dict[str, str], port: int) -> bool:
     """Whether a policy lets a pod with these labels, of the same namespace, reach a port."""
 
     def fits(selector: dict[str, Any]) -> bool:
-        exact = all(peer.get(key) == value for key, value in selector.get("matchLabels", {}).items())
-        return exact and all(peer.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", []))
+        exact = all(
+            peer.get(key) == value for key, value in selector.get("matchLabels", {}).items()
+        )
+        return exact and all(
+            peer.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", [])
+        )
 
     for rule in policy["spec"]["ingress"]:
-        from_it = "from" not in rule or any("podSelector" in who and fits(who["podSelector"]) for who in rule["from"])
-        if from_it and ("ports" not in rule or any(entry["port"] == port for entry in rule["ports"])):
+        from_it = "from" not in rule or any(
+            "podSelector" in who and fits(who["podSelector"]) for who in rule["from"]
+        )
+        if from_it and (
+            "ports" not in rule or any(entry["port"] == port for entry in rule["ports"])
+        ):
             return True
     return False
 
 
 def test_only_engines_reach_the_side_channel() -> None:
-    (policy,) = (found for found in of_kind("NetworkPolicy") if found["metadata"]["name"] == "kvferry-engines")
-    who = {workload["metadata"]["name"].removeprefix("kvferry-"): labels(workload) for workload in workloads()}
+    (policy,) = (
+        found
+        for found in of_kind("NetworkPolicy")
+        if found["metadata"]["name"] == "kvferry-engines"
+    )
+    who = {
+        workload["metadata"]["name"].removeprefix("kvferry-"): labels(workload)
+        for workload in workloads()
+    }
     assert allowed(policy, who["decode"], 5600)
     assert allowed(policy, who["router"], 8000)
     assert not allowed(policy, who["router"], 5600)

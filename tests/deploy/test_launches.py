@@ -22,7 +22,9 @@ def documented() -> list[Launch]:
     found = [command.words for command in typed("vllm") if "--kv-transfer-config" in command.words]
     for program, image in ((("vllm", "serve"), "kvferry"), (("vllm-router",), "kvferry-router")):
         for command in typed("docker"):
-            words = command.words[command.words.index(image) + 1 :] if image in command.words else ()
+            words = (
+                command.words[command.words.index(image) + 1 :] if image in command.words else ()
+            )
             found += [(*program, *words)] if len(words) > 1 and command.words[1] == "run" else []
     return [Launch("documentation", words, {}, 0.0) for words in found]
 
@@ -43,7 +45,13 @@ def test_vllm_understands_every_engines_command_line() -> None:
     assert len(of_pages) >= 2
     understood = [line.split() for line in parsed_by_vllm([*ENGINES, *of_pages])]
     for launch, line in zip(ENGINES, understood, strict=False):
-        assert line == [launch.words[2], launch.option("--port"), "300", role_of(launch), "recompute"]
+        assert line == [
+            launch.words[2],
+            launch.option("--port"),
+            "300",
+            role_of(launch),
+            "recompute",
+        ]
     for launch, line in zip(of_pages, understood[len(ENGINES) :], strict=True):
         assert (line[0], *line[3:]) == (launch.words[2], role_of(launch), "recompute")
 
@@ -72,7 +80,11 @@ def test_decoders_get_an_address_that_they_can_reach(launch: Launch) -> None:
 
 def test_a_documented_engine_that_others_read_from_over_the_network_has_a_secret() -> None:
     """Without one, decoders on other hosts do not read from it."""
-    words = [command.words for command in typed("docker") if "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1" in command.words]
+    words = [
+        command.words
+        for command in typed("docker")
+        if "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1" in command.words
+    ]
     assert words
     for line in words:
         assert any(word.startswith("KVFERRY_SECRET_FILE=") for word in line)

@@ -13,7 +13,9 @@ from tests.deploy.launches import DEPLOY, KUBERNETES, LAUNCHES, built, kubectl
 
 MONITORING = KUBERNETES / "monitoring"
 PROMETHEUS = DEPLOY / "prometheus"
-WITH_KUBECTL = pytest.mark.skipif(kubectl() is None, reason="NOT TESTED: kubectl is not here (requirements/dev.lock)")
+WITH_KUBECTL = pytest.mark.skipif(
+    kubectl() is None, reason="NOT TESTED: kubectl is not here (requirements/dev.lock)"
+)
 FIELDS: dict[str, set[str]] = {
     "PodMonitor": {"jobLabel", "selector", "podMetricsEndpoints"},
     "podMetricsEndpoints": {"port", "path", "interval", "relabelings"},
@@ -44,12 +46,16 @@ def test_monitors_and_rules_have_the_fields_that_the_operator_knows() -> None:
 
 def fits(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     exact = selector.get("matchLabels", {}).items() <= labels.items()
-    return exact and all(labels.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", ()))
+    return exact and all(
+        labels.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", ())
+    )
 
 
 @WITH_KUBECTL
 def test_every_pod_is_scraped_by_one_monitor_at_a_port_that_it_has() -> None:
-    monitors = [manifest["spec"] for manifest in built(MONITORING) if manifest["kind"] == "PodMonitor"]
+    monitors = [
+        manifest["spec"] for manifest in built(MONITORING) if manifest["kind"] == "PodMonitor"
+    ]
     jobs = []
     for workload in built(KUBERNETES / "overlays" / "tcp"):
         if workload["kind"] in ("StatefulSet", "Deployment"):
@@ -57,9 +63,16 @@ def test_every_pod_is_scraped_by_one_monitor_at_a_port_that_it_has() -> None:
             labels = pod["metadata"]["labels"]
             (monitor,) = (spec for spec in monitors if fits(spec["selector"], labels))
             (endpoint,) = monitor["podMetricsEndpoints"]
-            ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+            ports = {
+                port["name"]: port["containerPort"]
+                for port in pod["spec"]["containers"][0]["ports"]
+            }
             jobs.append((labels[monitor["jobLabel"]], ports[endpoint["port"]], endpoint["path"]))
-    assert sorted(jobs) == [("decode", 8000, "/metrics"), ("prefill", 8000, "/metrics"), ("router", 29000, "/metrics")]
+    assert sorted(jobs) == [
+        ("decode", 8000, "/metrics"),
+        ("prefill", 8000, "/metrics"),
+        ("router", 29000, "/metrics"),
+    ]
 
 
 @WITH_KUBECTL
@@ -71,7 +84,8 @@ def test_the_operators_rules_are_the_alerts() -> None:
 def test_the_scrape_configuration_has_the_ports_of_the_units() -> None:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     scraped = {
-        job["job_name"]: job["static_configs"][0]["targets"][0].split(":")[1] for job in config["scrape_configs"]
+        job["job_name"]: job["static_configs"][0]["targets"][0].split(":")[1]
+        for job in config["scrape_configs"]
     }
     units = {launch.source.removeprefix("systemd kvferry-"): launch for launch in LAUNCHES}
     assert scraped == {

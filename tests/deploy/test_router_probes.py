@@ -55,17 +55,29 @@ def engines() -> Iterator[list[_Engine]]:
         engine.server_close()
 
 
-def test_one_engine_of_each_pool_is_enough_to_be_ready(engines: list[_Engine], tmp_path: Path) -> None:
+def test_one_engine_of_each_pool_is_enough_to_be_ready(
+    engines: list[_Engine], tmp_path: Path
+) -> None:
     first, second, decode = engines
     port, metrics = free_port(), free_port()
-    words = ["--vllm-pd-disaggregation", "--kv-connector=nixl", "--host=127.0.0.1", "--health-check-interval-secs=1"]
+    words = [
+        "--vllm-pd-disaggregation",
+        "--kv-connector=nixl",
+        "--host=127.0.0.1",
+        "--health-check-interval-secs=1",
+    ]
     words += [f"--port={port}", f"--prometheus-port={metrics}", f"--decode={decode.url}"]
     words += [f"--prefill={engine.url}" for engine in (first, second)]
     with (tmp_path / "log").open("wb") as log:
-        router = subprocess.Popen([sys.executable, "-m", "vllm_router.launch_router", *words], stdout=log, stderr=log)
+        router = subprocess.Popen(
+            [sys.executable, "-m", "vllm_router.launch_router", *words], stdout=log, stderr=log
+        )
 
     def answers() -> dict[str, int]:
-        return {path: status(f"http://127.0.0.1:{port}{path}") for path in ("/health", "/readiness", "/liveness")}
+        return {
+            path: status(f"http://127.0.0.1:{port}{path}")
+            for path in ("/health", "/readiness", "/liveness")
+        }
 
     def wait_for(health: int, readiness: int, what: str) -> None:
         wanted = {"/health": health, "/readiness": readiness, "/liveness": 200}

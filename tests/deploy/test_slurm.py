@@ -51,7 +51,9 @@ class Job:
 
     def launches(self) -> list[Launch]:
         found = [json.loads(path.read_text()) for path in sorted(self.started.glob("*.json"))]
-        return [Launch("slurm", tuple(entry["words"]), entry["environment"], 330.0) for entry in found]
+        return [
+            Launch("slurm", tuple(entry["words"]), entry["environment"], 330.0) for entry in found
+        ]
 
 
 def all_started(folder: Path) -> bool:
@@ -60,7 +62,9 @@ def all_started(folder: Path) -> bool:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    bin_folder, venv, started, home = (tmp_path / name for name in ("bin", "venv", "started", "home"))
+    bin_folder, venv, started, home = (
+        tmp_path / name for name in ("bin", "venv", "started", "home")
+    )
     for folder in (bin_folder, venv / "bin", started, home):
         folder.mkdir(parents=True)
     python = programs() / "python"
@@ -81,12 +85,19 @@ def job(tmp_path: Path) -> Iterator[Job]:
         "VENV": str(venv),
     }
     process = subprocess.Popen(
-        ["bash", SCRIPT], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["bash", SCRIPT],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     running = Job(process, started, home)
     try:
         wait_until(
-            lambda: all_started(started) or process.poll() is not None, "two steps and the router have started", 30
+            lambda: all_started(started) or process.poll() is not None,
+            "two steps and the router have started",
+            30,
         )
         assert process.poll() is None, process.communicate()[0]
         yield running
@@ -107,17 +118,32 @@ def engines(job: Job) -> list[Launch]:
 
 
 def test_shellcheck_has_no_complaints() -> None:
-    done = subprocess.run([programs() / "shellcheck", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [programs() / "shellcheck", SCRIPT], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_each_node_has_an_engine_that_decoders_reach_by_the_nodes_name(job: Job) -> None:
     prefill, decode = engines(job)
-    roles = [judge_transfer_config(launch.option("--kv-transfer-config"))[0] for launch in (prefill, decode)]
+    roles = [
+        judge_transfer_config(launch.option("--kv-transfer-config"))[0]
+        for launch in (prefill, decode)
+    ]
     assert roles == ["kv_producer", "kv_consumer"]
-    assert [launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] for launch in (prefill, decode)] == ["node-a", "node-b"]
-    assert {launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for launch in (prefill, decode)} == {"5600"}
-    known = {word.partition("=")[0] for launch in LAUNCHES for word in launch.words if word.startswith("--")}
+    assert [launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] for launch in (prefill, decode)] == [
+        "node-a",
+        "node-b",
+    ]
+    assert {launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for launch in (prefill, decode)} == {
+        "5600"
+    }
+    known = {
+        word.partition("=")[0]
+        for launch in LAUNCHES
+        for word in launch.words
+        if word.startswith("--")
+    }
     for launch in (prefill, decode):
         assert {word.partition("=")[0] for word in launch.words if word.startswith("--")} <= known
 
@@ -128,7 +154,11 @@ def test_the_router_lists_both_engines(job: Job) -> None:
     prefill, decode = engines(job)
     assert parsed.prefill_urls == [(f"http://node-a:{prefill.option('--port')}", None)]
     assert parsed.decode_urls == [f"http://node-b:{decode.option('--port')}"]
-    others = [launch for launch in LAUNCHES if not launch.is_engine and launch.source.startswith("systemd")]
+    others = [
+        launch
+        for launch in LAUNCHES
+        if not launch.is_engine and launch.source.startswith("systemd")
+    ]
     assert router.option("--request-timeout-secs") == others[0].option("--request-timeout-secs")
 
 
@@ -141,7 +171,9 @@ def test_at_the_end_everything_is_asked_to_end_and_the_secret_is_gone(job: Job) 
 
 
 def test_the_job_ends_when_an_engine_ends(job: Job) -> None:
-    pid = next(int(path.stem) for path in job.started.glob("*.json") if '"srun"' in path.read_text())
+    pid = next(
+        int(path.stem) for path in job.started.glob("*.json") if '"srun"' in path.read_text()
+    )
     os.kill(pid, signal.SIGKILL)
     job.process.communicate(timeout=30)
     assert job.process.returncode == 128 + signal.SIGKILL

@@ -14,13 +14,22 @@ from tests.deploy.launches import SYSTEMD, unit
 UNITS = sorted(SYSTEMD.glob("*.service"))
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
 def test_systemd_understands_the_units(tmp_path: Path) -> None:
     """With a program and a user that are here: systemd-analyze looks for both."""
     for path in UNITS:
-        text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", path.read_text(), flags=re.MULTILINE)
+        text = re.sub(
+            r"^ExecStart=\S+", "ExecStart=/bin/true", path.read_text(), flags=re.MULTILINE
+        )
         (tmp_path / path.name).write_text(text.replace("User=kvferry", "User=root"))
-    command = ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / path.name) for path in UNITS)]
+    command = [
+        "systemd-analyze",
+        "verify",
+        "--man=no",
+        *(str(tmp_path / path.name) for path in UNITS),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 

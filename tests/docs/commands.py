@@ -38,13 +38,19 @@ def blocks(page: Path) -> Iterator[tuple[int, str]]:
         session = language == "console" or (not language and token.content.startswith("$ "))
         if token.type == "fence" and token.map and (session or language in ("sh", "bash", "shell")):
             lines = token.content.splitlines()
-            typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")] if session else lines
+            typed = (
+                [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+                if session
+                else lines
+            )
             yield token.map[0] + 1, "\n".join(typed)
 
 
 def commands_of(text: str) -> list[tuple[str, ...]]:
     """The simple commands of a script: words between `;`, `|`, line ends and such."""
-    lexer = shlex.shlex(_COMMENT.sub("", text).replace("\\\n", " "), posix=True, punctuation_chars="|;&()<>\n")
+    lexer = shlex.shlex(
+        _COMMENT.sub("", text).replace("\\\n", " "), posix=True, punctuation_chars="|;&()<>\n"
+    )
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     found: list[list[str]] = [[]]
     for word in lexer:

@@ -33,7 +33,9 @@ class _Reader(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         if tag == "a" and "href" in given:
             self.page.links.append(given["href"])
-        loads = tag in ("script", "img", "source", "iframe") or (tag == "link" and given.get("rel") != "canonical")
+        loads = tag in ("script", "img", "source", "iframe") or (
+            tag == "link" and given.get("rel") != "canonical"
+        )
         if loads and (target := given.get("src") or given.get("srcset") or given.get("href")):
             self.page.loaded.append(target)
 
@@ -52,7 +54,11 @@ def anchors_on_a_git_host(text: str) -> set[str]:
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
     for opened, inline in pairwise(tokens):
         if opened.type == "heading_open":
-            parts = (each.content for each in inline.children or () if each.type in ("text", "code_inline"))
+            parts = (
+                each.content
+                for each in inline.children or ()
+                if each.type in ("text", "code_inline")
+            )
             slug = re.sub(r"[^\w\- ]", "", "".join(parts).lower()).replace(" ", "-")
             anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
             seen[slug] += 1

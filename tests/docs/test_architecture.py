@@ -78,7 +78,9 @@ def test_every_file_and_function_that_a_page_names_is_there(page: Path) -> None:
 
 def test_the_table_of_folders_has_every_folder_of_the_product_and_no_other() -> None:
     rooms = _ROOM.findall(ARCHITECTURE.read_text(encoding="utf-8"))
-    assert sorted(room for room, _ in rooms) == sorted({module.rpartition("/")[0] for module in modules()})
+    assert sorted(room for room, _ in rooms) == sorted(
+        {module.rpartition("/")[0] for module in modules()}
+    )
     assert [room for room, start in rooms if f"{room}/{start}" not in modules()] == []
 
 
@@ -94,12 +96,18 @@ def test_every_test_that_a_page_names_is_there() -> None:
     for page in PAGES:
         for file, name in _TEST.findall(page.read_text()):
             assert (ROOT / file).is_file(), f"{page.name}: {file}"
-            assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), f"{page.name}: {file}::{name}"
+            assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), (
+                f"{page.name}: {file}::{name}"
+            )
 
 
 def test_every_model_kind_names_a_test_and_its_date() -> None:
     _, _, section = (ROOT / "docs/compatibility.md").read_text().partition("## Model kinds\n")
-    rows = [line.split(" | ") for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+    rows = [
+        line.split(" | ")
+        for line in section.partition("\n## ")[0].splitlines()
+        if line.startswith("| ")
+    ][2:]
     assert len(rows) > 10
     for kind, _, test, date in rows:
         assert _TEST.fullmatch(test), kind

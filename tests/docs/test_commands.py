@@ -30,13 +30,17 @@ class Parsed(Exception):
     """The command line was understood; nothing is run."""
 
 
-@pytest.mark.parametrize("command", typed("kvferry"), ids=lambda command: f"{command.page}:{command.line}")
+@pytest.mark.parametrize(
+    "command", typed("kvferry"), ids=lambda command: f"{command.page}:{command.line}"
+)
 def test_kvferry_understands_its_command_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command
 ) -> None:
     """Plans of two short forms, which need no engine, are made as well."""
     monkeypatch.chdir(tmp_path)
-    if sum("layers=" in word for word in command.words) == 2 and "layers=32,head=8" not in str(command.words):
+    if sum("layers=" in word for word in command.words) == 2 and "layers=32,head=8" not in str(
+        command.words
+    ):
         assert kvferry(command.words[1:]) in (0, 1)
         return
     parse = argparse.ArgumentParser.parse_args
@@ -51,11 +55,15 @@ def test_kvferry_understands_its_command_lines(
     assert not isinstance(ended.value, SystemExit) or ended.value.code == 0, "unknown to the parser"
 
 
-@pytest.mark.parametrize("command", typed("python"), ids=lambda command: " ".join(command.words[2:]))
+@pytest.mark.parametrize(
+    "command", typed("python"), ids=lambda command: " ".join(command.words[2:])
+)
 def test_modules_are_there_and_have_the_options(command: Command) -> None:
     module, *rest = command.words[command.words.index("-m") + 1 :]
     if module == "pytest":
-        assert [word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()] == []
+        assert [
+            word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()
+        ] == []
         return
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
     sources = "".join(path.read_text() for path in (ROOT / module.partition(".")[0]).glob("*.py"))
@@ -63,14 +71,20 @@ def test_modules_are_there_and_have_the_options(command: Command) -> None:
 
 
 RECIPES = dict(
-    re.findall(r"^([\w-]+)(?: [*+]?[\w-]+)*:\n((?: +.*\n?)+)", (ROOT / "justfile").read_text(), re.MULTILINE)
+    re.findall(
+        r"^([\w-]+)(?: [*+]?[\w-]+)*:\n((?: +.*\n?)+)",
+        (ROOT / "justfile").read_text(),
+        re.MULTILINE,
+    )
 )
 
 
 def test_recipes_are_there_and_call_what_is_there() -> None:
     assert {command.words[1] for command in typed("just")} <= set(RECIPES)
     for name, body in RECIPES.items():
-        assert [file for file in re.findall(r"\bscripts/\w+\.sh\b", body) if not (ROOT / file).is_file()] == [], name
+        assert [
+            file for file in re.findall(r"\bscripts/\w+\.sh\b", body) if not (ROOT / file).is_file()
+        ] == [], name
         for module in re.findall(r"python -m ((?:scripts|bench|tests)[.\w]+)", body):
             path = ROOT / module.rstrip(".").replace(".", "/")
             assert path.with_suffix(".py").is_file() or path.is_dir(), name
@@ -81,8 +95,15 @@ def test_the_workflow_runs_what_the_readme_names() -> None:
     assert workflow["permissions"] == {"contents": "read"}
     (job,) = workflow["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    named = [command.words[0] for command in typed("run_accuracy_test.sh", "test.sh") if command.page == "README.md"]
-    assert [f"{name} || status=$?" in (ROOT / ".ci" / "run").read_text() for name in named] == [True, True]
+    named = [
+        command.words[0]
+        for command in typed("run_accuracy_test.sh", "test.sh")
+        if command.page == "README.md"
+    ]
+    assert [f"{name} || status=$?" in (ROOT / ".ci" / "run").read_text() for name in named] == [
+        True,
+        True,
+    ]
 
 
 _SECRET = "umask 077; openssl rand -hex 32 > "

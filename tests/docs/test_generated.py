@@ -26,15 +26,30 @@ def test_what_is_generated_is_up_to_date(wanted: dict[Path, str]) -> None:
 
 
 def test_every_metric_has_advice(wanted: dict[Path, str]) -> None:
-    rows = re.findall(r"^\| `vllm:(\w+).*?` \| \w+ \| .* \| (.*) \|$", wanted[DOCS / "operations.md"], re.MULTILINE)
+    rows = re.findall(
+        r"^\| `vllm:(\w+).*?` \| \w+ \| .* \| (.*) \|$",
+        wanted[DOCS / "operations.md"],
+        re.MULTILINE,
+    )
     assert len(rows) > 60
-    assert [name for name, advice in rows if len(advice) < 10] == [], "write in docs/operations.md what to do about it"
+    assert [name for name, advice in rows if len(advice) < 10] == [], (
+        "write in docs/operations.md what to do about it"
+    )
 
 
 def variables_of(*places: str) -> set[str]:
     """The variables of kvferry that code reads."""
-    files = [path for place in places for path in (ROOT / place, *(ROOT / place).rglob("*")) if path.is_file()]
-    code = [path for path in files if path.suffix not in (".pyc", ".json", ".md", ".lock") and path != Path(__file__)]
+    files = [
+        path
+        for place in places
+        for path in (ROOT / place, *(ROOT / place).rglob("*"))
+        if path.is_file()
+    ]
+    code = [
+        path
+        for path in files
+        if path.suffix not in (".pyc", ".json", ".md", ".lock") and path != Path(__file__)
+    ]
     return {name for path in code for name in _VARIABLE.findall(path.read_text(errors="replace"))}
 
 
@@ -44,7 +59,9 @@ def test_every_variable_that_the_code_reads_is_documented_and_no_other() -> None
     assert {"KVFERRY_SECRET_FILE", "KVFERRY_SEED", "KVFERRY_DEVICE"} <= rows
     assert variables_of(*_ALL_CODE) == rows
     of_engines = text.partition("\n## Environment variables of engines")[2].partition("\n## ")[0]
-    assert [name for name in variables_of(*_ENGINE_CODE) if f"\n| `{name}` |" not in of_engines] == []
+    assert [
+        name for name in variables_of(*_ENGINE_CODE) if f"\n| `{name}` |" not in of_engines
+    ] == []
 
 
 def test_every_field_of_the_reference_says_what_it_means(wanted: dict[Path, str]) -> None:

@@ -25,7 +25,9 @@ _HOST = re.compile(r"(?!.*\.(?:local|internal|lan|example)$)(?:[a-z0-9-]+\.)+[a-
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with a network that answers nothing."""
     folder = tmp_path_factory.mktemp("site")
-    dead = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    dead = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "-d", folder],
         cwd=ROOT,
@@ -54,11 +56,15 @@ def test_no_page_asks_for_anything_from_another_host(site: Path, read: dict[Path
     loaded = [*re.findall(r"(?:url\(|@import )[\"']?(?!data:)([^\"')]+)", styles)]
     loaded += [link for page in read.values() for link in page.loaded]
     assert [link for link in loaded if is_elsewhere(link)] == []
-    asks = re.compile(r'class="mermaid"|data-md-component="source"|<script[^>]*>[^<]*(?:https?:)?//[a-z]')
+    asks = re.compile(
+        r'class="mermaid"|data-md-component="source"|<script[^>]*>[^<]*(?:https?:)?//[a-z]'
+    )
     assert [path.name for path in read if asks.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda picture: picture.name)
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda picture: picture.name
+)
 def test_a_picture_follows_the_page_into_the_dark_and_loads_nothing(picture: Path) -> None:
     """It has a paper of its own, so that it can be read on any page, and no text without a colour that changes."""
     text = picture.read_text()
@@ -76,7 +82,11 @@ def test_links_to_other_hosts_are_well_formed(read: dict[Path, Page]) -> None:
 
 def is_well_formed(link: str) -> bool:
     parts = urlsplit(link)
-    return parts.scheme == "https" and parts.port is None and bool(_HOST.fullmatch(parts.hostname or ""))
+    return (
+        parts.scheme == "https"
+        and parts.port is None
+        and bool(_HOST.fullmatch(parts.hostname or ""))
+    )
 
 
 @pytest.mark.parametrize("source", [*SOURCES, *TOP_PAGES], ids=lambda source: source.name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvferry.protocol.ids import MAX_PROGRESS, SlotState, epoch_from_text
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.lease import ProducerLease
 from tests.harness.core.configs import BLOCK_TOKENS
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.toy_model import states_of
@@ -42,11 +42,14 @@ def believed(node: Node, stage: int = 0) -> list[Believed]:
     side = ferry_of(node.engine.connector).scheduler_side
     leases = {lease.slot: lease for lease in side.leases._by_request.values() if lease.slot >= 0}
     return [
-        found for slot, lease in leases.items() for found in _of(node, side, memory, slot, lease) if found.num_tokens
+        found
+        for slot, lease in leases.items()
+        for found in _of(node, side, memory, slot, lease)
+        if found.num_tokens
     ]
 
 
-def _of(node: Node, side: Any, memory: Any, slot: int, lease: Lease) -> Iterator[Believed]:
+def _of(node: Node, side: Any, memory: Any, slot: int, lease: ProducerLease) -> Iterator[Believed]:
     word, progress = int(memory.table.words[slot]), int(memory.table.progress[slot])
     if word >> 4 != epoch_from_text(lease.name.epoch):
         return
@@ -54,7 +57,9 @@ def _of(node: Node, side: Any, memory: Any, slot: int, lease: Lease) -> Iterator
         built = side._offers._built.get(lease.request_id)
         answered = node.engine.answers[lease.request_id].params
         if built is not None:
-            yield Believed(lease.request_id, built[0].remote_num_tokens, built[0].remote_block_ids[0], True)
+            yield Believed(
+                lease.request_id, built[0].remote_num_tokens, built[0].remote_block_ids[0], True
+            )
         elif answered is not None:
             (blocks, *_) = answered["remote_block_ids"]
             yield Believed(lease.request_id, answered["remote_num_tokens"], tuple(blocks), True)
@@ -73,6 +78,10 @@ def check_believed(node: Node, prompts: dict[str, list[int]]) -> list[Believed]:
     for one in found:
         want = states_of(prompts[one.request_id][: one.num_tokens], node.window)
         cells = node.model._read(0, list(one.blocks), 0, one.num_tokens)
-        wrong = [position for position in range(one.num_tokens) if cells[position] != want[position]]
-        assert not wrong, f"{one}: the cells of tokens {wrong[0]} to {wrong[-1]} are not what they are said to be"
+        wrong = [
+            position for position in range(one.num_tokens) if cells[position] != want[position]
+        ]
+        assert not wrong, (
+            f"{one}: the cells of tokens {wrong[0]} to {wrong[-1]} are not what they are said to be"
+        )
     return found

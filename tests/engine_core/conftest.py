@@ -75,7 +75,9 @@ def begin(make_both: Any) -> Any:
     either node and of both. The first turn is over, unless `first` is False."""
     module = importlib.import_module("tests.engine_core.conversation")
 
-    def build(prefiller: Any = None, decoder: Any = None, *, first: bool = True, **both: Any) -> Any:
+    def build(
+        prefiller: Any = None, decoder: Any = None, *, first: bool = True, **both: Any
+    ) -> Any:
         nodes = [make_both(**both, **(own or {})) for own in (prefiller, decoder)]
         talk = module.Conversation(*nodes)
         if first:

@@ -57,4 +57,7 @@ def settle(node: Node) -> None:
 
 def blocks(node: Node, before: float = 0) -> float:
     """Blocks that a node has loaded."""
-    return node.engine.counted("planned_bytes") / (node.engine.block_bytes * len(node.workers)) - before
+    return (
+        node.engine.counted("planned_bytes") / (node.engine.block_bytes * len(node.workers))
+        - before
+    )

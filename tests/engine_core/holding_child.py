@@ -28,7 +28,9 @@ class HoldingChild(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.held: set[str] = set()
         self.saved: set[str] = set()
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -56,7 +58,9 @@ class HoldingChild(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to load."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing to save."""
 
     def wait_for_save(self) -> None:

@@ -15,7 +15,9 @@ from tests.harness.core.scheduler import BLOCK_TOKENS
 from tests.scheduler.channel import HOST, RecordingListener, free_port
 
 
-def offer(prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float = 30.0, **flat: Any) -> dict[str, Any]:
+def offer(
+    prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float = 30.0, **flat: Any
+) -> dict[str, Any]:
     """`kv_transfer_params` of a prompt that some producer has prefilled, as plain JSON objects."""
     count = -(-len(prompt) // BLOCK_TOKENS)
     ticket = Ticket(

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 
 Matched = tuple[int | None, bool]
 
@@ -36,7 +40,9 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         count = len(blocks.get_block_ids()[0])
-        self.calls.append(f"alloc {request.request_id} external={num_external_tokens} blocks={count}")
+        self.calls.append(
+            f"alloc {request.request_id} external={num_external_tokens} blocks={count}"
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> NoMetadata:
         self.calls.append("meta")
@@ -45,8 +51,12 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         self.calls.append("output")
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self.calls.append(f"finished {request.request_id} {request.status} blocks={len(block_ids[0])}")
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.calls.append(
+            f"finished {request.request_id} {request.status} blocks={len(block_ids[0])}"
+        )
         return self.hold, {"do_remote_prefill": True} if self.hold else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -55,7 +65,9 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         raise NotImplementedError
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         raise NotImplementedError
 
     def wait_for_save(self) -> None:

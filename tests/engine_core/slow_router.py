@@ -25,7 +25,9 @@ PROMPT_TOKENS = 64
 class Slow:
     """A producer with such a router, on its own clock, a second per step. Its workers report at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any] | None = None, **extra: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any] | None = None, **extra: Any
+    ) -> None:
         self.now_s = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
         for module in (

@@ -55,7 +55,7 @@ class Workers:
         self.read = set()
         news = FerryWorkerMetadata(
             alive={} if alive == self._reported_alive else {0: alive},
-            over={0: over} if over or step.metadata.asks else {},
+            over={0: over} if over or step.metadata.wants_report else {},
         )
         self._reported_alive = alive
         return KVConnectorOutput(
@@ -76,7 +76,14 @@ class Life:
     """
 
     def __init__(
-        self, engine: Engine, draw: random.Random, port: int, *, failing: float, frozen: bool, is_producer: bool
+        self,
+        engine: Engine,
+        draw: random.Random,
+        port: int,
+        *,
+        failing: float,
+        frozen: bool,
+        is_producer: bool,
     ) -> None:
         self.engine = engine
         self.random = draw
@@ -90,7 +97,9 @@ class Life:
 
     def live(self, turns: int) -> None:
         for _ in range(turns):
-            event = self.random.choices((self._arrive, self._abort, self._unpin, self._wait), (5, 1, 1, 3), k=1)[0]
+            event = self.random.choices(
+                (self._arrive, self._abort, self._unpin, self._wait), (5, 1, 1, 3), k=1
+            )[0]
             event()
             for _ in range(self.random.choice((0, 1, 1, 2, 6))):
                 self.step()
@@ -102,7 +111,9 @@ class Life:
         if self.engine.blocks_at_start - quarantine.num_blocks >= _ROOM:
             short = self.add(SHORT, loads=False, max_tokens=1)
             self._settle(lambda: self.engine.answers[short].finish_reason is not None, 150)
-            assert self.engine.answers[short].finish_reason is not None, f"a short prompt waits: {self.states()}"
+            assert self.engine.answers[short].finish_reason is not None, (
+                f"a short prompt waits: {self.states()}"
+            )
         self._pinning = 0.0
         self.workers.alive.clear()
         self._settle(self.engine.is_idle, 60 * (1 + len(self.engine.scheduler.requests)))
@@ -137,14 +148,18 @@ class Life:
         elif self._is_producer and self.random.random() < 0.3:
             params = {"do_remote_decode": True}
         max_tokens = max_tokens or self.random.choice((1, 3, 20))
-        self.engine.add(name, prompt, params, max_tokens=max_tokens, priority=self.random.randrange(3))
+        self.engine.add(
+            name, prompt, params, max_tokens=max_tokens, priority=self.random.randrange(3)
+        )
         return name
 
     def states(self) -> dict[str, Any]:
         """What a failure shows."""
         requests = self.engine.scheduler.requests.values()
         return {
-            "requests": {f"{x.request_id} of {x.num_tokens}": str(RequestStatus(x.status)) for x in requests},
+            "requests": {
+                f"{x.request_id} of {x.num_tokens}": str(RequestStatus(x.status)) for x in requests
+            },
             "first queue": [x.request_id for x in self.engine.scheduler.kv_holding_waiting],
             "free": self.engine.free_blocks,
             "reading": self.workers.reading,
@@ -157,7 +172,9 @@ class Life:
                 self.add(self.random.choice(_LENGTHS), loads=self.random.random() < 0.7)
 
     def _abort(self) -> None:
-        running = [name for name, answer in self.engine.answers.items() if answer.finish_reason is None]
+        running = [
+            name for name, answer in self.engine.answers.items() if answer.finish_reason is None
+        ]
         alive = [name for name in running if name in self.engine.scheduler.requests]
         if alive:
             self.engine.abort(self.random.choice(alive))

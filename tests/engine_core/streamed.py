@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvferry.protocol.asks import Answer, Ask, Progress, Question, decode_answers, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.params import RemotePrefill, decode_params
 from kvferry.protocol.params_mac import check_params_mac
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.protocol.prompt_queries import (
+    Answer,
+    PromptProgress,
+    PromptQuery,
+    Subscribe,
+    decode_answers,
+    request_key,
+)
+from kvferry.scheduler.producer.lease import ProducerLease
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import Scheduled, tokens
 from tests.scheduler.channel import client
@@ -19,18 +26,24 @@ PROMPT = tokens(200, seed=3)
 REMOTE_DECODE = {"do_remote_decode": True}
 
 
-def ask(node: Node, name: str, prompt: list[int] = PROMPT, *, number: int = 1, streams: bool = True) -> Answer:
+def ask(
+    node: Node, name: str, prompt: list[int] = PROMPT, *, number: int = 1, streams: bool = True
+) -> Answer:
     """The listener's answer to a consumer."""
     digest = digest_chain(Prompt(tokens=prompt))[-1]
-    spans = ferry_of(node.engine.connector).scheduler_side.channel.local.block_spans if streams else ()
-    question = Question(number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, spans=spans)
-    return answer_to(node, question)
+    spans = (
+        ferry_of(node.engine.connector).scheduler_side.channel.local.block_spans if streams else ()
+    )
+    query = PromptQuery(
+        number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, spans=spans
+    )
+    return answer_to(node, query)
 
 
-def answer_to(node: Node, question: Question) -> Answer:
+def answer_to(node: Node, query: PromptQuery) -> Answer:
     """The listener's answer to a consumer with other blocks."""
     with client(ferry_of(node.engine.connector).scheduler_side.channel.local.port) as sock:
-        sock.send_multipart([b"", encode(Ask(asker="consumer", questions=(question,)))])
+        sock.send_multipart([b"", encode(Subscribe(client_id="consumer", queries=(query,)))])
         return decode_answers(sock.recv_multipart()[1]).answers[0]
 
 
@@ -40,28 +53,32 @@ def asked_for(make: Any, **config: Any) -> Node:
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     first = producer.step()
     assert not first.orders.progress
-    assert ask(producer, "p").progress is Progress.QUEUED
+    assert ask(producer, "p").progress is PromptProgress.QUEUED
     return producer
 
 
-def ticket(node: Node, name: str = "p", prompt: list[int] = PROMPT, number: int = 1) -> RemotePrefill:
+def ticket(
+    node: Node, name: str = "p", prompt: list[int] = PROMPT, number: int = 1
+) -> RemotePrefill:
     """The one that the consumer has got, or gets if it repeats its question."""
     answer = ask(node, name, prompt, number=number)
-    assert answer.progress is Progress.TICKET
+    assert answer.progress is PromptProgress.TICKET
     params = decode_params(answer.params, len(prompt))
     check_params_mac(params, node.engine.connector.scheduler_side.channel.local.mac_key)
     return params
 
 
-def lease_of(node: Node, name: str = "p") -> Lease:
+def lease_of(node: Node, name: str = "p") -> ProducerLease:
     """Its request runs, or has ended."""
-    leases: dict[str, Lease] = node.engine.connector.scheduler_side.leases._by_request
+    leases: dict[str, ProducerLease] = node.engine.connector.scheduler_side.leases._by_request
     return leases[name]
 
 
 def published(step: Scheduled) -> list[tuple[int, tuple[int, ...], int]]:
     """Tokens, first block, and number of blocks of every order of a step."""
-    return [(order.tokens, order.first_blocks, len(order.blocks[0])) for order in step.orders.progress]
+    return [
+        (order.tokens, order.first_blocks, len(order.blocks[0])) for order in step.orders.progress
+    ]
 
 
 def free_rows(node: Node) -> int:

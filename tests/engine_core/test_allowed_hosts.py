@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
-from kvferry.connector.scheduler_side.asking import Settled
-from kvferry.protocol.asks import Answer, Progress, announced_id, encode_params
+from kvferry.connector.scheduler_side.prompt_queries import Settled
 from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.prompt_queries import Answer, PromptProgress, announced_id, encode_params
 from kvferry.protocol.side_channel import allowed_hosts, host_names
 from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
 from kvferry.protocol.side_channel.secrets import VARIABLE
@@ -86,11 +86,22 @@ def check_it_ends_here(engine: Engine, params: dict[str, Any], how: str) -> None
 
 
 ALLOWED = ["10.0.0.0/8", "*.prefill.example"]
-HOSTS = ["127.0.0.1", "::ffff:127.0.0.1", "0x7f.1", "2130706433", "localhost", "evil.example", "prefill.example", "0"]
+HOSTS = [
+    "127.0.0.1",
+    "::ffff:127.0.0.1",
+    "0x7f.1",
+    "2130706433",
+    "localhost",
+    "evil.example",
+    "prefill.example",
+    "0",
+]
 
 
 @pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "a turn unasked for"])
+@pytest.mark.parametrize(
+    "how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "a turn unasked for"]
+)
 def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_look_up(
     make: Any, other_peer: OtherPeer, asked_names: list[str], host: str, how: str
 ) -> None:
@@ -112,14 +123,20 @@ def test_a_ticket_from_elsewhere_for_a_request_that_has_ended_leads_to_no_connec
     make: Any, other_peer: OtherPeer
 ) -> None:
     engine = make(ALLOWED)
-    ticket = Answer(number=0, progress=Progress.TICKET, params=encode_params(offer(PROMPT, port=other_peer.port)))
+    ticket = Answer(
+        number=0,
+        progress=PromptProgress.TICKET,
+        params=encode_params(offer(PROMPT, port=other_peer.port)),
+    )
     engine.connector.scheduler_side._intake.answered(Settled("d", waits=False, answer=ticket), None)
     engine.connector.scheduler_side.close()
     assert not other_peer.was_asked()
     assert engine.counted("leases_given_back") == 0
 
 
-@pytest.mark.parametrize("allowed", [None, ["*"], ["127.0.0.0/8"]], ids=["this host", "any", "listed"])
+@pytest.mark.parametrize(
+    "allowed", [None, ["*"], ["127.0.0.0/8"]], ids=["this host", "any", "listed"]
+)
 def test_params_of_an_allowed_host_lead_to_a_connection(
     make: Any, other_peer: OtherPeer, allowed: list[str] | None
 ) -> None:
@@ -150,7 +167,9 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "both legs at once"])
+@pytest.mark.parametrize(
+    "how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "both legs at once"]
+)
 def test_a_client_that_listens_elsewhere_is_no_producer(
     make: Any, other_peer: OtherPeer, foreign: str, asked_names: list[str], how: str, policy: str
 ) -> None:
@@ -173,7 +192,12 @@ def test_a_client_that_listens_elsewhere_is_no_producer(
     assert not other_peer.was_asked()
     assert asked_names == []
     assert engine.counted("loads") == engine.counted("leases_given_back") == 0
-    assert engine.connector.scheduler_side.monitor.counters.total("local_recomputes", "host_not_allowed") == 1
+    assert (
+        engine.connector.scheduler_side.monitor.counters.total(
+            "local_recomputes", "host_not_allowed"
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("host", ["evil.example", "10.255.0.1", "p0", "169.254.169.254"])
@@ -217,12 +241,18 @@ def test_the_advice_is_what_helps(
     engine = make(allowed)
     engine.add("a", PROMPT, offer(PROMPT, remote_host=host))
     assert computed_here(engine, "a")
-    assert engine.connector.scheduler_side.monitor.counters.total("local_recomputes", "host_not_allowed") == 1
+    assert (
+        engine.connector.scheduler_side.monitor.counters.total(
+            "local_recomputes", "host_not_allowed"
+        )
+        == 1
+    )
     assert any(said in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize(
-    ("allowed", "said"), [(None, "from producers on this host alone"), (["*"], '["*"]'), (["10.0.0.0/8"], None)]
+    ("allowed", "said"),
+    [(None, "from producers on this host alone"), (["*"], '["*"]'), (["10.0.0.0/8"], None)],
 )
 def test_an_engine_that_reads_without_a_secret_says_at_its_start_whom_it_trusts(
     make: Any, allowed: list[str] | None, said: str | None, caplog: pytest.LogCaptureFixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.asks import announced_id
+from kvferry.protocol.prompt_queries import announced_id
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
@@ -83,10 +83,12 @@ def test_the_prompt_is_loaded_whichever_leg_comes_first(
 def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
-    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)  # it arrives, and no step is taken
+    producer.engine.add(
+        prefill, PROMPT, REMOTE_DECODE, max_tokens=1
+    )  # it arrives, and no step is taken
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    questions = consumer.engine.connector.scheduler_side.channel.asking.questions
-    until((consumer,), lambda: any(x.known_by for x in questions._by_number.values()))
+    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
     assert not consumer.engine.answers[decode].tokens
     until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)
@@ -95,7 +97,7 @@ def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) 
 
 def settled(consumer: Node) -> bool:
     """Whether no question is open, not even of a request that has ended."""
-    return not consumer.engine.connector.scheduler_side.channel.asking.questions._by_number
+    return not consumer.engine.connector.scheduler_side.channel.asking.queries._by_number
 
 
 @pytest.mark.parametrize(("policy", "computed"), [("recompute", 1), ("fail", 0)])
@@ -113,7 +115,10 @@ def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_load
     assert consumer.engine.answers[decode].finish_reason == ("length" if computed else "error")
     assert consumer.engine.counted("local_recomputes", "prefill_failed") == computed
     assert consumer.engine.counted("failed_requests") == 1 - computed
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer))
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer),
+    )
 
 
 def test_a_request_that_is_to_fail_is_computed_where_vllm_loads_nothing_for_it(
@@ -141,11 +146,18 @@ def test_a_request_that_is_to_fail_is_computed_where_vllm_loads_nothing_for_it(
 
 @pytest.mark.parametrize(
     "ticket",
-    [{}, REMOTE_DECODE, {"do_remote_prefill": True}, {"do_remote_prefill": True, "kvferry": {"version": 1}}],
+    [
+        {},
+        REMOTE_DECODE,
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "kvferry": {"version": 1}},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_ticket_that_cannot_be_used_costs_a_prefill(make: Any, ticket: dict[str, Any], policy: str) -> None:
+def test_a_ticket_that_cannot_be_used_costs_a_prefill(
+    make: Any, ticket: dict[str, Any], policy: str
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", policy=policy)
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
@@ -175,7 +187,9 @@ def test_an_internal_error_in_an_answer_costs_a_prefill_and_not_the_engine(
     assert consumer.engine.counted("local_recomputes", "invalid_params") == 1
 
 
-def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back_without_a_step(make: Any) -> None:
+def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back_without_a_step(
+    make: Any,
+) -> None:
     """The consumer has no request then, so its loop takes no step either."""
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
@@ -185,13 +199,18 @@ def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back_without_a
     while consumer.go_on():
         pass
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    until((producer,), lambda: not consumer.must_step and producer.engine.is_whole and settled(consumer))
+    until(
+        (producer,),
+        lambda: not consumer.must_step and producer.engine.is_whole and settled(consumer),
+    )
     assert producer.engine.counted("leases_released", "release") == 1
     assert consumer.engine.is_whole
 
 
-def test_a_prompt_that_no_producer_knows_is_computed_here(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.5)
+def test_a_prompt_that_no_producer_knows_is_computed_here(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 0.5)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     _, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
@@ -204,13 +223,13 @@ def test_a_prompt_that_no_producer_knows_is_computed_here(make: Any, monkeypatch
 def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.5)
+    monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 0.5)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    questions = consumer.engine.connector.scheduler_side.channel.asking.questions
-    until((consumer,), lambda: any(x.known_by for x in questions._by_number.values()))
+    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
     producer.engine.connector.scheduler_side.channel.listener.close()
     until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)
@@ -229,9 +248,13 @@ def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     ids=["another id", "no kvferry engine", "no port", "another prompt"],
 )
 def test_a_leg_that_does_not_fit_is_computed_here(
-    make: Any, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], prompt: list[int], reason: str
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    prompt: list[int],
+    reason: str,
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.5)
+    monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 0.5)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -247,21 +270,27 @@ def test_a_client_cannot_tell_from_the_time_of_its_answer_whether_an_id_is_live(
     make: Any, monkeypatch: pytest.MonkeyPatch, is_live: bool
 ) -> None:
     """Its own prompt is another one. It is answered when an id that nobody has would be, and no earlier."""
-    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 1e6)
+    monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 1e6)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
     if is_live:
         producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, tokens(140, seed=9), leg_params(producer, "x"), max_tokens=COUNT)
-    questions = consumer.engine.connector.scheduler_side.channel.asking.questions
-    asker = consumer.engine.connector.scheduler_side.channel._asker
-    until((consumer,), lambda: not len(questions) or any(x.has_answer for x in list(asker._open.values())))
+    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    query_client = consumer.engine.connector.scheduler_side.channel._query_client
+    until(
+        (consumer,),
+        lambda: not len(queries) or any(x.has_answer for x in list(query_client._open.values())),
+    )
     for _ in range(5):
         consumer.step()
-    assert len(questions) == 1, "the request still waits"
-    monkeypatch.setattr("kvferry.scheduler.consumer.questions.UNKNOWN_S", 0.0)
+    assert len(queries) == 1, "the request still waits"
+    monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 0.0)
     until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
-    assert consumer.engine.counted("local_recomputes", "other_prompt" if is_live else "prompt_unknown") == 1
+    assert (
+        consumer.engine.counted("local_recomputes", "other_prompt" if is_live else "prompt_unknown")
+        == 1
+    )
     producer.engine.abort(prefill)
 
 
@@ -272,19 +301,28 @@ def test_prompts_of_one_id_go_to_who_has_the_same_prompt(make: Any) -> None:
     for n, prompt in enumerate(prompts):
         producer.engine.add(f"cmpl-x-0-0000000{n}", prompt, REMOTE_DECODE, max_tokens=1)
     for n, prompt in enumerate(prompts):
-        consumer.engine.add(f"cmpl-x-0-1111111{n}", prompt, leg_params(producer, "x"), max_tokens=COUNT)
+        consumer.engine.add(
+            f"cmpl-x-0-1111111{n}", prompt, leg_params(producer, "x"), max_tokens=COUNT
+        )
     names = [f"cmpl-x-0-1111111{n}" for n in range(2)]
-    until((producer, consumer), lambda: all(consumer.engine.answers[name].finish_reason for name in names))
+    until(
+        (producer, consumer),
+        lambda: all(consumer.engine.answers[name].finish_reason for name in names),
+    )
     for name, prompt in zip(names, prompts, strict=True):
         check(consumer, name, prompt)
     assert consumer.engine.counted("loads") == 2
     until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
 
 
-def test_a_prompt_of_another_data_parallel_rank_is_found(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_another_data_parallel_rank_is_found(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The router's answers name one rank; vLLM's front end has given this prompt to another."""
     consumer, there = make("kv_consumer"), make("kv_producer")
-    monkeypatch.setattr("kvferry.connector.scheduler_side.side.sibling_ports", lambda config: (there.port,))
+    monkeypatch.setattr(
+        "kvferry.connector.scheduler_side.side.sibling_ports", lambda config: (there.port,)
+    )
     named = make("kv_producer")
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(named, "x"), max_tokens=COUNT)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.connector.engine.facts import is_alone
+from kvferry.connector.engine.facts import has_no_dp_siblings
 from kvferry.connector.vllm_internals import EngineLoop
-from kvferry.protocol.asks import announced_id
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.load_bell import BellRope
+from kvferry.protocol.load_notifier import LoadNotifier
+from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
@@ -26,7 +26,11 @@ PROMPT = tokens(40)
 def loads(step: Scheduled) -> dict[str, tuple[int, int]]:
     """The loads ordered in this step: first and last token, by request."""
     orders = step.orders
-    return {} if orders is None else {x.request_id: (x.first_token, x.stop_token) for x in orders.loads}
+    return (
+        {}
+        if orders is None
+        else {x.request_id: (x.first_token, x.stop_token) for x in orders.loads}
+    )
 
 
 def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make_engine: Any) -> None:
@@ -69,7 +73,7 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     for _ in range(3):
         engine.step()
     assert not sleeps, "only a step shows that a load has ended"
-    rope = BellRope(0)
+    rope = LoadNotifier(0)
     rope.tie(channel.local.boot)
     rope.ring()
     wait_until(lambda: channel._bell.is_proven, "the ring is not heard")
@@ -116,11 +120,13 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
 
 
 @pytest.mark.parametrize(("sizes", "alone"), [((1, 1), True), ((2, 1), False), ((1, 2), False)])
-def test_only_an_engine_of_one_stage_and_one_rank_is_alone(sizes: tuple[int, int], alone: bool) -> None:
+def test_only_an_engine_of_one_stage_and_one_rank_is_alone(
+    sizes: tuple[int, int], alone: bool
+) -> None:
     """A step of a data-parallel rank holds up all others, which wait for it in the next collective operation."""
     parallel = SimpleNamespace(pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1])
     config: Any = SimpleNamespace(parallel_config=parallel)
-    assert is_alone(config) is alone
+    assert has_no_dp_siblings(config) is alone
 
 
 def test_only_what_the_local_cache_lacks_is_loaded(make_engine: Any) -> None:
@@ -215,7 +221,11 @@ def test_one_params_object_over_a_batch_serves_only_the_prompt_that_it_was_made_
     engine.step(loaded={"a"})
     engine.run()
     assert engine.is_whole
-    assert engine.counted("local_recomputes", "other_prompt") + engine.counted("local_recomputes", "lease_in_use") == 1
+    assert (
+        engine.counted("local_recomputes", "other_prompt")
+        + engine.counted("local_recomputes", "lease_in_use")
+        == 1
+    )
 
 
 def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(make_engine: Any) -> None:
@@ -233,7 +243,9 @@ def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(
     make_engine: Any, eavesdropper: Eavesdropper
 ) -> None:
     engine = make_engine("kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=8), prompt_logprobs=1, max_tokens=1)
+    engine.add(
+        "d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=8), prompt_logprobs=1, max_tokens=1
+    )
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"d": 40})
     assert eavesdropper.released() == [8]
@@ -273,4 +285,6 @@ def test_a_prompt_that_a_sibling_loads_is_not_ours_to_count(make_engine: Any, fa
     assert side.loads.state("d") is LoadState.DECLINED
     engine.run()
     assert engine.counted("local_recomputes", "not_wanted") == 1
-    assert engine.counted("failed_requests") == engine.counted("local_recomputes", "load_failed") == 0
+    assert (
+        engine.counted("failed_requests") == engine.counted("local_recomputes", "load_failed") == 0
+    )

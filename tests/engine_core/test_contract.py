@@ -15,7 +15,10 @@ PROMPT = tokens(40)
 @pytest.fixture
 def make(make_engine: Any) -> Any:
     return functools.partial(
-        make_engine, role="kv_both", connector="RecordingConnector", module="tests.engine_core.recorder"
+        make_engine,
+        role="kv_both",
+        connector="RecordingConnector",
+        module="tests.engine_core.recorder",
     )
 
 
@@ -55,7 +58,9 @@ def test_an_error_ends_the_request_before_the_connector_hears_of_the_failed_load
     assert engine.is_whole
 
 
-def test_a_failed_load_under_recompute_frees_its_blocks_at_the_next_step_and_asks_again(make: Any) -> None:
+def test_a_failed_load_under_recompute_frees_its_blocks_at_the_next_step_and_asks_again(
+    make: Any,
+) -> None:
     engine = make(role="kv_consumer", policy="recompute")
     answers = iter([(40, True), (0, False)])
     engine.connector.match = lambda request, local: next(answers)
@@ -65,7 +70,11 @@ def test_a_failed_load_under_recompute_frees_its_blocks_at_the_next_step_and_ask
     engine.step(failed={"d"})
     assert engine.used_blocks == 3
     engine.step()
-    assert engine.connector.take()[:3] == ["output", "match d local=0", "alloc d external=0 blocks=3"]
+    assert engine.connector.take()[:3] == [
+        "output",
+        "match d local=0",
+        "alloc d external=0 blocks=3",
+    ]
 
 
 def test_with_a_full_pool_the_match_is_asked_again_and_nothing_is_allocated(make: Any) -> None:
@@ -81,7 +90,9 @@ def test_with_a_full_pool_the_match_is_asked_again_and_nothing_is_allocated(make
 
 
 @pytest.mark.parametrize("answer", [(41, True), (0, True)])
-def test_a_match_beyond_the_prompt_or_an_asynchronous_nothing_would_stop_the_engine(make: Any, answer: Any) -> None:
+def test_a_match_beyond_the_prompt_or_an_asynchronous_nothing_would_stop_the_engine(
+    make: Any, answer: Any
+) -> None:
     engine = make()
     engine.connector.match = lambda request, local: answer
     engine.add("d", PROMPT)
@@ -93,7 +104,10 @@ def test_the_answer_of_a_finished_request_is_written_to_by_the_scheduler(make: A
     engine = make()
     engine.connector.hold = True
     engine.add("p", PROMPT, max_tokens=1)
-    assert engine.run()["p"].params == {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
+    assert engine.run()["p"].params == {
+        "do_remote_prefill": True,
+        "remote_prefill_cached_tokens": 0,
+    }
 
 
 @pytest.mark.parametrize("report", ["loaded", "sent"])

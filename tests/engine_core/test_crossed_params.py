@@ -29,7 +29,10 @@ LEASE_S = 2
 @pytest.fixture(scope="module")
 def producers() -> Iterator[tuple[Node, Node]]:
     extra = {"kv_lease_duration": LEASE_S}
-    nodes = (Node("kv_producer", num_blocks=128, extra=extra), Node("kv_producer", num_blocks=128, extra=extra))
+    nodes = (
+        Node("kv_producer", num_blocks=128, extra=extra),
+        Node("kv_producer", num_blocks=128, extra=extra),
+    )
     yield nodes
     for node in nodes:
         node.close()
@@ -55,7 +58,8 @@ def test_params_of_two_producers_that_are_crossed_give_right_answers_and_cost_at
     consumer.engine.scheduler.reset_prefix_cache()
     prompts = PROMPTS[kind]
     params = [
-        node.prefill(f"{kind}/{i}", prompt) for i, (node, prompt) in enumerate(zip(producers, prompts, strict=True))
+        node.prefill(f"{kind}/{i}", prompt)
+        for i, (node, prompt) in enumerate(zip(producers, prompts, strict=True))
     ]
     names = [f"{kind}/crossed/{i}" for i in range(2)]
     for name, prompt, crossed in zip(names, prompts, reversed(params), strict=True):

@@ -40,7 +40,9 @@ def may_end(node: Node) -> bool:
     return not node.engine.scheduler.has_requests()
 
 
-def test_while_an_engine_drains_its_lease_is_read_and_it_ends_as_soon_as_none_is_left(make: Any) -> None:
+def test_while_an_engine_drains_its_lease_is_read_and_it_ends_as_soon_as_none_is_left(
+    make: Any,
+) -> None:
     producer, consumer = make("kv_producer", **DRAINS), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     terminate(producer)
@@ -78,8 +80,13 @@ def test_offers_of_turns_do_not_keep_a_draining_engine_and_none_is_made(make_bot
     prefiller.until(lambda: prefiller.engine.is_whole)
 
 
-def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_not_kept(make: Any) -> None:
-    producer, consumer = make("kv_producer", extra={"kv_lease_duration": LONG_S}), make("kv_consumer")
+def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_not_kept(
+    make: Any,
+) -> None:
+    producer, consumer = (
+        make("kv_producer", extra={"kv_lease_duration": LONG_S}),
+        make("kv_consumer"),
+    )
     params = producer.prefill("p", PROMPT)
     terminate(producer)
     producer.until(lambda: may_end(producer))
@@ -89,7 +96,9 @@ def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["offered", "loading"])
-def test_a_consumer_that_ends_gives_back_what_it_has_not_read(begun: bool, eavesdropper: Eavesdropper) -> None:
+def test_a_consumer_that_ends_gives_back_what_it_has_not_read(
+    begun: bool, eavesdropper: Eavesdropper
+) -> None:
     engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=5))
     if begun:
@@ -120,14 +129,18 @@ def drain_of_nothing() -> Drain:
     return Drain(ProducerLedger(1, 30.0, Counters()), 0.0)
 
 
-def test_a_signal_is_noticed_and_reaches_the_handler_that_was_there(vllm_received: list[int]) -> None:
+def test_a_signal_is_noticed_and_reaches_the_handler_that_was_there(
+    vllm_received: list[int],
+) -> None:
     drain = drain_of_nothing()
     assert not drain.is_requested
     os.kill(os.getpid(), signal.SIGTERM)
     assert (drain.is_requested, vllm_received) == (True, [signal.SIGTERM])
 
 
-def test_nothing_is_changed_where_no_handler_is_set_or_on_another_thread(vllm_received: list[int]) -> None:
+def test_nothing_is_changed_where_no_handler_is_set_or_on_another_thread(
+    vllm_received: list[int],
+) -> None:
     ours = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=drain_of_nothing)
     thread.start()

@@ -40,7 +40,9 @@ def preempt(node: Node, name: str) -> None:
     scheduler = node.engine.scheduler
     request = scheduler.requests[name]
     scheduler.running.remove(request)
-    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery)
+    scheduler._preempt_request(
+        request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
+    )
     scheduler.prev_step_scheduled_req_ids.discard(name)
 
 
@@ -59,7 +61,9 @@ def test_blocks_are_readable_before_the_step_that_completes_them_is_answered(mak
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_blocks_are_not_readable_before_the_end_of_the_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_not_readable_before_the_end_of_the_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as changed:
         changed.setattr("kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None)
         producer = begun(make)
@@ -70,7 +74,9 @@ def test_blocks_are_not_readable_before_the_end_of_the_step(make: Any, monkeypat
     until_ready(producer)
 
 
-def test_a_step_whose_end_the_model_runner_does_not_report_has_ended_when_the_next_begins(make: Any) -> None:
+def test_a_step_whose_end_the_model_runner_does_not_report_has_ended_when_the_next_begins(
+    make: Any,
+) -> None:
     """vLLM's first runner reports none with drafts, on pipeline stages before the last one."""
     producer = make("kv_producer", **CHUNKED)
     producer.workers[0].wait_for_save = lambda: None
@@ -86,7 +92,9 @@ def test_a_step_whose_end_the_model_runner_does_not_report_has_ended_when_the_ne
         time.sleep(0.001)
 
 
-def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_blocks_away(make: Any) -> None:
+def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_blocks_away(
+    make: Any,
+) -> None:
     producer, consumer = begun(make), make("kv_consumer")
     (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
     preempt(producer, "p")
@@ -142,13 +150,20 @@ def test_a_lease_does_not_expire_while_its_request_runs(make: Any) -> None:
     assert producer.engine.counted("leases_released", "expired") == 1
 
 
-def test_the_digests_of_a_long_prompt_are_not_made_in_its_last_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digests_of_a_long_prompt_are_not_made_in_its_last_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of 64,000 tokens take 0.6 ms of the thread that launches the step."""
-    producer, prompt = make("kv_producer", max_step_tokens=256, max_tokens=2048, num_blocks=80), tokens(1024, seed=5)
+    producer, prompt = (
+        make("kv_producer", max_step_tokens=256, max_tokens=2048, num_blocks=80),
+        tokens(1024, seed=5),
+    )
     producer.engine.add("p", prompt, REMOTE_DECODE, max_tokens=1)
     for _ in range(3):
         producer.step()
     with monkeypatch.context() as changed:
         changed.setattr("kvferry.protocol.digests._CHUNK", None)  # no chunk can be digested
         producer.step()
-    assert producer.engine.answers["p"].params["kvferry"]["digests"] == list(digest_chain(Prompt(tokens=prompt)))
+    assert producer.engine.answers["p"].params["kvferry"]["digests"] == list(
+        digest_chain(Prompt(tokens=prompt))
+    )

@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvferry.connector.vllm_internals import EngineLoop, RunningWeights
-from kvferry.protocol.asks import Answer, Progress, encode_params
+from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_params
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
 from tests.harness.core.node import ferry_of
@@ -90,7 +90,9 @@ def test_weights_that_are_updated_are_those_of_no_other_engine_until_they_are_na
     before = inspect.signature(core.collective_rpc)
     core.collective_rpc(method, None, (1,), {"two": 2})
     assert calls == [(method, None, (1,), {"two": 2})]
-    assert before == inspect.signature(MethodType(EngineCoreProc.collective_rpc, core)), "vLLM converts by it"
+    assert before == inspect.signature(MethodType(EngineCoreProc.collective_rpc, core)), (
+        "vLLM converts by it"
+    )
     first = weights.version()
     assert bool(first) == changes
     core.collective_rpc(method)
@@ -111,7 +113,9 @@ def test_an_engine_notices_updates_from_its_first_turn_on(make_engine: Any, make
     assert engine.connector.scheduler_side.channel.local.weights.version().startswith("unnamed")
 
 
-def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_updated(make_core: Any) -> None:
+def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_updated(
+    make_core: Any,
+) -> None:
     assert RunningWeights().version() == "", "there is no core"
     core, weights = make_core(), RunningWeights()
     core._weight_version = "default"  # as vLLM begins
@@ -144,7 +148,9 @@ def test_a_pause_is_complete_when_no_lease_is_held_any_more_and_then_caches_can_
     node = make("kv_producer", extra={"kv_lease_duration": 60.0})
     prefill(node, "p", tokens(100))
     core = make_core(node.engine.scheduler)
-    core._finish_pause = lambda clear_cache: node.engine.scheduler.reset_prefix_cache(True, clear_cache)
+    core._finish_pause = lambda clear_cache: node.engine.scheduler.reset_prefix_cache(
+        True, clear_cache
+    )
     assert not core.has_work(), "it is idle"
     done = core.pause_scheduler("wait", clear_cache=True)
     assert done is not None
@@ -164,29 +170,34 @@ def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_ma
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step makes vLLM's workers spin for a second."""
-    monkeypatch.setattr("kvferry.scheduler.side_channel.asker.REPEAT_S", 0.2)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.query_client.REPEAT_S", 0.2)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     make_core(consumer.engine.scheduler)
     names, prompts = [ids(f"x{n}") for n in range(3)], [tokens(100, seed=n) for n in range(3)]
     for (prefilled, _), prompt in zip(names, prompts, strict=True):
-        producer.engine.add(prefilled, prompt, REMOTE_DECODE, max_tokens=1)  # queued, until a step is taken
+        producer.engine.add(
+            prefilled, prompt, REMOTE_DECODE, max_tokens=1
+        )  # queued, until a step is taken
     for n, (_, decoded) in enumerate(names):
         consumer.engine.add(decoded, prompts[n], leg_params(producer, f"x{n}"), max_tokens=1)
-    asker, answers = consumer.engine.connector.scheduler_side.channel._asker, []
-    take = asker._answered
+    query_client, answers = consumer.engine.connector.scheduler_side.channel._query_client, []
+    take = query_client._answered
 
     def answered(*answer: Any) -> None:
         take(*answer)
         answers.append(answer)
 
-    monkeypatch.setattr(asker, "_answered", answered)
+    monkeypatch.setattr(query_client, "_answered", answered)
     with ThreadPoolExecutor(1) as loop:
         step = loop.submit(consumer.step)
         wait_until(lambda: len(answers) > 20, "the questions were repeated")
         assert not step.done()
         producer.step()
         step.result(60.0)
-    until((producer, consumer), lambda: all(consumer.engine.answers[name].finish_reason for _, name in names))
+    until(
+        (producer, consumer),
+        lambda: all(consumer.engine.answers[name].finish_reason for _, name in names),
+    )
     assert consumer.engine.counted("loads") == len(names)
 
 
@@ -195,7 +206,10 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     make: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Where steps overlap, that report is processed after the next step has begun."""
-    producer, consumer = make("kv_producer", max_step_tokens=64), make("kv_consumer", overlap=overlap)
+    producer, consumer = (
+        make("kv_producer", max_step_tokens=64),
+        make("kv_consumer", overlap=overlap),
+    )
     consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
     channel = consumer.engine.connector.scheduler_side.channel
     wait_until(lambda: channel._bell.is_proven, "no ring has arrived")
@@ -212,7 +226,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
             producer.answer(prefilled)
             wait_until(lambda: not channel._bell.is_silent, "the load has not ended")
             happened.append("rings")
-        elif not happened and any(x.known_by for x in channel.asking.questions._by_number.values()):
+        elif not happened and any(x.known_by for x in channel.asking.queries._by_number.values()):
             producer.step()
             happened.append("is begun")
         return True
@@ -243,26 +257,31 @@ def test_a_request_for_the_engine_ends_the_wait_for_answers(make: Any, make_core
     consumer.engine.add(decoded, tokens(100), leg_params(producer, "x"), max_tokens=1)
     with ThreadPoolExecutor(1) as loop:
         step = loop.submit(consumer.step)
-        questions = consumer.engine.connector.scheduler_side.channel.asking.questions
-        wait_until(lambda: any(x.known_by for x in questions._by_number.values()), "it is queued")
+        queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+        wait_until(lambda: any(x.known_by for x in queries._by_number.values()), "it is queued")
         core.input_queue.put_nowait("a request")
         step.result(60.0)
     assert not consumer.engine.answers[decoded].tokens
 
 
-def test_answers_that_come_during_a_step_wake_the_loop_once_and_none_hides_a_ticket(make: Any, make_core: Any) -> None:
+def test_answers_that_come_during_a_step_wake_the_loop_once_and_none_hides_a_ticket(
+    make: Any, make_core: Any
+) -> None:
     consumer, named = make("kv_consumer"), make("kv_producer")
     core = make_core()
     prefilled, decoded = ids("x")
     asking = consumer.engine.connector.scheduler_side.channel.asking
     consumer.engine.add(decoded, tokens(100), leg_params(named, "x"), max_tokens=1)
     producer = ("127.0.0.1", named.port)
-    (number,) = asking.questions._by_number
+    (number,) = asking.queries._by_number
     params = named.prefill(prefilled, tokens(100))
     wait_until(lambda: asking._answers, "the producer has answered")
-    asking.on_answer(producer, Answer(number=number, progress=Progress.TICKET, params=encode_params(params)))
+    asking.on_answer(
+        producer,
+        Answer(number=number, progress=PromptProgress.TICKET, params=encode_params(params)),
+    )
     for _ in range(100):
-        asking.on_answer(producer, Answer(number=number, progress=Progress.UNKNOWN))
+        asking.on_answer(producer, Answer(number=number, progress=PromptProgress.UNKNOWN))
     assert core.input_queue.qsize() == 1
     until((named, consumer), lambda: consumer.engine.answers[decoded].finish_reason is not None)
     assert consumer.engine.counted("loads") == 1

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine_core.test_both_legs import COUNT, PROMPT, REMOTE_DECODE, check, ids, leg_params, until
+from tests.engine_core.test_both_legs import (
+    COUNT,
+    PROMPT,
+    REMOTE_DECODE,
+    check,
+    ids,
+    leg_params,
+    until,
+)
 from tests.harness.core.node import Node
 
 SAME = pytest.mark.parametrize("engine_id", ["vllm", "vllm_dp0", "?", "kvferry1.x"])
@@ -23,7 +31,10 @@ def test_a_prompt_is_handed_over_in_turn(make: Any, engine_id: str, roles: tuple
 
 @SAME
 def test_a_prompt_is_handed_over_with_both_legs_at_once(make: Any, engine_id: str) -> None:
-    producer, consumer = make("kv_producer", engine_id=engine_id), make("kv_consumer", engine_id=engine_id)
+    producer, consumer = (
+        make("kv_producer", engine_id=engine_id),
+        make("kv_consumer", engine_id=engine_id),
+    )
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
@@ -50,7 +61,10 @@ def test_two_producers_and_two_consumers_hand_over_in_turn(make: Any) -> None:
         ):
             prompt = [turn * 16 + number + 1, *PROMPT]
             name = f"{turn}-{number}"
-            assert consumer.decode(f"d{name}", prompt, producer.prefill(f"p{name}", prompt), producer) == 1
+            assert (
+                consumer.decode(f"d{name}", prompt, producer.prefill(f"p{name}", prompt), producer)
+                == 1
+            )
     for producer in producers:
         assert producer.engine.counted("handshakes_served") == 2
 
@@ -61,7 +75,9 @@ def test_an_earlier_life_of_this_engine_is_not_another_engine(make: Any, legs: s
     node = make("kv_both")
     params = node.prefill("p", PROMPT) if legs == "in turn" else leg_params(node, "x")
     old = "f" * 32
-    params["remote_engine_id"] = f"kvferry1.{old}.{node.engine.connector.scheduler_side.channel.local.engine_id}"
+    params["remote_engine_id"] = (
+        f"kvferry1.{old}.{node.engine.connector.scheduler_side.channel.local.engine_id}"
+    )
     if legs == "in turn":
         params["kvferry"]["boot"] = old
     node.decode("d", PROMPT, params)

@@ -51,11 +51,15 @@ class Scene:
         return tokens(140, seed=self.seed)
 
     def load_state(self) -> LoadState | None:
-        state: LoadState | None = self.consumer.engine.connector.scheduler_side.loads.state(self.decode)
+        state: LoadState | None = self.consumer.engine.connector.scheduler_side.loads.state(
+            self.decode
+        )
         return state
 
     def lease_state(self) -> LeaseState | None:
-        state: LeaseState | None = self.producer.engine.connector.scheduler_side.leases.state(self.prefill)
+        state: LeaseState | None = self.producer.engine.connector.scheduler_side.leases.state(
+            self.prefill
+        )
         return state
 
     def step(self) -> None:
@@ -65,7 +69,9 @@ class Scene:
     def until(self, over: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + 60.0
         while not over():
-            assert time.monotonic() < deadline_s, f"load {self.load_state()}, lease {self.lease_state()}"
+            assert time.monotonic() < deadline_s, (
+                f"load {self.load_state()}, lease {self.lease_state()}"
+            )
             self.step()
             time.sleep(0.001)
 
@@ -176,9 +182,18 @@ LEASES: dict[LeaseState, tuple[Callable[[Scene], None], bool]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[{}, {"overlap": True}, {"tp": 2}], ids=["plain", "overlapping", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"overlap": True}, {"tp": 2}],
+    ids=["plain", "overlapping", "two ranks"],
+)
 def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
-    config: dict[str, Any] = {"num_blocks": 60, "max_step_tokens": 100, "extra": ALWAYS, **request.param}
+    config: dict[str, Any] = {
+        "num_blocks": 60,
+        "max_step_tokens": 100,
+        "extra": ALWAYS,
+        **request.param,
+    }
     producer, consumer = Node("kv_producer", **config), Node("kv_consumer", **config)
     yield producer, consumer
     producer.close()
@@ -199,7 +214,9 @@ def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.mark.parametrize("state", LoadState, ids=lambda state: state.value)
-def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(scene: Scene, state: LoadState) -> None:
+def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
+    scene: Scene, state: LoadState
+) -> None:
     bring, _ = LOADS[state]
     bring(scene)
     assert scene.load_state() is state
@@ -218,7 +235,9 @@ def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(scene: Scene, sta
     scene.end()
 
 
-@pytest.mark.parametrize("state", [x for x, (_, runs) in LOADS.items() if runs], ids=lambda state: state.value)
+@pytest.mark.parametrize(
+    "state", [x for x, (_, runs) in LOADS.items() if runs], ids=lambda state: state.value
+)
 def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_again(
     scene: Scene, state: LoadState
 ) -> None:

@@ -91,9 +91,14 @@ def test_a_worker_whose_start_fails_closes_what_it_has_opened(
     assert agents == []
 
 
-def test_an_engine_whose_port_is_in_use_leaves_nothing_open(make: Callable[..., Node], extra: dict[str, Any]) -> None:
+def test_an_engine_whose_port_is_in_use_leaves_nothing_open(
+    make: Callable[..., Node], extra: dict[str, Any]
+) -> None:
     first = make("kv_both", extra=extra)
     before = left()
-    with side_channel(first.port), pytest.raises(InvalidConfig, match="an address of this machine with a free port"):
+    with (
+        side_channel(first.port),
+        pytest.raises(InvalidConfig, match="an address of this machine with a free port"),
+    ):
         Engine("FerryConnector", module="kvferry.connector", role="kv_both", extra=extra)
     wait_until(lambda: left() == before, CLOSED)

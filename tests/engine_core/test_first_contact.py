@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.asks import engine_of
+from kvferry.protocol.prompt_queries import engine_of
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.test_engine_loop import make_core
 from tests.harness.cache_engine import free_port
@@ -24,13 +24,17 @@ COUNT = 5
 def knows(consumer: Node, params: dict[str, Any]) -> bool:
     """Whether every worker can read from the producer of these params."""
     engine_id = engine_of(params["remote_engine_id"])
-    key = PeerKey(params["remote_host"], params["remote_port"], engine_id, params["kvferry"]["boot"])
+    key = PeerKey(
+        params["remote_host"], params["remote_port"], engine_id, params["kvferry"]["boot"]
+    )
     registries = [worker.worker_side._worker._thread.registry for worker in consumer.workers]
     return all(key in registry._ready for registry in registries)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_scheduled(make: Any, tp: int) -> None:
+def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_scheduled(
+    make: Any, tp: int
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", max_num_seqs=1, tp=tp)
     params = producer.prefill("p", PROMPT)
     consumer.engine.add("long", tokens(20, seed=7), max_tokens=400)
@@ -69,7 +73,9 @@ def finds(consumer: Node, producer: Node) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_restarts(make: Any, tp: int) -> None:
+def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_restarts(
+    make: Any, tp: int
+) -> None:
     producer = make("kv_producer")
     consumer = make("kv_consumer", tp=tp, extra={"prewarm_peers": [f"127.0.0.1:{producer.port}"]})
     finds(consumer, producer)

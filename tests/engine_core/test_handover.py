@@ -30,7 +30,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, config: dict[str, Any]) -> None:
+def test_prompts_of_any_length_are_decoded_from_the_other_cache(
+    make: Any, config: dict[str, Any]
+) -> None:
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     blocks = 0
     for seed, length in enumerate((1, 2, 15, 16, 17, 31, 32, 33, 100, 255, 256, 257, 400), 10):
@@ -48,8 +50,12 @@ def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, confi
 WINDOW = 48
 
 
-@pytest.mark.parametrize("config", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"])
-def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(make: Any, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"]
+)
+def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(
+    make: Any, config: dict[str, Any]
+) -> None:
     shape = {"window": WINDOW, "num_blocks": 80, **config}
     producer, consumer = make("kv_producer", **shape), make("kv_consumer", **shape)
     for length in (1, 16, 17, 40, 47, 48, 50, 64, 100, 128, 130, 300):
@@ -86,7 +92,9 @@ def test_neither_the_prompt_nor_another_that_begins_alike_is_answered_from_what_
     for length in LENGTHS:
         prompt = tokens(length, seed=length)
         prompts = {f"d{length}": prompt}
-        prompts |= {f"b{length}-{n}": [*prompt[:n], *tokens(20, seed=n + 7)] for n in SHARED if n <= length}
+        prompts |= {
+            f"b{length}-{n}": [*prompt[:n], *tokens(20, seed=n + 7)] for n in SHARED if n <= length
+        }
         params = producer.prefill(f"p{length}", prompt)
         for name, asked in prompts.items():
             consumer.decode(name, asked, params if asked is prompt else None)
@@ -98,7 +106,10 @@ def test_neither_the_prompt_nor_another_that_begins_alike_is_answered_from_what_
 
 
 def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> None:
-    producer, consumer = make("kv_producer", runner=SecondRunner), make("kv_consumer", runner=SecondRunner)
+    producer, consumer = (
+        make("kv_producer", runner=SecondRunner),
+        make("kv_consumer", runner=SecondRunner),
+    )
     producer.method = consumer.method = "step_0_33"
     prompt = tokens(100)
     assert consumer.decode("d", prompt, producer.prefill("p", prompt)) == 1
@@ -131,7 +142,9 @@ def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1)])
-def test_another_number_of_ranks_decodes_from_the_other_cache(make: Any, theirs: int, ours: int) -> None:
+def test_another_number_of_ranks_decodes_from_the_other_cache(
+    make: Any, theirs: int, ours: int
+) -> None:
     producer, consumer = make("kv_producer", tp=theirs), make("kv_consumer", tp=ours)
     for number, length in enumerate((5, 16, 17, 70)):
         prompt, name = tokens(length, seed=number), f"request-{number}"

@@ -33,7 +33,10 @@ def producer() -> Iterator[Node]:
 def consumers() -> Iterator[dict[str, Node]]:
     """One for each of vLLM's policies for failed loads."""
     extra = {"handshake_timeout_s": 0.3}
-    nodes = {policy: Node("kv_consumer", policy=policy, extra=extra, num_blocks=64) for policy in ("recompute", "fail")}
+    nodes = {
+        policy: Node("kv_consumer", policy=policy, extra=extra, num_blocks=64)
+        for policy in ("recompute", "fail")
+    }
     yield nodes
     for node in nodes.values():
         node.close()
@@ -69,7 +72,9 @@ NO_LOAD: dict[str, Tamper] = {
     "no ticket": without("kvferry"),
     "a ticket that is text": flat(kvferry="let me in"),
     "a ticket of tomorrow": ticket(version=2),
-    "a stock producer's params": lambda mine, other: {k: v for k, v in mine.items() if k != "kvferry"},
+    "a stock producer's params": lambda mine, other: {
+        k: v for k, v in mine.items() if k != "kvferry"
+    },
     "text": lambda mine, other: "give me blocks",
     "nothing that is text": lambda mine, other: "",
     "a list": lambda mine, other: [mine],
@@ -81,12 +86,22 @@ NO_LOAD: dict[str, Tamper] = {
     "blocks in no group": flat(remote_block_ids=[1, 2, 3]),
     "negative blocks": flat(remote_block_ids=[[-1, -2, -3]]),
     "huge blocks": flat(remote_block_ids=[[2**40]]),
-    "a million keys": lambda mine, other: {**mine, **{str(index): index for index in range(1_000_000)}},
+    "a million keys": lambda mine, other: {
+        **mine,
+        **{str(index): index for index in range(1_000_000)},
+    },
     "another prompt's params": lambda mine, other: other,
 }
 NO_LOAD |= {
     f"{key} = {value!r}": flat(**{key: value})
-    for key in ("remote_host", "remote_port", "remote_engine_id", "remote_request_id", "remote_num_tokens", "tp_size")
+    for key in (
+        "remote_host",
+        "remote_port",
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_num_tokens",
+        "tp_size",
+    )
     for value in (*_WRONG, "\x00")
 }
 NO_LOAD |= {
@@ -96,14 +111,23 @@ NO_LOAD |= {
 }
 
 FAILED_LOAD: dict[str, Tamper] = {
-    "another request's blocks": lambda mine, other: {**mine, "remote_block_ids": other["remote_block_ids"]},
+    "another request's blocks": lambda mine, other: {
+        **mine,
+        "remote_block_ids": other["remote_block_ids"],
+    },
     "another request's lease": lambda mine, other: {
         **mine,
-        "kvferry": {**mine["kvferry"], **{key: other["kvferry"][key] for key in ("lease_slot", "lease_epoch")}},
+        "kvferry": {
+            **mine["kvferry"],
+            **{key: other["kvferry"][key] for key in ("lease_slot", "lease_epoch")},
+        },
     },
     "blocks out of range": flat(remote_block_ids=[[9000, 9001, 9002]]),
     "too few blocks": flat(remote_block_ids=[[1]]),
-    "too many groups": lambda mine, other: {**mine, "remote_block_ids": mine["remote_block_ids"] * 2},
+    "too many groups": lambda mine, other: {
+        **mine,
+        "remote_block_ids": mine["remote_block_ids"] * 2,
+    },
     "a slot out of range": ticket(lease_slot=2**24 - 1),
     "a forged mac": ticket(mac="0" * 64),
     "another boot": ticket(boot="0" * 32),
@@ -121,7 +145,9 @@ def untouched(producer: Node) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture
-def params(producer: Node, request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def params(
+    producer: Node, request: pytest.FixtureRequest
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Good params of `PROMPT` and of `OTHER`, each with its own lease, which is released afterwards."""
     names = [f"{request.node.name}/{index}" for index in range(2)]
     yield producer.prefill(names[0], PROMPT), producer.prefill(names[1], OTHER)
@@ -158,10 +184,15 @@ def test_params_that_cannot_be_used_are_answered_from_a_local_prefill(
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("kind", FAILED_LOAD)
 def test_params_that_another_wrote_or_changed_never_give_a_wrong_answer(
-    consumers: dict[str, Node], params: tuple[dict[str, Any], dict[str, Any]], policy: str, kind: str
+    consumers: dict[str, Node],
+    params: tuple[dict[str, Any], dict[str, Any]],
+    policy: str,
+    kind: str,
 ) -> None:
     consumer = consumers[policy]
     sent = FAILED_LOAD[kind](*copy.deepcopy(params))
     right = (expected_tokens(PROMPT, COUNT), "length")
-    assert run(consumer, f"{kind}/hostile", sent) == (right if policy == "recompute" else ([], "error"))
+    assert run(consumer, f"{kind}/hostile", sent) == (
+        right if policy == "recompute" else ([], "error")
+    )
     check_plain(consumer, f"{kind}/plain")

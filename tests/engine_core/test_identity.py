@@ -61,7 +61,8 @@ def test_blocks_are_taken_only_under_the_same_content_of_an_adapter_and_salt(
 
 
 @pytest.mark.parametrize(
-    ("versions", "loads"), [(("", ""), 1), (("step-7", "step-7"), 1), (("step-7", ""), 0), (("", "step-7"), 0)]
+    ("versions", "loads"),
+    [(("", ""), 1), (("step-7", "step-7"), 1), (("step-7", ""), 0), (("", "step-7"), 0)],
 )
 def test_blocks_are_taken_only_under_the_same_version_of_the_weights(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, versions: tuple[str, str], loads: int
@@ -93,7 +94,9 @@ def test_a_prompt_that_is_computed_again_with_new_weights_is_offered_as_theirs(
     assert consumer.engine.counted("loads") == 0
 
 
-def test_a_load_ends_while_its_engine_is_paused_and_is_used_when_it_goes_on(pair: tuple[Node, Node]) -> None:
+def test_a_load_ends_while_its_engine_is_paused_and_is_used_when_it_goes_on(
+    pair: tuple[Node, Node],
+) -> None:
     producer, consumer = pair
     consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=COUNT)
     consumer.step()

@@ -65,7 +65,9 @@ def wait_until_reported(node: Node) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(make: Any, shape: str) -> None:
+def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(
+    make: Any, shape: str
+) -> None:
     """So the hold was announced before it is idle, and its blocks are kept without vLLM's help."""
     config = SHAPES[shape]
     same = {name: config[name] for name in ("window", "pp") if name in config}  # the same model
@@ -86,7 +88,9 @@ def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(make:
     assert producer.engine.counted("leases_released", "done") == 1
 
 
-def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_in_the_second_step(make: Any) -> None:
+def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_in_the_second_step(
+    make: Any,
+) -> None:
     producer, consumer = make("kv_producer", num_blocks=15, **LONG), make("kv_consumer")
     prompts = {name: tokens(100, seed=ord(name)) for name in "ab"}  # seven blocks of fourteen each
     params = {name: prefill(producer, name, prompt) for name, prompt in prompts.items()}
@@ -105,7 +109,9 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
     assert producer.engine.counted("leases_released", "evicted") == 0
 
 
-def test_a_prompt_that_finds_every_slot_taken_by_a_lease_that_was_read_gets_one_in_the_second_step(make: Any) -> None:
+def test_a_prompt_that_finds_every_slot_taken_by_a_lease_that_was_read_gets_one_in_the_second_step(
+    make: Any,
+) -> None:
     producer = make("kv_producer", extra={"kv_lease_duration": 600.0, "lease_slots": 1})
     consumer = make("kv_consumer")
     consumer.decode("d", PROMPT, prefill(producer, "p", PROMPT))
@@ -124,7 +130,9 @@ def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make:
     params = {name: prefill(producer, name, prompt) for name, prompt in prompts.items()}
     consumer.decode("d-b", prompts["b"], params["b"])
     wait_until_reported(producer)
-    producer.engine.connector.scheduler_side.leases.clock._awake_s += 300.0  # `a` is deserted: ten heartbeats are over
+    producer.engine.connector.scheduler_side.leases.clock._awake_s += (
+        300.0  # `a` is deserted: ten heartbeats are over
+    )
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)
     work(producer)
     assert producer.engine.counted("leases_released", "evicted") == 0
@@ -133,7 +141,9 @@ def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make:
     assert consumer.engine.counted("failed_loads") == 0
 
 
-def test_a_call_to_an_engine_that_was_idle_for_long_gets_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_to_an_engine_that_was_idle_for_long_gets_one_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call to pause it, or to empty its prefix cache: what was read meanwhile is free after that."""
     producer, consumer = make("kv_producer", **LONG), make("kv_consumer")
     params = prefill(producer, "p", PROMPT)

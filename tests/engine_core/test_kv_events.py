@@ -34,11 +34,20 @@ class Events:
 
     def stored(self, group: int = 0) -> list[Any]:
         """Hashes in the order in which they came."""
-        found = [event for event in self.all if isinstance(event, BlockStored) and event.group_idx == group]
+        found = [
+            event
+            for event in self.all
+            if isinstance(event, BlockStored) and event.group_idx == group
+        ]
         return [name for event in found for name in event.block_hashes]
 
     def removed(self) -> set[Any]:
-        return {name for event in self.all if isinstance(event, BlockRemoved) for name in event.block_hashes}
+        return {
+            name
+            for event in self.all
+            if isinstance(event, BlockRemoved)
+            for name in event.block_hashes
+        }
 
 
 @pytest.fixture
@@ -46,7 +55,9 @@ def consumer(make_engine: Any) -> Any:
     return make_engine("kv_consumer")
 
 
-def test_nothing_is_published_before_the_load_is_good_and_then_all_of_it_once(consumer: Engine) -> None:
+def test_nothing_is_published_before_the_load_is_good_and_then_all_of_it_once(
+    consumer: Engine,
+) -> None:
     events = Events(consumer)
     consumer.add("d", PROMPT, offer(PROMPT), max_tokens=1)
     for _ in range(3):
@@ -72,10 +83,14 @@ def test_both_engines_publish_the_same_blocks_of_the_same_groups(make: Any, wind
     if window:
         assert ours.stored(group=1)
         assert set(ours.stored(group=1)) <= set(theirs.stored(group=1))
-    assert {event.kv_cache_spec_kind for event in ours.all} == {event.kv_cache_spec_kind for event in theirs.all}
+    assert {event.kv_cache_spec_kind for event in ours.all} == {
+        event.kv_cache_spec_kind for event in theirs.all
+    }
 
 
-def test_blocks_that_a_lease_holds_are_not_published_as_removed_until_they_are_reused(make: Any) -> None:
+def test_blocks_that_a_lease_holds_are_not_published_as_removed_until_they_are_reused(
+    make: Any,
+) -> None:
     producer: Node = make("kv_producer", num_blocks=16)
     events = Events(producer.engine)
     producer.prefill("held", PROMPT)

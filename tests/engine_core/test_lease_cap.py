@@ -16,7 +16,9 @@ from tests.harness.core.scheduler import Engine, tokens
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["for need", "for the cap"])
-def test_a_router_that_never_comes_back_does_not_stop_prefills(make_slow: Any, fraction: float) -> None:
+def test_a_router_that_never_comes_back_does_not_stop_prefills(
+    make_slow: Any, fraction: float
+) -> None:
     """Eight prompts fill the cache. Left to their leases alone, 40 would take five of them: 300 s."""
     slow = make_slow(max_leased_fraction=fraction)
     slow.prefill(*(f"p{index}" for index in range(40)))
@@ -30,7 +32,9 @@ def test_a_router_that_never_comes_back_does_not_stop_prefills(make_slow: Any, f
     assert slow.engine.is_whole
 
 
-def test_leases_alone_keep_no_more_than_their_share_for_longer_than_it_takes_to_know(make_slow: Any) -> None:
+def test_leases_alone_keep_no_more_than_their_share_for_longer_than_it_takes_to_know(
+    make_slow: Any,
+) -> None:
     slow = make_slow(max_leased_fraction=0.5)
     slow.prefill(*(f"p{index}" for index in range(8)))
     slow.step(round(2 * HEARTBEAT_S) + 12)
@@ -38,7 +42,9 @@ def test_leases_alone_keep_no_more_than_their_share_for_longer_than_it_takes_to_
     assert slow.held == {"p4", "p5", "p6", "p7"}, "16 blocks of 32, and the oldest went"
 
 
-def test_a_lease_that_a_running_request_shares_all_blocks_with_is_not_ended_in_vain(make_slow: Any) -> None:
+def test_a_lease_that_a_running_request_shares_all_blocks_with_is_not_ended_in_vain(
+    make_slow: Any,
+) -> None:
     slow = make_slow(max_leased_fraction=1.0)
     shared = tokens(PROMPT_TOKENS, seed=5)
     slow.engine.add("shared", shared, REMOTE_DECODE, max_tokens=1)
@@ -66,12 +72,16 @@ def claimed(slow: Slow, length: int, keep_free: int) -> list[str]:
 def seconds_until_answered(slow: Slow, name: str, renew: list[str], limit_s: float) -> float:
     started_s = slow.now_s
     while slow.engine.answers[name].finish_reason is None:
-        assert slow.now_s < started_s + limit_s, f"{name} is {slow.engine.status(name)}, {slow.engine.free_blocks} free"
+        assert slow.now_s < started_s + limit_s, (
+            f"{name} is {slow.engine.status(name)}, {slow.engine.free_blocks} free"
+        )
         slow.step(renew=renew)
     return slow.now_s - started_s
 
 
-def test_a_prompt_of_a_model_with_recurrent_groups_gets_the_blocks_of_claimed_leases(make_slow: Any) -> None:
+def test_a_prompt_of_a_model_with_recurrent_groups_gets_the_blocks_of_claimed_leases(
+    make_slow: Any,
+) -> None:
     """One block and a state for each recurrent group, not a block for each 16 tokens of each of them."""
     slow = make_slow(engine={"num_blocks": 101, "states": 3}, kv_lease_duration=LEASE_S)
     names = claimed(slow, 64, keep_free=20)
@@ -79,7 +89,9 @@ def test_a_prompt_of_a_model_with_recurrent_groups_gets_the_blocks_of_claimed_le
     assert seconds_until_answered(slow, "long", names, 300) <= 2 * HEARTBEAT_S
 
 
-def test_live_leases_of_a_model_with_recurrent_groups_do_not_end_while_blocks_are_free(make_slow: Any) -> None:
+def test_live_leases_of_a_model_with_recurrent_groups_do_not_end_while_blocks_are_free(
+    make_slow: Any,
+) -> None:
     slow = make_slow(engine={"num_blocks": 101, "states": 3}, max_leased_fraction=1.0)
     names = claimed(slow, 64, keep_free=40)
     for index in range(10):
@@ -90,7 +102,9 @@ def test_live_leases_of_a_model_with_recurrent_groups_do_not_end_while_blocks_ar
 
 
 @pytest.mark.parametrize("renewed", [False, True], ids=["silent", "renewed"])
-def test_lookahead_tokens_count_where_exactly_the_prompt_would_fit(make_slow: Any, renewed: bool) -> None:
+def test_lookahead_tokens_count_where_exactly_the_prompt_would_fit(
+    make_slow: Any, renewed: bool
+) -> None:
     """Twelve blocks are free, the prompt has twelve, and its lookahead tokens reach into the thirteenth."""
     slow = make_slow(engine={"lookahead": 4}, max_leased_fraction=1.0)
     names = [f"p{index}" for index in range(5)]
@@ -108,7 +122,9 @@ def test_whatever_the_estimate_says_a_prompt_that_is_not_admitted_gets_blocks(
     names = [f"p{index}" for index in range(8)]
     slow.prefill(*names)
     slow.step(12, renew=names)
-    monkeypatch.setattr("kvferry.connector.scheduler_side.lease_eviction.UnfinishedRequests.lacking", lambda *_: 0)
+    monkeypatch.setattr(
+        "kvferry.connector.scheduler_side.lease_eviction.UnfinishedRequests.lacking", lambda *_: 0
+    )
     slow.prefill("waits", length=200)
     seconds = seconds_until_answered(slow, "waits", names, 600)
     assert 2 * HEARTBEAT_S < seconds <= 6 * HEARTBEAT_S, "4, 4, 4 and 8 blocks, a heartbeat apart"

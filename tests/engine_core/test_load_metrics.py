@@ -38,7 +38,9 @@ def hand_over(producer: Node, consumer: Node, name: str = "d", prompt: list[int]
     consumer.step()
 
 
-def test_a_direct_load_reports_its_plan_its_bytes_its_runs_and_its_producer(make: Callable[..., Node]) -> None:
+def test_a_direct_load_reports_its_plan_its_bytes_its_runs_and_its_producer(
+    make: Callable[..., Node],
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     hand_over(producer, consumer)
     reported, size = consumer.engine, BLOCKS * producer.engine.block_bytes
@@ -88,7 +90,12 @@ def test_a_lease_is_reported_while_computing_while_held_and_with_its_seconds_lef
     assert max(gauges(reported, "leased_fraction_now")) == pytest.approx(
         BLOCKS / (reported.cache_config.num_blocks - 1)
     )
-    for name in ("leases_held_now", "leases_computing_now", "leased_blocks_now", "leased_fraction_now"):
+    for name in (
+        "leases_held_now",
+        "leases_computing_now",
+        "leased_blocks_now",
+        "leased_fraction_now",
+    ):
         assert gauges(reported, name)[-1] == 0
     (left,) = samples(reported, "lease_left_s")
     assert 20 < left <= 30, "it was read at once"
@@ -119,5 +126,7 @@ def test_every_sample_and_every_gauge_is_moved_by_a_handover(make: Callable[...,
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     both = producer.engine.stats + consumer.engine.stats
-    assert {name for stats in both for name in stats.get("samples", {})} == set(HISTOGRAMS) - {"relayout_s"}
+    assert {name for stats in both for name in stats.get("samples", {})} == set(HISTOGRAMS) - {
+        "relayout_s"
+    }
     assert {name for stats in both for name in stats.get("gauges", {})} == set(GAUGES)

@@ -35,7 +35,9 @@ def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: Engine) 
     engine.add("good", PROMPT, offer(PROMPT), max_tokens=1)
     engine.add("bad", tokens(40, seed=2), offer(tokens(40, seed=2)), max_tokens=1)
     engine.add("other", tokens(40, seed=3), offer(PROMPT), max_tokens=1)
-    engine.add("foreign", tokens(40, seed=4), {"do_remote_prefill": True, "remote_host": "x"}, max_tokens=1)
+    engine.add(
+        "foreign", tokens(40, seed=4), {"do_remote_prefill": True, "remote_host": "x"}, max_tokens=1
+    )
     engine.step()
     engine.step(loaded={"good"}, failed={"bad"})
     engine.run()
@@ -43,6 +45,11 @@ def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: Engine) 
     for stats in engine.stats:
         front_end.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats)), 3)
     reasons = ("load_failed", "other_prompt", "foreign_params", "invalid_params")
-    assert [sample("kvferry_local_recomputes_total", reason=reason) for reason in reasons] == [1, 1, 1, 0]
+    assert [sample("kvferry_local_recomputes_total", reason=reason) for reason in reasons] == [
+        1,
+        1,
+        1,
+        0,
+    ]
     assert sample("kvferry_loads_total") == 2
     assert sample("kvferry_handover_seconds_count") == 1

@@ -11,7 +11,11 @@ from tests.engine_core.test_both_legs import PROMPT, REMOTE_DECODE, check, ids, 
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
 
-FERRY = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": "kv_consumer"}
+FERRY = {
+    "kv_connector": "NixlConnector",
+    "kv_connector_module_path": "kvferry.connector",
+    "kv_role": "kv_consumer",
+}
 CHILD = {
     "kv_connector": "HoldingChild",
     "kv_connector_module_path": "tests.engine_core.holding_child",
@@ -23,7 +27,12 @@ def beside(make: Any, *, policy: str = "recompute", **config: Any) -> tuple[Node
     """A consumer with both children, and the scheduler's part of the one that holds."""
     children = [FERRY | {"kv_load_failure_policy": policy}, CHILD]
     consumer = make(
-        "kv_consumer", connector="MultiConnector", module=None, policy=policy, extra={"connectors": children}, **config
+        "kv_consumer",
+        connector="MultiConnector",
+        module=None,
+        policy=policy,
+        extra={"connectors": children},
+        **config,
     )
     return consumer, consumer.engine.connector.sub_connectors[1]
 
@@ -37,8 +46,8 @@ def loading(make: Any, **config: Any) -> tuple[Node, Node, Any, str]:
     producer.step()
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=4)
     side = ferry_of(consumer.engine.connector).scheduler_side
-    asking = side.channel.asking.questions
-    until((consumer,), lambda: any(question.known_by for question in asking._by_number.values()))
+    asking = side.channel.asking.queries
+    until((consumer,), lambda: any(query.known_by for query in asking._by_number.values()))
     producer.step()
     until((consumer,), lambda: side.loads.state(decode) is LoadState.LOADING)
     return producer, consumer, child, decode

@@ -27,7 +27,9 @@ LONGROPE = {
 }
 
 
-def make_with(make: Any, monkeypatch: pytest.MonkeyPatch, role: str, folder: Path, options: dict[str, Any]) -> Any:
+def make_with(
+    make: Any, monkeypatch: pytest.MonkeyPatch, role: str, folder: Path, options: dict[str, Any]
+) -> Any:
     """An engine of the harness's model with these options of vLLM, in a folder of its own."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(configs._CONFIG))
@@ -77,4 +79,8 @@ def test_a_setting_that_changes_values_is_refused_by_name_and_the_prompt_compute
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
     assert consumer.engine.counted("failed_loads", "plan") == (says is not None)
     logged = [record.getMessage() for record in caplog.records]
-    assert any(says in line for line in logged) if says else not any("cannot be read from" in line for line in logged)
+    assert (
+        any(says in line for line in logged)
+        if says
+        else not any("cannot be read from" in line for line in logged)
+    )

@@ -16,12 +16,16 @@ LONG: dict[str, Any] = {"extra": {"kv_lease_duration": 600.0}}
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
-def test_the_second_leg_finds_the_blocks_in_the_cache_and_they_come_back(make: Any, role: str) -> None:
+def test_the_second_leg_finds_the_blocks_in_the_cache_and_they_come_back(
+    make: Any, role: str
+) -> None:
     node = make(role, **LONG)
     params = node.prefill("p", PROMPT)
     leases = node.engine.connector.scheduler_side.leases
     node.engine.add("d", PROMPT, params, max_tokens=5)
-    assert leases.state("p") is LeaseState.HELD, "others could take the blocks before the second leg has them"
+    assert leases.state("p") is LeaseState.HELD, (
+        "others could take the blocks before the second leg has them"
+    )
     step = node.step()
     assert step.output.num_scheduled_tokens["d"] == len(PROMPT) % 16
     assert leases.state("p") is not LeaseState.HELD

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine_core.test_both_legs import COUNT, REMOTE_DECODE, check, ids, leg_params, settled, until
+from tests.engine_core.test_both_legs import (
+    COUNT,
+    REMOTE_DECODE,
+    check,
+    ids,
+    leg_params,
+    settled,
+    until,
+)
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 
@@ -32,7 +40,10 @@ def asking(make: Any) -> tuple[Node, Node]:
 def looked_at(consumer: Node, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The requests that vLLM asks about in one step."""
     asked: list[str] = []
-    connector, call = consumer.engine.connector, consumer.engine.connector.get_num_new_matched_tokens
+    connector, call = (
+        consumer.engine.connector,
+        consumer.engine.connector.get_num_new_matched_tokens,
+    )
 
     def note(request: Any, num_computed_tokens: int) -> Any:
         asked.append(request.request_id)
@@ -53,13 +64,17 @@ def test_the_first_ones_are_looked_at_and_the_next_when_one_of_them_ends(
     assert looked_at(consumer, monkeypatch) == legs[:2]
     consumer.engine.abort(legs[0], legs[3])
     assert looked_at(consumer, monkeypatch) == [legs[1], legs[2]]
-    assert [request.status for request in consumer.engine.scheduler.waiting].count(RequestStatus.WAITING) == MOST
+    assert [request.status for request in consumer.engine.scheduler.waiting].count(
+        RequestStatus.WAITING
+    ) == MOST
     for leg in legs:
         consumer.engine.abort(leg)
     assert consumer.engine.is_whole
 
 
-@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=["in their order", "the last ones first"])
+@pytest.mark.parametrize(
+    "order", [NAMES, NAMES[::-1]], ids=["in their order", "the last ones first"]
+)
 def test_a_parked_request_is_loaded_as_soon_as_it_is_answered(make: Any, order: list[str]) -> None:
     producer, consumer = asking(make)
     for name in order:
@@ -69,4 +84,7 @@ def test_a_parked_request_is_loaded_as_soon_as_it_is_answered(make: Any, order: 
         until((producer, consumer), lambda answer=answer: answer.finish_reason is not None)  # type: ignore[misc]
         check(consumer, decode, PROMPTS[name])
     assert consumer.engine.counted("loads") == len(NAMES)
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer))
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer),
+    )

@@ -22,7 +22,9 @@ def offered(engine: Engine, request_id: str) -> RemotePrefill:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one step", "overlapping steps"])
-@pytest.mark.parametrize(("length", "max_tokens"), [(40, 1), (40, 2), (40, 7), (40, 10), (300, 1), (300, 9)])
+@pytest.mark.parametrize(
+    ("length", "max_tokens"), [(40, 1), (40, 2), (40, 7), (40, 10), (300, 1), (300, 9)]
+)
 def test_an_answer_offers_its_prompt_however_many_tokens_it_has(
     make_engine: Any, length: int, max_tokens: int, overlap: bool
 ) -> None:
@@ -61,7 +63,9 @@ def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make_engine:
     assert engine.counted("leases_refused") == 1
 
 
-def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_without_a_lease(make_engine: Any) -> None:
+def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_without_a_lease(
+    make_engine: Any,
+) -> None:
     engine = make_engine()
     engine.add("s", PROMPT, REMOTE_DECODE, max_tokens=1, resumable=True)
     engine.step()
@@ -72,9 +76,13 @@ def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_wit
     assert consumer.is_whole
 
 
-def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(make_engine: Any) -> None:
+def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(
+    make_engine: Any,
+) -> None:
     engine = make_engine(overlap=True)
-    request = engine.add("p", tokens(3 * BLOCK_TOKENS), REMOTE_DECODE, max_tokens=9, stop_token_ids=[SAMPLED])
+    request = engine.add(
+        "p", tokens(3 * BLOCK_TOKENS), REMOTE_DECODE, max_tokens=9, stop_token_ids=[SAMPLED]
+    )
     first, second = engine.schedule(), engine.schedule()
     engine.finish(first)
     assert request.num_in_flight_tokens == 1

@@ -28,7 +28,9 @@ def report(*failed: str, **alive: set[str]) -> KVConnectorOutput:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make_engine: Any, policy: str) -> None:
+def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(
+    make_engine: Any, policy: str
+) -> None:
     engine = make_engine("kv_consumer", policy=policy)
     engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
     engine.step()
@@ -42,14 +44,18 @@ def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make_engine:
     assert engine.answers["d"].finish_reason == ("length" if policy == "recompute" else "error")
     engine.step()
     assert engine.used_blocks == 3
-    assert engine.scheduler.has_requests(), "the engine must step on, or the end of the transfer is not noticed"
+    assert engine.scheduler.has_requests(), (
+        "the engine must step on, or the end of the transfer is not noticed"
+    )
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
     engine.step()
     assert not engine.scheduler.has_requests()
 
 
-def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are_done(make_engine: Any) -> None:
+def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are_done(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
     engine.step()
@@ -64,7 +70,9 @@ def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are
     assert engine.is_whole
 
 
-def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make_engine: Any) -> None:
+def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", policy="fail")
     quarantined = engine.connector.scheduler_side.loads.quarantine
     engine.add("d", PROMPT, offer(PROMPT))
@@ -76,11 +84,18 @@ def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
     engine.step()
-    for name, values in (("quarantined_requests_now", [0, 1, 0]), ("quarantined_blocks_now", [0, 3, 0])):
-        assert [stats["gauges"][name] for stats in engine.stats if name in stats["gauges"]] == values, "each once"
+    for name, values in (
+        ("quarantined_requests_now", [0, 1, 0]),
+        ("quarantined_blocks_now", [0, 3, 0]),
+    ):
+        assert [
+            stats["gauges"][name] for stats in engine.stats if name in stats["gauges"]
+        ] == values, "each once"
 
 
-def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhile(make_engine: Any) -> None:
+def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhile(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer")
     engine.add("before", PROMPT[:32], max_tokens=1)
     engine.run()

@@ -14,7 +14,9 @@ from tests.harness.core.runners import FirstRunner, SecondRunner
 from tests.harness.core.scheduler import tokens
 
 PROMPT = tokens(140, seed=3)
-RUNNERS = pytest.mark.parametrize("runner", [FirstRunner, SecondRunner], ids=["first runner", "second runner"])
+RUNNERS = pytest.mark.parametrize(
+    "runner", [FirstRunner, SecondRunner], ids=["first runner", "second runner"]
+)
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
 
 
@@ -48,7 +50,9 @@ def recover(node: Node) -> None:
 def test_nothing_of_a_step_that_raised_is_read(
     make: Any, monkeypatch: pytest.MonkeyPatch, runner: Any, overlap: bool, max_step_tokens: int
 ) -> None:
-    producer: Node = make("kv_producer", runner=runner, overlap=overlap, max_step_tokens=max_step_tokens)
+    producer: Node = make(
+        "kv_producer", runner=runner, overlap=overlap, max_step_tokens=max_step_tokens
+    )
     producer.model.poison()
     prompts = {"p": PROMPT, "q": [*PROMPT[:128], *tokens(30, seed=9)]}
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -59,7 +63,9 @@ def test_nothing_of_a_step_that_raised_is_read(
     step_that_raises(producer, monkeypatch)
     check_believed(producer, prompts)
     assert not any(one.is_ready for one in believed(producer))
-    if overlap:  # vLLM has scheduled one more before it hears of the error: it hits what was not written
+    if (
+        overlap
+    ):  # vLLM has scheduled one more before it hears of the error: it hits what was not written
         producer.engine.add("q", prompts["q"], REMOTE_DECODE, max_tokens=1)
         producer.step()
         settle(producer)
@@ -88,7 +94,9 @@ def test_prompts_after_the_recovery_are_handed_over(
 
 
 @RUNNERS
-def test_what_was_readable_before_stays_so(make: Any, monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
+def test_what_was_readable_before_stays_so(
+    make: Any, monkeypatch: pytest.MonkeyPatch, runner: Any
+) -> None:
     producer, consumer = make("kv_producer", runner=runner), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     settle(producer)
@@ -100,7 +108,9 @@ def test_what_was_readable_before_stays_so(make: Any, monkeypatch: pytest.Monkey
 
 
 @RUNNERS
-def test_an_error_that_the_caller_handles_meanwhile_is_not_the_steps(make: Any, runner: Any) -> None:
+def test_an_error_that_the_caller_handles_meanwhile_is_not_the_steps(
+    make: Any, runner: Any
+) -> None:
     producer, consumer = make("kv_producer", runner=runner), make("kv_consumer")
     try:
         raise Broken

@@ -43,7 +43,9 @@ def test_a_held_lease_ends_with_a_reset_and_what_it_held_is_not_read(make: Any) 
     assert producer.engine.counted("leases_released", "reset") == 1
 
 
-def test_a_prompt_that_is_half_computed_when_the_weights_change_is_answered_and_never_offered(make: Any) -> None:
+def test_a_prompt_that_is_half_computed_when_the_weights_change_is_answered_and_never_offered(
+    make: Any,
+) -> None:
     producer = make("kv_producer")
     long = tokens(300)
     producer.engine.add("p", long, REMOTE_DECODE, max_tokens=1)
@@ -79,7 +81,9 @@ def test_a_prompt_that_is_computed_anew_after_a_reset_is_offered_under_another_e
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_a_consumer_that_is_reset_computes_what_it_has_not_begun_to_load_and_gives_it_back(make: Any) -> None:
+def test_a_consumer_that_is_reset_computes_what_it_has_not_begun_to_load_and_gives_it_back(
+    make: Any,
+) -> None:
     """Its weights have changed: the producer's blocks are of the old ones."""
     producer, consumer = make("kv_producer"), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
@@ -94,7 +98,9 @@ def test_a_consumer_that_is_reset_computes_what_it_has_not_begun_to_load_and_giv
     assert producer.engine.counted("leases_released", "release") == 1
 
 
-def test_a_reset_does_not_succeed_while_blocks_are_loaded_and_what_was_loaded_before_goes_with_it(make: Any) -> None:
+def test_a_reset_does_not_succeed_while_blocks_are_loaded_and_what_was_loaded_before_goes_with_it(
+    make: Any,
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     producer.model.poison()
@@ -107,11 +113,15 @@ def test_a_reset_does_not_succeed_while_blocks_are_loaded_and_what_was_loaded_be
     consumer.until(lambda: consumer.engine.status("d") != "WAITING_FOR_REMOTE_KVS")
     assert reset(consumer, running=True)
     answer = consumer.answer("d").tokens
-    assert answer[-3:] == expected_tokens([*PROMPT, answer[0]], 3), "all that comes after the reset is right"
+    assert answer[-3:] == expected_tokens([*PROMPT, answer[0]], 3), (
+        "all that comes after the reset is right"
+    )
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_offers_of_turns_end_with_a_reset_and_an_answer_that_was_begun_before_is_not_offered(make_both: Any) -> None:
+def test_offers_of_turns_end_with_a_reset_and_an_answer_that_was_begun_before_is_not_offered(
+    make_both: Any,
+) -> None:
     prefiller, decoder = make_both(num_blocks=32), make_both(num_blocks=32)
     decoder.decode("d1", PROMPT, prefiller.prefill("p1", PROMPT), prefiller)
     offer = decoder.engine.answers["d1"].params

@@ -46,7 +46,12 @@ def secret_file(folder: Path, *secrets: Secret) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "is_loaded"),
-    [([OLD, NEW], [NEW, OLD], True), ([OLD], [], False), ([], [OLD], False), ([OLD, NEW], [NEW, OTHER], False)],
+    [
+        ([OLD, NEW], [NEW, OLD], True),
+        ([OLD], [], False),
+        ([], [OLD], False),
+        ([OLD, NEW], [NEW, OTHER], False),
+    ],
     ids=["rotation", "missing", "superfluous", "another"],
 )
 def test_a_prompt_is_read_if_the_secrets_go_together_and_computed_if_they_do_not(
@@ -73,7 +78,9 @@ def test_a_prompt_is_read_if_the_secrets_go_together_and_computed_if_they_do_not
     assert consumer.engine.counted("local_recomputes", "load_failed") == (not is_loaded)
     assert consumer.engine.counted("failed_loads", "refused") == (not is_loaded)
     assert bool(consumer.engine.counted("planned_bytes")) == is_loaded
-    assert bool(parsed) == is_loaded, "NIXL parses metadata in native code, of peers with the secret alone"
+    assert bool(parsed) == is_loaded, (
+        "NIXL parses metadata in native code, of peers with the secret alone"
+    )
     if is_loaded:
         producer.until(lambda: producer.engine.is_whole)
         assert producer.engine.counted("leases_released", "done") == 1
@@ -84,7 +91,10 @@ def test_a_prompt_is_read_if_the_secrets_go_together_and_computed_if_they_do_not
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_a_file_that_others_can_read_stops_the_start(tmp_path: Path, role: str) -> None:
     path = write(tmp_path / "open", listing(OLD), 0o644)
-    with mock.patch.dict(os.environ, {VARIABLE: path}), pytest.raises(InvalidSecretFile, match="mode 0644"):
+    with (
+        mock.patch.dict(os.environ, {VARIABLE: path}),
+        pytest.raises(InvalidSecretFile, match="mode 0644"),
+    ):
         Engine("FerryConnector", module="kvferry.connector", role=role)
 
 
@@ -109,13 +119,17 @@ def test_an_open_listener_logs_a_warning_and_how_to_change_it(
         engine.close()
     assert ("answers every client" in caplog.text) == warns
     assert (VARIABLE in caplog.text) == warns
-    assert (HOST_VARIABLE in caplog.text) == (host == "127.0.0.1"), "which only decoders of this host reach"
+    assert (HOST_VARIABLE in caplog.text) == (host == "127.0.0.1"), (
+        "which only decoders of this host reach"
+    )
     for secret in secrets:
         assert secret.fingerprint in caplog.text
         assert secret.material.hex()[:8] not in caplog.text
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", "0", "fe80::1%eth0", "tcp://10.1.2.3", "10.1.2.3:5600"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "[::]", "*", "0", "fe80::1%eth0", "tcp://10.1.2.3", "10.1.2.3:5600"]
+)
 def test_a_producer_that_decoders_could_not_be_sent_to_does_not_start_and_a_consumer_does(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

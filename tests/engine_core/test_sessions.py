@@ -42,14 +42,18 @@ def updates(node: Node) -> int:
     return node.engine.counted("local_recomputes", "session_update")
 
 
-@pytest.mark.parametrize("when", ["it waits", "it runs", "it never gets to it", "it ends before a step"])
+@pytest.mark.parametrize(
+    "when", ["it waits", "it runs", "it never gets to it", "it ends before a step"]
+)
 def test_the_lease_that_a_later_part_names_is_given_back(make: Any, when: str) -> None:
     producer, consumer = make("kv_producer", extra=LONG), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     if when in ("it waits", "it ends before a step"):
         begin(consumer)
     else:
-        consumer.engine.add("s", FIRST, max_tokens=50 if when == "it never gets to it" else 2, resumable=True)
+        consumer.engine.add(
+            "s", FIRST, max_tokens=50 if when == "it never gets to it" else 2, resumable=True
+        )
         consumer.step()
     add_part(consumer, params)
     if when in ("it waits", "it runs"):
@@ -61,7 +65,9 @@ def test_the_lease_that_a_later_part_names_is_given_back(make: Any, when: str) -
     assert consumer.engine.counted("loads") == 0
 
 
-def test_a_first_part_is_loaded_and_its_params_are_no_update_when_vllm_repeats_them(make: Any) -> None:
+def test_a_first_part_is_loaded_and_its_params_are_no_update_when_vllm_repeats_them(
+    make: Any,
+) -> None:
     producer, consumer = make("kv_producer", extra=LONG), make("kv_consumer")
     params = producer.prefill("p", FIRST)
     begin(consumer, params)

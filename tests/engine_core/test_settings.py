@@ -44,7 +44,11 @@ def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
 
 def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_connectors() -> None:
     """As the upstream guide writes them, in quotes; under kvferry's own name the unknown one stops the start."""
-    extra = {"shared_storage_path": "cache", "enable_cross_layers_blocks": "True", "kv_recompute_threshold": "32"}
+    extra = {
+        "shared_storage_path": "cache",
+        "enable_cross_layers_blocks": "True",
+        "kv_recompute_threshold": "32",
+    }
     engine = Engine("NixlConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
     assert engine.connector.scheduler_side.loads._recompute_threshold == 32
     engine.close()
@@ -64,13 +68,19 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
 def test_a_worker_knows_whether_peers_read_from_it(
     make: Callable[..., Node], role: str, extra: dict[str, bool], is_read_from: bool
 ) -> None:
-    assert make(role, extra=extra).workers[0].worker_side._worker._first_contact._settings.is_read_from is is_read_from
+    assert (
+        make(role, extra=extra).workers[0].worker_side._worker._first_contact._settings.is_read_from
+        is is_read_from
+    )
 
 
-def test_another_child_that_hands_prompts_over_is_refused_by_the_type_of_its_handshake(make_engine: Any) -> None:
+def test_another_child_that_hands_prompts_over_is_refused_by_the_type_of_its_handshake(
+    make_engine: Any,
+) -> None:
     """vLLM gives all children of a MultiConnector the handshake of the first one that has any."""
     stock = NixlHandshakePayload("hash", b"")
     with pytest.raises(
-        InvalidConfig, match="connectors is 'NixlHandshakePayload'; expected one child that hands prompts"
+        InvalidConfig,
+        match="connectors is 'NixlHandshakePayload'; expected one child that hands prompts",
     ):
         make_engine("kv_producer").connector.set_xfer_handshake_metadata_pp_aware({(0, 0): stock})

@@ -44,7 +44,11 @@ class Life:
         role, self.turns = config.pop("role", None), config.pop("turns", False)
         both: dict[str, Any] = {}
         if self.turns:
-            both = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 20, "decoder_kv_blocks_ttl": 0.8}
+            both = {
+                "bidirectional_kv_xfer": True,
+                "kv_recompute_threshold": 20,
+                "decoder_kv_blocks_ttl": 0.8,
+            }
         short = {"kv_lease_duration": 0.15, **both}
         self.producer = Node(role or "kv_producer", num_blocks=60, extra=short, **config)
         self.consumer = Node(role or "kv_consumer", num_blocks=40, extra=both, **config)
@@ -57,7 +61,9 @@ class Life:
     def turn(self) -> None:
         """Carry out a random event, and let the engines step at random."""
         what = self.random.choices(
-            (self.prefill, self.decode, self.decode_plain, self.abort, self.rest), (4, 6, 1, 2, 1), k=1
+            (self.prefill, self.decode, self.decode_plain, self.abort, self.rest),
+            (4, 6, 1, 2, 1),
+            k=1,
         )
         what[0]()
         for node in (self.producer, self.consumer):
@@ -73,7 +79,10 @@ class Life:
         if self.answered and self.random.random() < 0.7:
             text, params = self.random.choice(self.answered[-3:])
             if self.random.random() < 0.9:
-                prompt = [*text, *tokens(self.random.randrange(1, 40), seed=self.random.randrange(99))]
+                prompt = [
+                    *text,
+                    *tokens(self.random.randrange(1, 40), seed=self.random.randrange(99)),
+                ]
         if len(prompt) < 450:
             self.add(self.producer, prompt, params, self.random.choice((1, 1, 1, 5)))
 
@@ -94,7 +103,11 @@ class Life:
 
     def abort(self) -> None:
         node = self.random.choice((self.producer, self.consumer))
-        running = [name for name in node.engine.scheduler.requests if node.engine.answers[name].finish_reason is None]
+        running = [
+            name
+            for name in node.engine.scheduler.requests
+            if node.engine.answers[name].finish_reason is None
+        ]
         if running:
             name = self.random.choice(running)
             self.aborted.add(name)
@@ -105,7 +118,9 @@ class Life:
 
     def prompt(self) -> list[int]:
         """A prompt out of a few, so that local caches hit."""
-        return tokens(self.random.choice((1, 16, 17, 40, 64, 130, 270)), seed=self.random.randrange(6))
+        return tokens(
+            self.random.choice((1, 16, 17, 40, 64, 130, 270)), seed=self.random.randrange(6)
+        )
 
     def add(self, node: Node, prompt: list[int], params: Any, max_tokens: int) -> None:
         name = f"{len(self.prompts)}"
@@ -162,7 +177,9 @@ class Life:
 
 
 @pytest.mark.parametrize("kind", LIVES)
-def test_whatever_happens_answers_are_right_and_every_block_comes_back(kind: str, run_seed: int) -> None:
+def test_whatever_happens_answers_are_right_and_every_block_comes_back(
+    kind: str, run_seed: int
+) -> None:
     life = Life(run_seed, **LIVES[kind])
     try:
         start_s = time.monotonic()

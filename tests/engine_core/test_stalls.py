@@ -41,11 +41,15 @@ def loading(engine: Engine) -> set[str]:
     return set(engine.connector.scheduler_side.loads.requests(LoadState.LOADING))
 
 
-def fail(engine: Engine, failed: set[str], alive: set[str], loaded: frozenset[str] = frozenset()) -> None:
+def fail(
+    engine: Engine, failed: set[str], alive: set[str], loaded: frozenset[str] = frozenset()
+) -> None:
     """A step in which these loads end; the blocks of those that are `alive` are pinned."""
     worker_meta = FerryWorkerMetadata(alive={0: frozenset(alive)})
     report = KVConnectorOutput(
-        finished_recving=failed | loaded, failed_recving=failed, kv_connector_worker_meta=worker_meta
+        finished_recving=failed | loaded,
+        failed_recving=failed,
+        kv_connector_worker_meta=worker_meta,
     )
     engine.step(worker=report)
 
@@ -86,7 +90,9 @@ def test_a_load_that_fails_beside_a_good_one_stops_neither(make_engine: Any, fai
     assert engine.is_whole
 
 
-def test_a_prompt_that_cannot_fit_beside_pinned_blocks_lets_others_pass_until_they_return(make_engine: Any) -> None:
+def test_a_prompt_that_cannot_fit_beside_pinned_blocks_lets_others_pass_until_they_return(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", num_blocks=28)
     load(engine, 250)
     fail(engine, {"c0"}, alive={"c0"})
@@ -100,7 +106,9 @@ def test_a_prompt_that_cannot_fit_beside_pinned_blocks_lets_others_pass_until_th
     assert engine.is_whole
 
 
-def test_several_failed_loads_of_one_producer_that_stands_still_let_a_short_prompt_pass(make_engine: Any) -> None:
+def test_several_failed_loads_of_one_producer_that_stands_still_let_a_short_prompt_pass(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", num_blocks=28)
     load(engine, 250, 100)
     assert loading(engine) == {"c0", "c1"}
@@ -129,7 +137,9 @@ def test_a_load_that_cannot_begin_beside_a_failed_one_is_computed_while_that_wai
     assert engine.is_whole
 
 
-def test_a_failed_load_does_not_wait_for_a_load_of_higher_priority_that_waits_for_its_blocks(make_engine: Any) -> None:
+def test_a_failed_load_does_not_wait_for_a_load_of_higher_priority_that_waits_for_its_blocks(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority")
     load(engine, 300, priority=2)
     engine.add("beside", tokens(100, seed=6), max_tokens=8)
@@ -138,7 +148,9 @@ def test_a_failed_load_does_not_wait_for_a_load_of_higher_priority_that_waits_fo
     engine.add("first", prompt, offer(prompt), priority=0)
     run_until(engine, "c0", "first", "beside")
     assert engine.is_whole
-    assert engine.counted("loads") == 2, "both wait for the failed one, and neither gives its load up"
+    assert engine.counted("loads") == 2, (
+        "both wait for the failed one, and neither gives its load up"
+    )
 
 
 def test_what_vllm_reserves_for_drafts_beside_a_failed_load_is_counted(
@@ -146,7 +158,9 @@ def test_what_vllm_reserves_for_drafts_beside_a_failed_load_is_counted(
 ) -> None:
     """One block fewer than vLLM wants for both: it stops at the load, and would never look at the failed one."""
     monkeypatch.setattr(VllmConfig, "num_speculative_tokens", 3)
-    engine = make_engine("kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority", lookahead=3)
+    engine = make_engine(
+        "kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority", lookahead=3
+    )
     side = engine.connector.scheduler_side
     load(engine, 300, priority=2)
     failed = engine.scheduler.requests["c0"]
@@ -169,7 +183,9 @@ def test_what_vllm_reserves_for_drafts_beside_a_failed_load_is_counted(
     assert not engine.scheduler.requests
 
 
-def test_a_prompt_of_higher_priority_that_loads_nothing_does_not_wait_for_a_failed_load(make_engine: Any) -> None:
+def test_a_prompt_of_higher_priority_that_loads_nothing_does_not_wait_for_a_failed_load(
+    make_engine: Any,
+) -> None:
     """vLLM reserves nothing against it, so it must not wait for a long one that is less urgent."""
     engine = make_engine("kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority")
     load(engine, 300, priority=2)
@@ -201,7 +217,9 @@ def test_what_waits_for_pinned_blocks_or_for_a_failed_load_costs_little_and_is_l
     run_until(engine, "short")
     looked_up: list[str] = []
     manager = engine.scheduler.kv_cache_manager
-    monkeypatch.setattr(manager, "get_computed_blocks", _noting(manager.get_computed_blocks, looked_up))
+    monkeypatch.setattr(
+        manager, "get_computed_blocks", _noting(manager.get_computed_blocks, looked_up)
+    )
     engine.step()
     assert len(looked_up) <= MAX_ASKED + 1
     engine.abort(*names[::3])
@@ -210,7 +228,9 @@ def test_what_waits_for_pinned_blocks_or_for_a_failed_load_costs_little_and_is_l
     assert engine.is_whole
 
 
-def test_blocks_of_a_failed_load_are_free_at_once_also_behind_a_session_that_lacks_them(make_engine: Any) -> None:
+def test_blocks_of_a_failed_load_are_free_at_once_also_behind_a_session_that_lacks_them(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", num_blocks=28)
     engine.add("session", tokens(100, seed=6), max_tokens=1, resumable=True)
     for _ in range(3):
@@ -250,7 +270,12 @@ LIVES: dict[str, dict[str, Any]] = {
     "priorities": {"num_blocks": 28, "scheduling": "priority"},
     "priorities and a window": {"num_blocks": 44, "window": WINDOW, "scheduling": "priority"},
     "both roles": {"num_blocks": 34, "role": "kv_both"},
-    "both roles by priority": {"num_blocks": 50, "window": WINDOW, "role": "kv_both", "scheduling": "priority"},
+    "both roles by priority": {
+        "num_blocks": 50,
+        "window": WINDOW,
+        "role": "kv_both",
+        "scheduling": "priority",
+    },
     "overlapping steps": {"num_blocks": 44, "window": WINDOW, "overlap": True},
     "failing requests": {"num_blocks": 44, "window": WINDOW, "policy": "fail"},
     "tokens written ahead": {"num_blocks": 29, "lookahead": 3},
@@ -271,7 +296,14 @@ def test_as_long_as_loads_end_requests_end_and_short_ones_do_not_wait_for_pins(
         engine = make_engine(role, **config)
         failing = draw.choice((0.3, 0.7, 1.0))
         is_frozen = draw.random() < 0.5
-        life = Life(engine, draw, eavesdropper.port, failing=failing, frozen=is_frozen, is_producer=role == "kv_both")
+        life = Life(
+            engine,
+            draw,
+            eavesdropper.port,
+            failing=failing,
+            frozen=is_frozen,
+            is_producer=role == "kv_both",
+        )
         life.live(40)
         life.end()
         assert engine.counted("stalled_heartbeats") == 0
@@ -287,7 +319,11 @@ def test_an_engine_that_stands_still_says_so_once_a_heartbeat_and_what_to_do(
     engine.step(failed={"c0", "c1", "c2"})
     with caplog.at_level(logging.ERROR):
         _step_until(engine, lambda: engine.counted("stalled_heartbeats") >= 3)
-    lines = [record.getMessage() for record in caplog.records if "nothing was computed" in record.getMessage()]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if "nothing was computed" in record.getMessage()
+    ]
     assert 1 <= len(lines) <= 2, "the first heartbeat, the second, the fourth"
     assert "1 requests wait for blocks and 2 whose load is over" in lines[0]
     assert "req=c1 with 130 tokens (WAITING_FOR_REMOTE_KVS): abort that request" in lines[0]

@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from bench.step_engines import SCHEDULER_CALLS, WORKER_CALLS, Prompts, TimedNode, fly, hand_over, hold
+from bench.step_engines import (
+    SCHEDULER_CALLS,
+    WORKER_CALLS,
+    Prompts,
+    TimedNode,
+    fly,
+    hand_over,
+    hold,
+)
 
 from kvferry.connector.scheduler_side.parking import MAX_ASKED
-from kvferry.protocol.asks import Answer, Progress
+from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from tests.engine_core.slow_router import REMOTE_DECODE
 from tests.engine_core.step_count import StepCount
 from tests.engine_core.test_both_legs import leg_params
@@ -53,7 +61,9 @@ class Counted:
         self._node = node
         self._scheduler, self._worker = StepCount(), StepCount()
         self._scheduler.wrap(node.engine.connector, SCHEDULER_CALLS)
-        self._worker.wrap(node.workers[0], set(WORKER_CALLS) - {"get_transfer_results"})  # that one may wait
+        self._worker.wrap(
+            node.workers[0], set(WORKER_CALLS) - {"get_transfer_results"}
+        )  # that one may wait
 
     def of(self, step: Callable[[], object]) -> Counts:
         """Medians over a few steps."""
@@ -77,10 +87,14 @@ class Counted:
 
 def assert_flat(before: Counts, after: Counts) -> None:
     for half, small, large in zip(("scheduler", "worker"), before, after, strict=True):
-        assert large <= MOST_GROWTH * small + SLACK, f"{half}: {small:.0f} instructions have become {large:.0f}"
+        assert large <= MOST_GROWTH * small + SLACK, (
+            f"{half}: {small:.0f} instructions have become {large:.0f}"
+        )
 
 
-def test_a_step_does_the_same_with_thousands_of_leases(nodes: list[TimedNode], network: MemoryNetwork) -> None:
+def test_a_step_does_the_same_with_thousands_of_leases(
+    nodes: list[TimedNode], network: MemoryNetwork
+) -> None:
     producer = TimedNode("kv_producer", "memory", network, _BLOCKS, LEASES + 256)
     nodes.append(producer)
     prompts, counted = Prompts(), Counted(producer)
@@ -114,16 +128,18 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
     nodes += [producer, consumer]
     asking = consumer.engine.connector.scheduler_side.channel.asking
     asking._may_wait = False
-    questions = asking.questions._by_number
+    queries = asking.queries._by_number
 
     def open_more(count: int) -> None:
-        while len(questions) < count:
-            name = f"asks-{len(questions)}"
+        while len(queries) < count:
+            name = f"asks-{len(queries)}"
             consumer.engine.add(name, [5] * 20, leg_params(producer, name), max_tokens=1)
 
     def answer_and_step() -> None:
-        for number in list(questions):
-            asking.on_answer(("127.0.0.1", producer.port), Answer(number=number, progress=Progress.QUEUED))
+        for number in list(queries):
+            asking.on_answer(
+                ("127.0.0.1", producer.port), Answer(number=number, progress=PromptProgress.QUEUED)
+            )
         consumer.step()
 
     counted = Counted(consumer)
@@ -140,9 +156,19 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
 def test_a_step_does_the_same_with_thousands_of_requests_that_wait_for_a_pool_full_of_leases(
     make_slow: Any, states: int
 ) -> None:
-    engine = {"num_blocks": 641, "max_num_seqs": 64, "max_step_tokens": 4096, "lookahead": 4, "states": states}
+    engine = {
+        "num_blocks": 641,
+        "max_num_seqs": 64,
+        "max_step_tokens": 4096,
+        "lookahead": 4,
+        "states": states,
+    }
     slow = make_slow(
-        engine=engine, kv_lease_duration=3600.0, lease_slots=256, max_leased_fraction=1.0, debug_check_integrity=False
+        engine=engine,
+        kv_lease_duration=3600.0,
+        lease_slots=256,
+        max_leased_fraction=1.0,
+        debug_check_integrity=False,
     )
     while slow.engine.free_blocks > 16:
         slow.prefill(f"held{len(slow.engine.answers)}")
@@ -152,11 +178,19 @@ def test_a_step_does_the_same_with_thousands_of_requests_that_wait_for_a_pool_fu
 
     def with_waiting(count: int) -> float:
         while slow.engine.scheduler.get_num_unfinished_requests() < count:
-            slow.engine.add(f"waits{len(slow.engine.answers)}", [5] * 400, REMOTE_DECODE, max_tokens=1)
-        return scheduler.median(slow.step, STEPS + 1)  # an even number: leases are ranked in every second step
+            slow.engine.add(
+                f"waits{len(slow.engine.answers)}", [5] * 400, REMOTE_DECODE, max_tokens=1
+            )
+        return scheduler.median(
+            slow.step, STEPS + 1
+        )  # an even number: leases are ranked in every second step
 
     few = with_waiting(16)
     for count in (1000, 4000):
         many = with_waiting(count)
-        assert many <= MOST_GROWTH * few + SLACK, f"{count} wait: {few:.0f} instructions have become {many:.0f}"
-    assert slow.engine.counted("leases_released") == 0, "the pool is full of leases that must not end yet"
+        assert many <= MOST_GROWTH * few + SLACK, (
+            f"{count} wait: {few:.0f} instructions have become {many:.0f}"
+        )
+    assert slow.engine.counted("leases_released") == 0, (
+        "the pool is full of leases that must not end yet"
+    )

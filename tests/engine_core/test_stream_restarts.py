@@ -50,7 +50,11 @@ def test_a_preempted_prompt_has_a_new_epoch_before_the_step_that_gives_its_block
     given = {block for n in range(4) for block in producer.engine.block_ids(f"answer{n}")}
     assert blocks & given, "none of its blocks were given away in that step"
     (reopened,) = step.orders.opens
-    assert (reopened.slot, reopened.row, reopened.origin) == (orders[0].slot, orders[0].row, orders[0].epoch)
+    assert (reopened.slot, reopened.row, reopened.origin) == (
+        orders[0].slot,
+        orders[0].row,
+        orders[0].epoch,
+    )
     assert reopened.epoch != orders[0].epoch
     word = ferry_of(producer.workers[0]).worker_side._worker._memory.table.words[reopened.slot]
     assert int(word) == int(reopened.epoch, 16) << 4 | SlotState.COMPUTING
@@ -74,7 +78,9 @@ def test_a_preempted_prompt_has_a_new_epoch_before_the_step_that_gives_its_block
     assert producer.engine.counted("stream_restarts") == 1
 
 
-def test_a_preempted_prompt_that_goes_on_in_the_same_step_is_published_from_the_beginning(make: Any) -> None:
+def test_a_preempted_prompt_that_goes_on_in_the_same_step_is_published_from_the_beginning(
+    make: Any,
+) -> None:
     producer = asked_for(make)
     producer.step()
     before = lease_of(producer).name
@@ -83,7 +89,9 @@ def test_a_preempted_prompt_that_goes_on_in_the_same_step_is_published_from_the_
     ((tokens_now, first, _),) = published(step)
     assert (tokens_now, first) == (128 + 64, (0,)), "the prefix cache has its blocks"
     assert lease_of(producer).name != before
-    assert step.orders.progress[0].epoch == step.orders.opens[0].epoch == lease_of(producer).name.epoch
+    assert (
+        step.orders.progress[0].epoch == step.orders.opens[0].epoch == lease_of(producer).name.epoch
+    )
 
 
 @pytest.mark.parametrize("change", ["fewer tokens", "other blocks"])
@@ -100,7 +108,9 @@ def test_a_prompt_whose_published_blocks_do_not_hold_any_more_gets_a_new_epoch(
         table = side.blocks.table
         monkeypatch.setattr(side.blocks, "table", lambda name: ([99, *table(name)[0][1:]],))
     orders = producer.engine.schedule().orders
-    assert [order.epoch for order in orders.opens] == [lease_of(producer).name.epoch] != [before.epoch]
+    assert (
+        [order.epoch for order in orders.opens] == [lease_of(producer).name.epoch] != [before.epoch]
+    )
     assert orders.progress[0].first_blocks == (0,)
 
 
@@ -119,7 +129,9 @@ def test_a_change_of_the_caches_ends_a_stream(make: Any) -> None:
     producer.until(lambda: is_over(producer))
 
 
-def test_a_stream_that_a_reset_has_ended_gets_another_lease_and_is_not_streamed_again(make: Any) -> None:
+def test_a_stream_that_a_reset_has_ended_gets_another_lease_and_is_not_streamed_again(
+    make: Any,
+) -> None:
     producer = asked_for(make)
     producer.step()
     before = lease_of(producer).name
@@ -142,4 +154,7 @@ def test_a_request_that_is_computed_again_after_its_last_step_keeps_its_lease(ma
     preempt(producer, "p")
     params = producer.answer("p").params
     assert params is not None
-    assert (params["remote_block_ids"], params["kvferry"]["lease_epoch"]) == ([list(blocks)], lease.origin.epoch)
+    assert (params["remote_block_ids"], params["kvferry"]["lease_epoch"]) == (
+        [list(blocks)],
+        lease.origin.epoch,
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.asks import Progress
+from kvferry.protocol.prompt_queries import PromptProgress
 from kvferry.worker.loads.streamed_load import StreamedLoad
 from tests.engine_core.streamed import preempt
 from tests.engine_core.test_both_legs import check, ids, leg_params, settled, until
@@ -28,7 +28,7 @@ def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
     asked = producer.engine.connector.scheduler_side._offers._asked
     until((consumer,), lambda: asked.waiting(PREFILL) is not None)
     producer.step()
-    assert asked._running[PREFILL].state.progress is Progress.TICKET
+    assert asked._running[PREFILL].state.progress is PromptProgress.TICKET
     producer.step()
     until((consumer,), lambda: len(chunks) > 0)
     return producer, consumer
@@ -51,10 +51,17 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def is_over(producer: Node, consumer: Node) -> bool:
     rows = producer.engine.connector.scheduler_side.leases.streams._free
-    return producer.engine.is_whole and consumer.engine.is_whole and settled(consumer) and len(rows) == 64
+    return (
+        producer.engine.is_whole
+        and consumer.engine.is_whole
+        and settled(consumer)
+        and len(rows) == 64
+    )
 
 
-@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}, {"window": 48}, {"window": 8}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"overlap": True}, {"tp": 2}, {"window": 48}, {"window": 8}], ids=str
+)
 def test_the_first_parts_are_read_before_the_last_is_computed(
     make: Any, chunks: list[int], config: dict[str, Any]
 ) -> None:
@@ -101,7 +108,9 @@ def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any, chunks: list[
     until((producer, consumer), lambda: is_over(producer, consumer))
 
 
-@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}, {"policy": "fail"}, {"window": 48}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"overlap": True}, {"tp": 2}, {"policy": "fail"}, {"window": 48}], ids=str
+)
 def test_an_abort_frees_the_blocks_of_a_load_although_its_producer_goes_on_computing(
     make: Any, chunks: list[int], config: dict[str, Any]
 ) -> None:
@@ -111,7 +120,9 @@ def test_an_abort_frees_the_blocks_of_a_load_although_its_producer_goes_on_compu
     consumer.engine.abort(DECODE)
     until((consumer,), lambda: consumer.engine.is_whole and settled(consumer))
     assert consumer.engine.counted("aborted_loads") == max(1, config.get("tp", 1))
-    assert not any(map(consumer.engine.counted, ("local_recomputes", "failed_loads", "failed_requests")))
+    assert not any(
+        map(consumer.engine.counted, ("local_recomputes", "failed_loads", "failed_requests"))
+    )
     producer.engine.abort(PREFILL)
     until((producer, consumer), lambda: is_over(producer, consumer))
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.protocol.asks import Progress, Question, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import MAX_PROGRESS
 from kvferry.protocol.params import decode_params
+from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery, request_key
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.streamed import (
     PROMPT,
@@ -32,16 +32,26 @@ from tests.harness.integrity import check_worker
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
-def test_every_step_publishes_what_it_computes_from_the_next_one_after_the_question(make: Any, overlap: bool) -> None:
+def test_every_step_publishes_what_it_computes_from_the_next_one_after_the_question(
+    make: Any, overlap: bool
+) -> None:
     producer = asked_for(make, overlap=overlap)
     steps = [producer.step() for _ in range(3)]
-    assert [published(step) for step in steps] == [[(128, (0,), 8)], [(192, (8,), 4)], [(200, (12,), 1)]]
-    blocks = [block for step in steps for order in step.orders.progress for block in order.blocks[0]]
+    assert [published(step) for step in steps] == [
+        [(128, (0,), 8)],
+        [(192, (8,), 4)],
+        [(200, (12,), 1)],
+    ]
+    blocks = [
+        block for step in steps for order in step.orders.progress for block in order.blocks[0]
+    ]
     (hold,) = steps[-1].orders.completions
     (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
     assert blocks == list(lease.block_ids)
     orders = [order for step in steps for order in step.orders.progress]
-    assert {(order.slot, order.epoch, order.origin) for order in orders} == {(hold.slot, hold.epoch, hold.epoch)}
+    assert {(order.slot, order.epoch, order.origin) for order in orders} == {
+        (hold.slot, hold.epoch, hold.epoch)
+    }
     params = producer.answer("p").params
     assert params is not None
     assert (params["remote_block_ids"], params["kvferry"]["stream_row"]) == ([blocks], None)
@@ -57,7 +67,10 @@ def test_the_ticket_comes_with_the_first_of_these_steps_and_lists_no_blocks(make
     lease = lease_of(producer)
     assert lease.stream is not None
     assert params.kvferry.stream_row == lease.stream.row
-    assert (params.kvferry.lease_slot, params.kvferry.lease_epoch) == (lease.slot, lease.origin.epoch)
+    assert (params.kvferry.lease_slot, params.kvferry.lease_epoch) == (
+        lease.slot,
+        lease.origin.epoch,
+    )
     assert (params.remote_block_ids, params.remote_num_tokens) == (((),), len(PROMPT))
     assert params.kvferry.digests == digest_chain(Prompt(tokens=PROMPT))
     assert params.kvferry.held_from == (0,)
@@ -66,7 +79,9 @@ def test_the_ticket_comes_with_the_first_of_these_steps_and_lists_no_blocks(make
 def test_a_prompt_that_nobody_has_asked_for_is_not_published(make: Any) -> None:
     producer: Node = make("kv_producer", max_step_tokens=64)
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    assert not any(step.orders and step.orders.progress for step in [producer.step() for _ in range(4)])
+    assert not any(
+        step.orders and step.orders.progress for step in [producer.step() for _ in range(4)]
+    )
     assert producer.engine.answers["p"].params is not None
 
 
@@ -125,11 +140,13 @@ def test_a_prompt_is_not_streamed_where_its_window_may_not_reach_back_to_the_con
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     producer.step()
     digest = digest_chain(Prompt(tokens=PROMPT))[-1]
-    question = Question(number=1, key=request_key("p"), num_tokens=len(PROMPT), digest=digest, spans=(span, span))
-    answer_to(producer, question)
+    query = PromptQuery(
+        number=1, key=request_key("p"), num_tokens=len(PROMPT), digest=digest, spans=(span, span)
+    )
+    answer_to(producer, query)
     steps = [producer.step() for _ in range(3)]
     assert any(step.orders and step.orders.progress for step in steps) == is_streamed
-    ticket = decode_params(answer_to(producer, question).params).kvferry
+    ticket = decode_params(answer_to(producer, query).params).kvferry
     assert (ticket.stream_row, ticket.held_from) == (None, (0, 144))
     assert producer.engine.counted("streams_refused", "window") == (not is_streamed)
 
@@ -140,7 +157,7 @@ def test_blocks_of_a_state_are_published_when_the_request_has_ended(make_engine:
     node = cast("Node", SimpleNamespace(engine=engine))
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
-    assert ask(node, "p").progress is Progress.QUEUED
+    assert ask(node, "p").progress is PromptProgress.QUEUED
     steps = [engine.step() for _ in range(3)]
     listed = [order for step in steps for order in step.orders.progress]
     assert [(order.tokens, len(order.blocks[0]), order.blocks[1]) for order in listed] == [
@@ -175,7 +192,9 @@ def test_a_ticket_promises_no_more_of_a_window_than_is_held_when_the_request_has
     assert held[1] <= promised.held_from[1]
 
 
-def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(make_engine: Any) -> None:
+def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(
+    make_engine: Any,
+) -> None:
     engine = make_engine(states=1, max_step_tokens=64)
     node = cast("Node", SimpleNamespace(engine=engine))
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -188,7 +207,9 @@ def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(make
     assert [order.tokens for order in last.orders.progress] == [199]
     preempt(node, "p")
     step = engine.schedule()
-    assert [(opened.slot, opened.epoch != epoch) for opened in step.orders.opens] == [(lease_of(node).slot, True)]
+    assert [(opened.slot, opened.epoch != epoch) for opened in step.orders.opens] == [
+        (lease_of(node).slot, True)
+    ]
 
 
 def test_an_abort_ends_the_lease_and_frees_the_row(make: Any) -> None:
@@ -201,7 +222,7 @@ def test_an_abort_ends_the_lease_and_frees_the_row(make: Any) -> None:
     assert [(end.slot, end.epoch) for end in step.orders.ends] == [(name.slot, name.epoch)]
     producer.until(lambda: is_over(producer))
     assert producer.engine.counted("leases_released", "abandoned") == 1
-    assert ask(producer, "p").progress is Progress.OVER
+    assert ask(producer, "p").progress is PromptProgress.OVER
 
 
 def test_a_consumer_that_leaves_while_the_prompt_is_computed_ends_the_lease(make: Any) -> None:
@@ -220,7 +241,9 @@ def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> N
     producer = asked_for(make)
     streams = producer.engine.connector.scheduler_side.leases.streams
     rows, streams._free = streams._free, []
-    assert not any(step.orders and step.orders.progress for step in [producer.step() for _ in range(3)])
+    assert not any(
+        step.orders and step.orders.progress for step in [producer.step() for _ in range(3)]
+    )
     assert ticket(producer).kvferry.stream_row is None
     streams._free = rows
     producer.step()
@@ -241,4 +264,8 @@ def test_engines_that_do_not_stream_give_the_plain_ticket(
     steps = [producer.step() for _ in range(5)]
     assert not any(step.orders and step.orders.progress for step in steps)
     assert ticket(producer).kvferry.stream_row is None
-    assert producer.engine.counted("streams_refused") == producer.engine.counted("streams_refused", reason) == 1
+    assert (
+        producer.engine.counted("streams_refused")
+        == producer.engine.counted("streams_refused", reason)
+        == 1
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.scheduler_side.unsettled import UnsettledRequests
-from kvferry.protocol.asks import announced_id
+from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.believed import Believed, check_believed
 from tests.engine_core.streamed import REMOTE_DECODE, ask, preempt
@@ -71,7 +71,13 @@ class Scene:
         }
 
     def add(
-        self, name: str, prompt: list[int] = PROMPT, *, stored: int = 0, fails: bool = False, max_tokens: int = 1
+        self,
+        name: str,
+        prompt: list[int] = PROMPT,
+        *,
+        stored: int = 0,
+        fails: bool = False,
+        max_tokens: int = 1,
     ) -> None:
         self.prompts[name] = prompt
         self.shelf.tokens[name] = stored
@@ -97,17 +103,20 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
     make: Any, policy: str, overlap: bool, max_step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A lease that has ended before its ticket was used is waited for so long.
-    monkeypatch.setattr("kvferry.connector.scheduler_side.offers._OPENS_WITHIN_S", 1.0)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.ticket_builder._OPENS_WITHIN_S", 1.0)
     scene = Scene(make, policy, overlap=overlap, max_step_tokens=max_step_tokens)
     consumer: Node = make("kv_consumer")
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, scene.params, max_tokens=COUNT)
     scene.add(prefill, stored=STORED, fails=True)
-    questions = consumer.engine.connector.scheduler_side.channel.asking.questions
-    until((consumer,), lambda: any(x.known_by for x in questions._by_number.values()))
+    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
 
     def read_at_once() -> None:
-        if any(one.is_ready for one in scene.seen) and consumer.engine.answers[decode].finish_reason is None:
+        if (
+            any(one.is_ready for one in scene.seen)
+            and consumer.engine.answers[decode].finish_reason is None
+        ):
             until((consumer,), lambda: consumer.engine.counted("peer_loads") == 1)
 
     scene.before_answer = read_at_once
@@ -119,7 +128,9 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
 
 @OVERLAP
 @STEPS
-def test_what_the_store_has_loaded_is_handed_over(make: Any, overlap: bool, max_step_tokens: int) -> None:
+def test_what_the_store_has_loaded_is_handed_over(
+    make: Any, overlap: bool, max_step_tokens: int
+) -> None:
     scene = Scene(make, overlap=overlap, max_step_tokens=max_step_tokens)
     consumer: Node = make("kv_consumer")
     for name in ("x", "y"):
@@ -131,7 +142,10 @@ def test_what_the_store_has_loaded_is_handed_over(make: Any, overlap: bool, max_
         until((scene.node, consumer), partial(is_answered, consumer, decode))
         check(consumer, decode, prompt)
     assert len(scene.shelf.loads) == 2
-    assert (consumer.engine.counted("peer_loads"), consumer.engine.counted("local_recomputes")) == (2, 0)
+    assert (consumer.engine.counted("peer_loads"), consumer.engine.counted("local_recomputes")) == (
+        2,
+        0,
+    )
     assert any(one.is_ready for one in scene.seen)
     until((scene.node, consumer), lambda: scene.is_over() and consumer.engine.is_whole)
 
@@ -143,24 +157,33 @@ def test_so_it_is_in_sequence(make: Any, overlap: bool, fails: bool) -> None:
     consumer: Node = make("kv_consumer")
     scene.add("p", stored=STORED, fails=fails)
     params = scene.node.answer("p").params
-    assert params is not None or (overlap and fails)  # vLLM lets the answer of an overlapping step end such a request
+    assert params is not None or (
+        overlap and fails
+    )  # vLLM lets the answer of an overlapping step end such a request
     consumer.decode("d", PROMPT, params, scene.node)
     assert consumer.engine.counted("peer_loads") == (params is not None)
     scene.node.until(scene.is_over)
 
 
 @pytest.mark.parametrize("length", [136, 140])
-def test_a_window_is_handed_over_although_its_blocks_are_held_from_the_requests_end(make: Any, length: int) -> None:
+def test_a_window_is_handed_over_although_its_blocks_are_held_from_the_requests_end(
+    make: Any, length: int
+) -> None:
     scene = Scene(make, window=40, max_step_tokens=256)
     consumer: Node = make("kv_consumer", window=40)
     prompt = PROMPT[:length]
     scene.add("p", prompt, stored=STORED)
     consumer.decode("d", prompt, scene.node.answer("p").params, scene.node)
-    assert (consumer.engine.counted("peer_loads"), consumer.engine.counted("local_recomputes")) == (1, 0)
+    assert (consumer.engine.counted("peer_loads"), consumer.engine.counted("local_recomputes")) == (
+        1,
+        0,
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
-def test_a_prefill_that_goes_on_is_offered_from_its_next_step_on(make: Any, max_tokens: int) -> None:
+def test_a_prefill_that_goes_on_is_offered_from_its_next_step_on(
+    make: Any, max_tokens: int
+) -> None:
     scene = Scene(make, max_step_tokens=256)
     scene.add("p", stored=STORED, max_tokens=max_tokens)
     scene.node.step()
@@ -194,7 +217,9 @@ def test_prompts_that_share_what_was_to_be_loaded_are_not_read_before_it_is_comp
 
 
 @OVERLAP
-def test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again(make: Any, overlap: bool) -> None:
+def test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again(
+    make: Any, overlap: bool
+) -> None:
     """vLLM leaves its blocks in the prefix cache, for the request that is to compute them: it is aborted."""
     scene = Scene(make, overlap=overlap, max_step_tokens=256)
     scene.add("a", stored=STORED, fails=True)
@@ -240,7 +265,11 @@ def test_a_request_is_settled_when_every_load_that_it_may_have_hit_is_answered()
         admitted: dict[str, int] = {}
         for step in range(300):
             for n in range(rng.randrange(3)):
-                name = f"{step}-{n}" if rng.random() < 0.8 or not admitted else rng.choice(list(admitted))
+                name = (
+                    f"{step}-{n}"
+                    if rng.random() < 0.8 or not admitted
+                    else rng.choice(list(admitted))
+                )
                 admitted[name] = step
                 requests.admitted(name)
             has_loads = rng.random() < 0.2

@@ -30,7 +30,11 @@ class Hanging:
         self.polled: set[NixlFabric] = set()
         self._beside_blocks: set[LocalDescriptors] = set()
         self._reads: set[Transfer] = set()
-        poll, post_read, prepare_local = NixlFabric.poll, NixlFabric.post_read, NixlFabric.prepare_local
+        poll, post_read, prepare_local = (
+            NixlFabric.poll,
+            NixlFabric.post_read,
+            NixlFabric.prepare_local,
+        )
 
         def prepare(fabric: NixlFabric, rows: DescriptorRows) -> LocalDescriptors:
             made = prepare_local(fabric, rows)
@@ -50,7 +54,11 @@ class Hanging:
             self.polled.add(fabric)
             return TransferState.IN_FLIGHT
 
-        for name, replaced in (("poll", poll_late), ("post_read", post), ("prepare_local", prepare)):
+        for name, replaced in (
+            ("poll", poll_late),
+            ("post_read", post),
+            ("prepare_local", prepare),
+        ):
             monkeypatch.setattr(NixlFabric, name, replaced)
 
     def end_deadlines(self, consumer: Node) -> None:
@@ -69,7 +77,9 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("config", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"])
+@pytest.mark.parametrize(
+    "config", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"]
+)
 def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     make: Any, hanging: Hanging, policy: str, config: dict[str, Any]
 ) -> None:
@@ -85,13 +95,17 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     hanging.end_deadlines(consumer)
     answer = consumer.answer("d")
     right = (expected_tokens(PROMPT, COUNT), "length")
-    assert (answer.tokens, answer.finish_reason) == (right if policy == "recompute" else ([], "error"))
+    assert (answer.tokens, answer.finish_reason) == (
+        right if policy == "recompute" else ([], "error")
+    )
     consumer.until(consumer.engine.is_idle)
     for _ in range(5):
         consumer.step()
     assert not consumer.engine.scheduler.requests
     assert consumer.engine.used_blocks == 3
-    assert consumer.engine.scheduler.has_requests(), "the engine must step until the transfer is dead"
+    assert consumer.engine.scheduler.has_requests(), (
+        "the engine must step until the transfer is dead"
+    )
     hanging.is_on = False
     consumer.until(lambda: consumer.engine.is_whole)
     assert consumer.engine.counted("failed_loads", "deadline") == config.get("tp", 1)
@@ -100,8 +114,13 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     assert not consumer.engine.counted("aborted_loads")
 
 
-def test_a_prompt_that_waits_for_blocks_longer_than_its_lease_is_loaded_all_the_same(make: Any) -> None:
-    producer, consumer = make("kv_producer", extra={"kv_lease_duration": LEASE_S}), make("kv_consumer", num_blocks=8)
+def test_a_prompt_that_waits_for_blocks_longer_than_its_lease_is_loaded_all_the_same(
+    make: Any,
+) -> None:
+    producer, consumer = (
+        make("kv_producer", extra={"kv_lease_duration": LEASE_S}),
+        make("kv_consumer", num_blocks=8),
+    )
     long = tokens(70, seed=5)
     consumer.engine.add("long", long, max_tokens=40)
     consumer.step()

@@ -16,16 +16,16 @@ from kvferry.trace.events import (
     AnyEvent,
     ChunkSpan,
     DecodeArrived,
-    LeaseName,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
     LoadReported,
     ParamsGiven,
-    Part,
     PrefillStep,
+    ProcessRole,
     ProcessStarted,
     Recomputed,
+    TracedLease,
 )
 from kvferry.worker.loads.results import LoadRecord, Stage
 from kvferry.worker.peers.peer import PeerKey
@@ -36,13 +36,17 @@ pytestmark = pytest.mark.slow
 
 PROMPT = tokens(100)
 COUNT = 3
-LOADED = ["DecodeArrived tokens=100", "LoadOrdered first_token=0 stop_token=100", "LoadReported good=True"]
+LOADED = [
+    "DecodeArrived tokens=100",
+    "LoadOrdered first_token=0 stop_token=100",
+    "LoadReported good=True",
+]
 
 
 _DECODER = msgspec.json.Decoder(AnyEvent)
 
 
-def events_of(folder: Path, node: Any, part: Part = Part.SCHEDULER) -> list[Any]:
+def events_of(folder: Path, node: Any, part: ProcessRole = ProcessRole.SCHEDULER) -> list[Any]:
     """The events of a node that is closed, in the order of its files; all places of its workers together."""
     engine_id = node.engine.config.kv_transfer_config.engine_id
     found: list[Any] = []
@@ -61,7 +65,9 @@ def events_about(events: list[Any], request: str) -> list[str]:
 
 def _short(event: Any) -> str:
     shown = ("tokens", "how", "reason", "first_token", "stop_token", "good")
-    reported = [f" {name}={getattr(event, name)}" for name in shown if getattr(event, name, "") != ""]
+    reported = [
+        f" {name}={getattr(event, name)}" for name in shown if getattr(event, name, "") != ""
+    ]
     return type(event).__name__ + "".join(reported)
 
 
@@ -75,9 +81,9 @@ def extra(folder: Path) -> dict[str, Any]:
     return {"trace_dir": str(folder)}
 
 
-def lease_of(params: dict[str, Any]) -> LeaseName:
+def lease_of(params: dict[str, Any]) -> TracedLease:
     source: Any = read_params(params)
-    return LeaseName(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch)
+    return TracedLease(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch)
 
 
 def decode(node: Any, name: str, prompt: list[int], params: Any) -> None:
@@ -85,11 +91,16 @@ def decode(node: Any, name: str, prompt: list[int], params: Any) -> None:
     node.answer(name)
 
 
-@pytest.mark.parametrize("shape", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"]
+)
 def test_a_handover_is_recorded_by_both_schedulers_and_by_every_worker_of_the_consumer(
     make: Any, folder: Path, extra: dict[str, Any], shape: dict[str, Any]
 ) -> None:
-    producer, consumer = make("kv_producer", extra=extra, **shape), make("kv_consumer", extra=extra, **shape)
+    producer, consumer = (
+        make("kv_producer", extra=extra, **shape),
+        make("kv_consumer", extra=extra, **shape),
+    )
     params = producer.prefill("p", PROMPT)
     decode(consumer, "d", PROMPT, params)
     producer.until(lambda: producer.engine.is_whole)
@@ -113,7 +124,7 @@ def test_a_handover_is_recorded_by_both_schedulers_and_by_every_worker_of_the_co
     assert [event.at_ns for event in handover] == sorted(event.at_ns for event in handover)
     assert arrived.at_ns < prefill[-1].at_ns
 
-    loads = events_of(folder, consumer, Part.WORKER)
+    loads = events_of(folder, consumer, ProcessRole.WORKER)
     assert len(loads) == len(consumer.workers)
     for load in loads:
         assert isinstance(load, LoadEnded)
@@ -121,12 +132,16 @@ def test_a_handover_is_recorded_by_both_schedulers_and_by_every_worker_of_the_co
         assert isinstance(reported, LoadReported)
         assert (load.request, load.producer, load.reason) == ("d", arrived.producer, "")
         assert [one.stage for one in load.stages] == [stage.value for stage in Stage]
-        times = [ordered.at_ns, *(x for one in load.stages for x in (one.begun_ns, one.ended_ns)), reported.at_ns]
+        times = [
+            ordered.at_ns,
+            *(x for one in load.stages for x in (one.begun_ns, one.ended_ns)),
+            reported.at_ns,
+        ]
         assert times == sorted(times), "a worker's clock is the scheduler's"
         assert load.at_ns == load.stages[-1].ended_ns
         assert load.bytes == 7 * producer.engine.block_bytes
         assert load.descriptors > 0
-    assert events_of(folder, producer, Part.WORKER) == []
+    assert events_of(folder, producer, ProcessRole.WORKER) == []
 
 
 def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(
@@ -140,14 +155,25 @@ def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(
     decode(consumer, "d3", PROMPT, {"do_remote_prefill": True, "remote_engine_id": 7})
     consumer.close()
     events = events_of(folder, consumer)
-    assert events_about(events, "d2") == ["Recomputed reason=lease_over", "DecodeScheduled", "Finished"]
-    assert events_about(events, "d3") == ["Recomputed reason=foreign_params", "DecodeScheduled", "Finished"]
+    assert events_about(events, "d2") == [
+        "Recomputed reason=lease_over",
+        "DecodeScheduled",
+        "Finished",
+    ]
+    assert events_about(events, "d3") == [
+        "Recomputed reason=foreign_params",
+        "DecodeScheduled",
+        "Finished",
+    ]
     leases = {event.request: event.lease for event in events if isinstance(event, Recomputed)}
     assert leases == {"d2": lease_of(params), "d3": None}
 
 
 def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str, Any]) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer", extra={**extra, "handshake_timeout_s": 0.3})
+    producer, consumer = (
+        make("kv_producer"),
+        make("kv_consumer", extra={**extra, "handshake_timeout_s": 0.3}),
+    )
     params = producer.prefill("p", PROMPT)
     producer.close()
     decode(consumer, "d", PROMPT, params)
@@ -161,7 +187,7 @@ def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str,
         "Finished",
     ]
     assert events[3].lease == lease_of(params)
-    (load,) = events_of(folder, consumer, Part.WORKER)
+    (load,) = events_of(folder, consumer, ProcessRole.WORKER)
     assert (load.reason, load.bytes) == ("handshake", 0)
     assert [one.stage for one in load.stages] == ["queued", "connecting"]
 
@@ -205,8 +231,14 @@ def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
     assert events_about(events, "waiting") == ["DecodeArrived tokens=100", "Finished"]
     *steps, reported = events_about(events, "loading")
     assert steps == [*LOADED[:2], "Finished"]
-    assert reported in ("LoadReported good=False", "LoadReported good=True"), "cancelled, unless it had just ended"
-    over = [event.how for event in events_of(folder, producer) if event.request == "p1" and hasattr(event, "how")]
+    assert reported in ("LoadReported good=False", "LoadReported good=True"), (
+        "cancelled, unless it had just ended"
+    )
+    over = [
+        event.how
+        for event in events_of(folder, producer)
+        if event.request == "p1" and hasattr(event, "how")
+    ]
     assert over == ["release"]
 
 
@@ -216,7 +248,7 @@ def test_the_steps_of_a_prompt_that_is_read_meanwhile_are_recorded_under_its_fir
     producer = streamed.asked_for(make, extra=extra)
     producer.step()
     params = streamed.ticket(producer)
-    lease = LeaseName(boot=params.kvferry.boot, epoch=params.kvferry.lease_epoch)
+    lease = TracedLease(boot=params.kvferry.boot, epoch=params.kvferry.lease_epoch)
     streamed.preempt(producer, "p")
     assert producer.answer("p").params is not None
     producer.engine.connector.scheduler_side.leases.release(streamed.lease_of(producer).name)
@@ -247,7 +279,11 @@ def test_a_prompt_that_was_read_before_its_request_ended_has_one_lease_in_all_ev
     assert params is not None
     assert params["kvferry"]["lease_epoch"] != lease.origin.epoch
     producer.close()
-    events = [event for event in events_of(folder, producer) if isinstance(event, (ParamsGiven, LeaseOver))]
+    events = [
+        event
+        for event in events_of(folder, producer)
+        if isinstance(event, (ParamsGiven, LeaseOver))
+    ]
     assert [event.lease.epoch for event in events] == [lease.origin.epoch] * 2
 
 
@@ -255,10 +291,18 @@ def test_a_load_that_follows_a_prefill_says_what_it_read_when() -> None:
     source = PeerKey("host", 1, "engine", "0" * 32)
     chunks = tuple((number, 1.0 + number, 1.5 + number) for number in range(1, 70))
     load = LoadRecord(
-        request_id="r", source=source, ordered_s=1.0, planned_bytes=9, early_bytes=7, restarts=2, chunks=chunks
+        request_id="r",
+        source=source,
+        ordered_s=1.0,
+        planned_bytes=9,
+        early_bytes=7,
+        restarts=2,
+        chunks=chunks,
     )
     event = load_event(load, offset_ns=5)
-    assert event.chunks[0] == ChunkSpan(stop_token=1, begun_ns=2 * 10**9 + 5, ended_ns=25 * 10**8 + 5)
+    assert event.chunks[0] == ChunkSpan(
+        stop_token=1, begun_ns=2 * 10**9 + 5, ended_ns=25 * 10**8 + 5
+    )
     assert (event.early_bytes, event.restarts) == (7, 2)
     assert _DECODER.decode(msgspec.json.encode(event)) == event, "as many as a reader takes"
 
@@ -276,7 +320,10 @@ def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
     producer, consumer = make("kv_producer"), make("kv_consumer")
     decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT))
     assert consumer.engine.counted("loads") == 1
-    assert not {thread.name for thread in threading.enumerate()} & {"kvferry-trace", "kvferry-spans"}
+    assert not {thread.name for thread in threading.enumerate()} & {
+        "kvferry-trace",
+        "kvferry-spans",
+    }
 
 
 def test_a_folder_that_cannot_be_used_stops_the_start(make: Any, tmp_path: Path) -> None:

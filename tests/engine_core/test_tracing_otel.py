@@ -58,7 +58,11 @@ def test_both_engines_spans_are_children_of_the_requests_span(
 ) -> None:
     hand_over(make, HEADERS, **ON, **shape)
     spans = by_name(exported)
-    (lease,), (handover,), (wait,) = spans["kvferry.lease"], spans["kvferry.handover"], spans["kvferry.handover.wait"]
+    (lease,), (handover,), (wait,) = (
+        spans["kvferry.lease"],
+        spans["kvferry.handover"],
+        spans["kvferry.handover.wait"],
+    )
     for root in (lease, handover):
         assert root.parent is not None
         assert (root.parent.trace_id, root.parent.span_id) == (TRACE, PARENT)
@@ -66,7 +70,10 @@ def test_both_engines_spans_are_children_of_the_requests_span(
     assert lease.attributes is not None
     assert handover.attributes is not None
     assert lease.attributes["kvferry.lease"] == handover.attributes["kvferry.lease"]
-    assert (lease.attributes["kvferry.how"], handover.attributes["kvferry.outcome"]) == ("done", "loaded")
+    assert (lease.attributes["kvferry.how"], handover.attributes["kvferry.outcome"]) == (
+        "done",
+        "loaded",
+    )
     loads = spans["kvferry.load"]
     workers = shape.get("tp", 1)
     assert {(load.attributes or {})["kvferry.worker"] for load in loads} == set(range(workers))
@@ -76,7 +83,9 @@ def test_both_engines_spans_are_children_of_the_requests_span(
         assert len(spans[f"kvferry.load.{stage.value}"]) == workers
 
 
-def test_without_a_trace_of_the_requests_each_engine_begins_one(make: Any, exported: InMemorySpanExporter) -> None:
+def test_without_a_trace_of_the_requests_each_engine_begins_one(
+    make: Any, exported: InMemorySpanExporter
+) -> None:
     hand_over(make, None, **ON)
     spans = by_name(exported)
     (lease,), (handover,) = spans["kvferry.lease"], spans["kvferry.handover"]

@@ -17,8 +17,12 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_an_unclaimed_offer_ends_with_its_time_and_is_not_counted_as_a_lost_prompt(begin: Any) -> None:
-    _, decoder, talk = begin(decoder={"extra": {"decoder_kv_blocks_ttl": 0.3, "kv_lease_duration": 60}}, first=False)
+def test_an_unclaimed_offer_ends_with_its_time_and_is_not_counted_as_a_lost_prompt(
+    begin: Any,
+) -> None:
+    _, decoder, talk = begin(
+        decoder={"extra": {"decoder_kv_blocks_ttl": 0.3, "kv_lease_duration": 60}}, first=False
+    )
     started_s = time.monotonic()
     talk.say(FIRST)
     assert decoder.engine.used_blocks == -(-(100 + COUNT - 1) // BLOCK_TOKENS)
@@ -37,15 +41,21 @@ def test_offers_give_way_to_requests_that_need_their_blocks(make_both: Any) -> N
         talk.say(tokens(100, seed=seed))  # nine blocks of 32
     decoder.step()
     assert decoder.engine.counted("turns_offered") == 5
-    assert decoder.engine.counted("turns_released", "evicted") == 2, "three are held, and a block in eight is free"
+    assert decoder.engine.counted("turns_released", "evicted") == 2, (
+        "three are held, and a block in eight is free"
+    )
     talks[-1].say(MORE)
     assert prefiller.engine.counted("turn_loads") == 1
     talks[0].say(MORE)
     assert prefiller.engine.counted("local_recomputes", "load_failed") == 1, "the oldest went first"
 
 
-@pytest.mark.parametrize("passed_over", [False, True], ids=["alone", "behind a small one that is passed over"])
-def test_offers_give_way_to_a_request_that_needs_all_of_their_blocks(begin: Any, passed_over: bool) -> None:
+@pytest.mark.parametrize(
+    "passed_over", [False, True], ids=["alone", "behind a small one that is passed over"]
+)
+def test_offers_give_way_to_a_request_that_needs_all_of_their_blocks(
+    begin: Any, passed_over: bool
+) -> None:
     _, decoder, _ = begin(decoder={"num_blocks": 33})
     if passed_over:
         small = decoder.engine.add("small", tokens(20, seed=8), max_tokens=2)
@@ -80,13 +90,17 @@ def claim(talk: Conversation) -> None:
     wait_until(lambda: not listener.inbox.empty(), "the claim has arrived")
 
 
-def test_an_offer_that_a_waiting_prefill_has_claimed_is_evicted_only_when_nothing_else_helps(begin: Any) -> None:
+def test_an_offer_that_a_waiting_prefill_has_claimed_is_evicted_only_when_nothing_else_helps(
+    begin: Any,
+) -> None:
     prefiller, decoder, talk = begin(prefiller={"num_blocks": 16}, decoder={"num_blocks": 33})
     claim(talk)
     decoder.engine.add("fits", tokens(350, seed=9), max_tokens=2)
     decoder.answer("fits")
     decoder.step()
-    assert decoder.engine.counted("turns_released", "evicted") == 0, "a block in eight need not be free for that"
+    assert decoder.engine.counted("turns_released", "evicted") == 0, (
+        "a block in eight need not be free for that"
+    )
     decoder.engine.add("long", tokens(480, seed=10), max_tokens=2)
     decoder.answer("long")
     assert decoder.engine.counted("turns_released", "evicted") == 1
@@ -126,7 +140,9 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
     assert not decoder.engine.connector.has_pending_block_frees()
 
 
-def test_a_request_that_waits_is_not_taken_to_need_more_of_a_window_than_it_can_hold(begin: Any) -> None:
+def test_a_request_that_waits_is_not_taken_to_need_more_of_a_window_than_it_can_hold(
+    begin: Any,
+) -> None:
     _, decoder, _ = begin(prefiller={"window": 48}, decoder={"num_blocks": 100, "window": 48})
     for name, length in (("first", 140), ("waits", 480)):
         decoder.engine.add(name, tokens(length, seed=length), max_tokens=2)

@@ -35,7 +35,9 @@ def test_a_second_turn_moves_only_what_the_first_did_not_in_either_direction(
     assert (blocks(prefiller), blocks(decoder)) == (0, 7)
     assert talk.offer is not None
     assert (talk.offer["do_remote_decode"], talk.offer["do_remote_prefill"]) == (True, False)
-    assert talk.offer["remote_num_tokens"] == 100 + COUNT - 1, "the token that was sampled last has no cache"
+    assert talk.offer["remote_num_tokens"] == 100 + COUNT - 1, (
+        "the token that was sampled last has no cache"
+    )
     talk.say(MORE)
     # 139 tokens are in 9 blocks, of which the prefiller's own cache has the first 6 whole.
     assert blocks(prefiller) == 9 - 6
@@ -61,7 +63,9 @@ def test_a_window_that_went_with_the_answer_is_read_back(begin: Any) -> None:
     assert prefiller.engine.counted("local_recomputes") == 0
 
 
-def test_a_turn_of_another_conversation_is_computed_and_leaves_the_offer_to_its_time(begin: Any) -> None:
+def test_a_turn_of_another_conversation_is_computed_and_leaves_the_offer_to_its_time(
+    begin: Any,
+) -> None:
     prefiller, decoder, talk = begin(decoder={"extra": {"decoder_kv_blocks_ttl": 0.2}})
     talk.text = tokens(70, seed=9)
     talk.decode("d", talk.prefill("p"))
@@ -84,7 +88,9 @@ def test_an_answer_that_was_aborted_is_not_offered(begin: Any) -> None:
     prefiller.until(lambda: prefiller.engine.is_whole)
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["while it reads the last turn", "before it was scheduled"])
+@pytest.mark.parametrize(
+    "reads", [True, False], ids=["while it reads the last turn", "before it was scheduled"]
+)
 def test_a_prefill_that_is_aborted_leaves_both_engines_whole(begin: Any, reads: bool) -> None:
     prefiller, decoder, talk = begin()
     prefiller.engine.add("p2", [*talk.text, *MORE], talk.offer, max_tokens=1)
@@ -142,14 +148,19 @@ def test_the_turns_of_one_engine_are_in_its_own_cache_and_free_at_once(make_both
 
 BAD: dict[str, Any] = {
     "of another connector": (lambda offer: offer.pop("kvferry"), "foreign_params"),
-    "with a block that is none": (lambda offer: offer["remote_block_ids"][0].append("x"), "invalid_params"),
+    "with a block that is none": (
+        lambda offer: offer["remote_block_ids"][0].append("x"),
+        "invalid_params",
+    ),
     "with other blocks": (lambda offer: offer["remote_block_ids"][0].reverse(), "load_failed"),
     "from another host": (lambda offer: offer.update(remote_host="localhost"), "load_failed"),
 }
 
 
 @pytest.mark.parametrize(("change", "reason"), BAD.values(), ids=BAD)
-def test_an_offer_that_cannot_be_used_costs_a_computation_and_no_lease(begin: Any, change: Any, reason: str) -> None:
+def test_an_offer_that_cannot_be_used_costs_a_computation_and_no_lease(
+    begin: Any, change: Any, reason: str
+) -> None:
     prefiller, decoder, talk = begin()
     assert talk.offer is not None
     talk.offer = json.loads(json.dumps(talk.offer))

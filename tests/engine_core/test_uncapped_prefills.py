@@ -42,7 +42,9 @@ def test_its_whole_prompt_is_loaded_and_its_lease_ends(make: Any, config: dict[s
 
 
 @KINDS
-def test_with_both_legs_at_once_its_prompt_is_loaded_while_it_generates(make: Any, config: dict[str, Any]) -> None:
+def test_with_both_legs_at_once_its_prompt_is_loaded_while_it_generates(
+    make: Any, config: dict[str, Any]
+) -> None:
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     name, decode = ids("x")
     producer.engine.add(name, PROMPT, REMOTE_DECODE, max_tokens=GENERATED)

@@ -59,7 +59,9 @@ class FrontEnd:
 
     def _take(self, result: EngineCoreOutputs) -> None:
         self._collect(result)
-        sent: EngineCoreOutputs = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(result))
+        sent: EngineCoreOutputs = MsgpackDecoder(EngineCoreOutputs).decode(
+            MsgpackEncoder().encode(result)
+        )
         for output in sent.outputs:
             output.finish_reason = None  # the state is looked at afterwards
         self._processor.process_outputs(sent.outputs, time.monotonic(), self.stats)
@@ -87,7 +89,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("legs", [in_turn, at_once])
-@pytest.mark.parametrize(("producer_has", "consumer_has"), [(0, 0), (64, 0), (0, 64), (96, 32), (32, 144)])
+@pytest.mark.parametrize(
+    ("producer_has", "consumer_has"), [(0, 0), (64, 0), (0, 64), (96, 32), (32, 144)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_tokens_are_those_of_the_producer(
     make: Any, legs: Any, producer_has: int, consumer_has: int, kind: str
@@ -105,11 +109,15 @@ def test_cached_tokens_are_those_of_the_producer(
     assert created == 0, "what was loaded is not counted as new, as in turn"
     assert front.stats.prompt_token_stats.total == len(PROMPT)
     by_source = front.stats.prompt_token_stats
-    assert by_source.computed + by_source.local_cache_hit + by_source.external_kv_transfer == len(PROMPT)
+    assert by_source.computed + by_source.local_cache_hit + by_source.external_kv_transfer == len(
+        PROMPT
+    )
 
 
 @pytest.mark.parametrize("streaming", ["auto", "off"])
-def test_a_ticket_of_a_model_with_states_says_what_the_producer_had(make_engine: Any, streaming: str) -> None:
+def test_a_ticket_of_a_model_with_states_says_what_the_producer_had(
+    make_engine: Any, streaming: str
+) -> None:
     """It comes when the request has ended; vLLM's own count is gone by then."""
     engine = make_engine(states=1, extra={"streaming": streaming})
     node = cast("Node", SimpleNamespace(engine=engine))
@@ -120,9 +128,13 @@ def test_a_ticket_of_a_model_with_states_says_what_the_producer_had(make_engine:
     assert ask(node, "p", PROMPT).cached_tokens == 0
 
 
-def test_a_producer_that_does_not_tell_leaves_the_count_to_vllm(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_producer_that_does_not_tell_leaves_the_count_to_vllm(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An older one, or one whose vLLM does not tell."""
-    monkeypatch.setattr("kvferry.connector.scheduler_side.offers.cached_tokens_of", lambda request: None)
+    monkeypatch.setattr(
+        "kvferry.connector.scheduler_side.ticket_builder.cached_tokens_of", lambda request: None
+    )
     producer, consumer = make("kv_producer"), make("kv_consumer")
     front, decode = at_once(producer, consumer)
     until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)

@@ -33,7 +33,10 @@ def test_a_pool_that_does_not_keep_blocks_stops_the_start(
     node = make("kv_producer")
     with monkeypatch.context() as changed:
         changed.setattr(BlockPool, name, other)
-        with pytest.raises(UnsupportedVllm, match=r"KVCacheManager\.block_pool .* expected as in vLLM >=0\.32,<0\.33"):
+        with pytest.raises(
+            UnsupportedVllm,
+            match=r"KVCacheManager\.block_pool .* expected as in vLLM >=0\.32,<0\.33",
+        ):
             node.engine.connector.bind_kv_cache_manager(node.engine.scheduler.kv_cache_manager)
     for block in node.engine.scheduler.kv_cache_manager.block_pool.blocks:
         block.ref_cnt = 0  # of an attempt that failed half way
@@ -43,7 +46,9 @@ def test_the_trial_leaves_the_pool_as_it_was(make: Any) -> None:
     manager = make("kv_producer").engine.scheduler.kv_cache_manager
     before = [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
     EngineBlocks().bind(manager)
-    assert [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()] == before
+    assert [
+        block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()
+    ] == before
     assert all(block.ref_cnt == 0 for block in manager.block_pool.blocks[1:])
 
 
@@ -65,7 +70,9 @@ def test_without_vllms_count_of_needed_blocks_prompts_are_served_and_leases_are_
     assert node.engine.counted("leases_released") == 0
 
 
-def test_a_cpu_backend_without_its_instruction_set_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_backend_without_its_instruction_set_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(cpu_attn, "_get_attn_isa")
     with pytest.raises(UnsupportedVllm, match="_get_attn_isa"):
         cpu_attention_isa(SimpleNamespace(head_size=64, dtype=torch.float32))

@@ -41,7 +41,9 @@ PROMPTS = {
 @pytest.mark.usefixtures("not_causal")
 def test_only_the_whole_prompt_is_taken_and_for_no_other_prompt(make: Any, case: str) -> None:
     asked, loads = PROMPTS[case]
-    producer, consumer = (make(role, num_blocks=80, max_tokens=1024) for role in ("kv_producer", "kv_consumer"))
+    producer, consumer = (
+        make(role, num_blocks=80, max_tokens=1024) for role in ("kv_producer", "kv_consumer")
+    )
     params = producer.prefill("p", PROMPT)
     consumer.engine.add("d", asked, params, max_tokens=COUNT)
     assert consumer.answer("d").tokens == expected_tokens(asked, COUNT)
@@ -50,7 +52,9 @@ def test_only_the_whole_prompt_is_taken_and_for_no_other_prompt(make: Any, case:
 
 
 def test_of_causal_models_what_prompts_share_is_taken(make: Any) -> None:
-    producer, consumer = (make(role, num_blocks=80, max_tokens=1024) for role in ("kv_producer", "kv_consumer"))
+    producer, consumer = (
+        make(role, num_blocks=80, max_tokens=1024) for role in ("kv_producer", "kv_consumer")
+    )
     asked = PROMPTS["a chunk more"][0]
     consumer.engine.add("d", asked, producer.prefill("p", PROMPT), max_tokens=COUNT)
     assert consumer.answer("d").tokens == expected_tokens(asked, COUNT)
@@ -66,7 +70,9 @@ def test_answers_are_not_offered_and_prompts_not_read_while_they_are_computed(ma
 
 
 @pytest.mark.usefixtures("not_causal")
-def test_an_engine_that_takes_every_token_for_causal_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_takes_every_token_for_causal_is_refused(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer = make("kv_producer", num_blocks=80, max_tokens=1024)
     monkeypatch.undo()
     consumer = make("kv_consumer", num_blocks=80, max_tokens=1024)

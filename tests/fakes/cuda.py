@@ -83,7 +83,11 @@ class FakeCuda:
     def __init__(self, index: int = 1, *, is_late: bool = False) -> None:
         from tests.fakes.cuda_memory import FakeDevice
 
-        self.where, self.is_late, self.phase = torch.device("cuda", index), is_late, Phase.REGISTERING
+        self.where, self.is_late, self.phase = (
+            torch.device("cuda", index),
+            is_late,
+            Phase.REGISTERING,
+        )
         self.calls: list[Call] = []
         self.broken: list[tuple[Rule, Call]] = []
         self.asked: Counter[str] = Counter()
@@ -159,7 +163,10 @@ class FakeCuda:
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:  # noqa: N802 (CUDA's name)
         self.record("cudaHostRegister", makes=True, waits=True)
-        if any(start < address + length and address < start + of for start, of in self.registered.items()):
+        if any(
+            start < address + length and address < start + of
+            for start, of in self.registered.items()
+        ):
             return ALREADY_REGISTERED
         if not self.host_error:
             self.registered[address] = length
@@ -189,7 +196,10 @@ class FakeCuda:
             breaks: a rule that it breaks in any case.
         """
         stream = stream or self._current
-        is_served, is_later = self.phase is Phase.SERVING, self.phase in (Phase.CAPTURING, Phase.SERVING)
+        is_served, is_later = (
+            self.phase is Phase.SERVING,
+            self.phase in (Phase.CAPTURING, Phase.SERVING),
+        )
         verdicts = {
             Rule.DEVICE: not getattr(self._local, "is_set", False),
             Rule.DEFAULT_STREAM: works and is_later and stream is self._default,
@@ -197,10 +207,14 @@ class FakeCuda:
             Rule.CAPTURE: self.phase is Phase.CAPTURING,
             Rule.FIRST_USE: makes and is_later,
         }
-        call = Call(name, threading.current_thread().name, getattr(self._local, "device", 0), stream.name)
+        call = Call(
+            name, threading.current_thread().name, getattr(self._local, "device", 0), stream.name
+        )
         with self.lock:
             self.calls.append(call)
-            self.broken += [(rule, call) for rule, is_broken in verdicts.items() if is_broken or rule is breaks]
+            self.broken += [
+                (rule, call) for rule, is_broken in verdicts.items() if is_broken or rule is breaks
+            ]
             self.broken += [(rule, call) for rule in {breaks} - verdicts.keys() if rule is not None]
         self._local.has_context = True
 

@@ -70,14 +70,21 @@ class FakeDevice(Device):
 
     def is_pinned(self, host: torch.Tensor) -> bool:
         """Whether the device copies from and to this memory without the host's help."""
-        ranges = [(one.data_ptr(), one.nbytes) for one in self._pinned] + list(self.cuda.registered.items())
-        return any(start <= host.data_ptr() and host.data_ptr() + host.nbytes <= start + of for start, of in ranges)
+        ranges = [(one.data_ptr(), one.nbytes) for one in self._pinned] + list(
+            self.cuda.registered.items()
+        )
+        return any(
+            start <= host.data_ptr() and host.data_ptr() + host.nbytes <= start + of
+            for start, of in ranges
+        )
 
     def check_fresh(self, memories: Sequence[torch.Tensor]) -> None:
         """Work begins that uses this memory."""
         for memory in memories:
             first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-            if any(first < one.data_ptr() + one.nbytes and one.data_ptr() < last for one in self._fresh):
+            if any(
+                first < one.data_ptr() + one.nbytes and one.data_ptr() < last for one in self._fresh
+            ):
                 self.cuda.record("work", breaks=Rule.MEMORY)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
@@ -85,7 +92,11 @@ class FakeDevice(Device):
         hosts = [memory for memory in (to, source) if not isinstance(memory, _FakeTensor)]
         is_async = non_blocking and all(map(self.is_pinned, hosts))
         self.cuda.record("copy", works=True, waits=not is_async)
-        stream, there, here = self.cuda.current_stream(), to.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)
+        stream, there, here = (
+            self.cuda.current_stream(),
+            to.as_subclass(torch.Tensor),
+            source.as_subclass(torch.Tensor),
+        )
 
         def work() -> None:
             self.check_fresh([there, here])
@@ -100,7 +111,9 @@ class FakeDevice(Device):
         self.cuda.record("zero", works=True)
         self.cuda.current_stream().add(to.as_subclass(torch.Tensor).zero_)
 
-    def launch(self, *, num_programs: int, converts: bool, tile: int, **tables: torch.Tensor) -> None:
+    def launch(
+        self, *, num_programs: int, converts: bool, tile: int, **tables: torch.Tensor
+    ) -> None:
         """The relayout's kernel. A variant is compiled and loaded when it is first launched."""
         plain = {name: table.as_subclass(torch.Tensor) for name, table in tables.items()}
         variant = (converts, tile, *(table.data_ptr() % 16 == 0 for table in plain.values()))
@@ -121,9 +134,15 @@ class FakeDevice(Device):
 
         self.cuda.current_stream().add(work)
 
-    def _move(self, piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int64]) -> None:
+    def _move(
+        self, piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int64]
+    ) -> None:
         """Every chunk of a piece, by the columns that `device_table` describes."""
-        chunks, row, first_unit = int(piece[2] & _LOWER), int(piece[2] >> 32), int(piece[3] & _LOWER)
+        chunks, row, first_unit = (
+            int(piece[2] & _LOWER),
+            int(piece[2] >> 32),
+            int(piece[3] & _LOWER),
+        )
         if chunks >> 31:
             raise IndexError
         shape = shapes[12 * row : 12 * row + 12]
@@ -132,9 +151,13 @@ class FakeDevice(Device):
             rest, index = np.divmod(rest, -divisor & _LOWER)
             here += index * (strides & _LOWER)
             there += index * (strides >> 32 & _LOWER)
-        offsets = units[2 * first_unit : 2 * (first_unit + int(rest.max()) + 1)].reshape(-1, 2)[rest]
+        offsets = units[2 * first_unit : 2 * (first_unit + int(rest.max()) + 1)].reshape(-1, 2)[
+            rest
+        ]
         here, there, width = here + offsets[:, 0], there + offsets[:, 1], int(shape[0] & 31)
-        ranges = [(one.data_ptr(), one.nbytes) for one in self._memory] + list(self.cuda.registered.items())
+        ranges = [(one.data_ptr(), one.nbytes) for one in self._memory] + list(
+            self.cuda.registered.items()
+        )
         starts, lengths = np.array(ranges).T
         for addresses in (here, there):
             offsets = addresses[:, None] - starts
@@ -158,7 +181,9 @@ class _FakeTensor(torch.Tensor):
                 memory.cuda.current_stream().run()
             elif name == "copy_":
                 to, source, *rest = args
-                memory.copy(to, source, non_blocking=kwargs.get("non_blocking", bool(rest and rest[0])))
+                memory.copy(
+                    to, source, non_blocking=kwargs.get("non_blocking", bool(rest and rest[0]))
+                )
                 return to
             elif name == "zero_":
                 memory.fill(args[0])
@@ -167,7 +192,11 @@ class _FakeTensor(torch.Tensor):
                 raise AssertionError(f"the stand-in does not know {name} of device memory")
             found = func(*args, **kwargs)
             if name in _READS:
-                return found.as_subclass(torch.Tensor).clone() if isinstance(found, torch.Tensor) else found
+                return (
+                    found.as_subclass(torch.Tensor).clone()
+                    if isinstance(found, torch.Tensor)
+                    else found
+                )
             return tuple(map(cls._there, found)) if name == "unbind" else cls._there(found)
 
     @classmethod

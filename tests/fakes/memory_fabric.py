@@ -25,8 +25,8 @@ from kvferry.worker.fabric.errors import (
     FabricClosed,
     FabricError,
     FabricUnavailable,
+    InvalidFabricRequest,
     InvalidMetadata,
-    InvalidRequest,
     PeerLost,
     TransferFailed,
 )
@@ -104,15 +104,21 @@ class MemoryFabric:
 
     def metadata(self) -> bytes:
         self._open("metadata")
-        regions = tuple((region.address, region.length, region.kind, region.device) for region in self._regions)
-        return wrap_metadata(self.agent_name, msgspec.msgpack.encode(AgentBody(self._agent.incarnation, regions)))
+        regions = tuple(
+            (region.address, region.length, region.kind, region.device) for region in self._regions
+        )
+        return wrap_metadata(
+            self.agent_name, msgspec.msgpack.encode(AgentBody(self._agent.incarnation, regions))
+        )
 
     def add_peer(self, metadata: bytes) -> PeerAgent:
         self._open("add peer")
         name, raw = open_metadata(metadata)
         peer = PeerAgent(name)
         if name == self.agent_name or peer in self._peers:
-            raise InvalidMetadata("add peer", "the agent is this agent or known already; remove it first", peer)
+            raise InvalidMetadata(
+                "add peer", "the agent is this agent or known already; remove it first", peer
+            )
         try:
             body = msgspec.msgpack.decode(raw, type=AgentBody)
         except msgspec.DecodeError as error:
@@ -140,11 +146,17 @@ class MemoryFabric:
         self._open("prepare remote")
         entry = self._peer("prepare remote", self._peers.get(peer), peer)
         if not lies_within(rows, entry.regions):
-            raise DescriptorOutOfRange("prepare remote", "rows do not lie in registered regions", peer)
+            raise DescriptorOutOfRange(
+                "prepare remote", "rows do not lie in registered regions", peer
+            )
         return self._keep(_Remote(rows, entry))
 
     def post_read(
-        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+        self,
+        local: LocalDescriptors,
+        local_indices: Indices,
+        remote: RemoteDescriptors,
+        remote_indices: Indices,
     ) -> Transfer:
         self._open("post read")
         source, target = self._own(remote, _Remote), self._own(local, _Local)
@@ -152,11 +164,15 @@ class MemoryFabric:
         check_index_pairs(target, local_indices, source, remote_indices)
         into, out_of = target.descriptors[local_indices], source.descriptors[remote_indices]
         if (into[:, 1] != out_of[:, 1]).any():
-            raise InvalidRequest("post read", "a pair of descriptors differs in length", source.peer)
+            raise InvalidFabricRequest(
+                "post read", "a pair of descriptors differs in length", source.peer
+            )
         if len(local_indices) and not entry.agent.alive:
             entry.lost = True
             raise PeerLost("post read", "the peer is dead", entry.name)
-        pieces = list(zip(into[:, 0].tolist(), out_of[:, 0].tolist(), into[:, 1].tolist(), strict=True))
+        pieces = list(
+            zip(into[:, 0].tolist(), out_of[:, 0].tolist(), into[:, 1].tolist(), strict=True)
+        )
         transfer = self._keep(_Transfer(entry, self.network.start(entry.agent, pieces)))
         if not transfer.copy.complete:
             entry.in_flight.add(transfer)
@@ -189,7 +205,9 @@ class MemoryFabric:
         if mine.failure is not None or not mine.copy.complete or not mine.copy.pieces:
             return None
         moved = sum(length for _, _, length in mine.copy.pieces)
-        return TransferTelemetry(bytes=moved, descriptors=len(mine.copy.pieces), post_us=0.0, transfer_us=0.0)
+        return TransferTelemetry(
+            bytes=moved, descriptors=len(mine.copy.pieces), post_us=0.0, transfer_us=0.0
+        )
 
     def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
         if not isinstance(handle, (_Local, _Remote, _Transfer)) or handle not in self._handles:
@@ -204,7 +222,7 @@ class MemoryFabric:
         self._open("notify")
         entry = self._peer("notify", self._peers.get(peer), peer)
         if len(message) > MAX_NOTIFICATION_BYTES:
-            raise InvalidRequest("notify", f"the message has {len(message)} bytes", peer)
+            raise InvalidFabricRequest("notify", f"the message has {len(message)} bytes", peer)
         self.network.deliver(self.agent_name, entry.agent, bytes(message))
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
@@ -217,7 +235,9 @@ class MemoryFabric:
     def open_handles(self) -> OpenHandles:
         transfers = sum(isinstance(handle, _Transfer) for handle in self._handles)
         leaving = sum(peer.removed for peer in self._peers.values())
-        return OpenHandles(transfers, len(self._handles) - transfers, len(self._peers) - leaving, leaving)
+        return OpenHandles(
+            transfers, len(self._handles) - transfers, len(self._peers) - leaving, leaving
+        )
 
     def close(self) -> None:
         if self._closed:
@@ -234,12 +254,18 @@ class MemoryFabric:
 
     def _peer(self, operation: str, entry: _Peer | None, peer: PeerAgent) -> _Peer:
         if entry is None or entry.removed or entry.lost:
-            raise PeerLost(operation, "the peer was removed, never added, or is known to be dead", peer)
+            raise PeerLost(
+                operation, "the peer was removed, never added, or is known to be dead", peer
+            )
         return entry
 
-    def _own(self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]) -> _Handle:
+    def _own(
+        self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]
+    ) -> _Handle:
         if not isinstance(handle, kind) or handle not in self._handles:
-            raise InvalidRequest("use handle", f"{type(handle).__name__} was released or is not of this fabric")
+            raise InvalidFabricRequest(
+                "use handle", f"{type(handle).__name__} was released or is not of this fabric"
+            )
         return handle
 
     def _keep(self, handle: _Handle) -> _Handle:

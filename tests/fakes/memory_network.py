@@ -78,7 +78,9 @@ class MemoryNetwork:
 
     def join(self, name: str) -> Agent:
         """A new agent. Its name must be free, or its last bearer dead."""
-        assert name not in self._by_name or not self._by_name[name].alive, f"{name} is on the network already"
+        assert name not in self._by_name or not self._by_name[name].alive, (
+            f"{name} is on the network already"
+        )
         agent = Agent(name, incarnation=len(self._incarnations))
         self._incarnations[agent.incarnation] = agent
         self._by_name[name] = agent
@@ -113,7 +115,12 @@ class MemoryNetwork:
         """Begin a read from `owner`; lands at once if nothing delays it."""
         fails = self._failing[owner.name] > 0
         self._failing[owner.name] -= fails
-        copy = Copy(owner, pieces, max(2, self.polls_to_complete) if fails else self.polls_to_complete, fails)
+        copy = Copy(
+            owner,
+            pieces,
+            max(2, self.polls_to_complete) if fails else self.polls_to_complete,
+            fails,
+        )
         if copy.polls_left == 0 and not owner.frozen:
             copy.advance()
         return copy

@@ -16,7 +16,9 @@ RETURN_S = 30.0
 THREADS = ["kvferry-listener", "kvferry-side-channel", "kvferry-transfer"]
 
 
-def transfer(producer: EngineProcess, consumer: EngineProcess, *, tokens: int = 13, seed: int = 7) -> None:
+def transfer(
+    producer: EngineProcess, consumer: EngineProcess, *, tokens: int = 13, seed: int = 7
+) -> None:
     """One good handover, its bytes compared and its lease gone."""
     answer = consumer.answer(consumer.load(producer.prefill(tokens, seed), seed))
     assert answer["reason"] is None, answer
@@ -44,10 +46,14 @@ def until_idle(engine: EngineProcess, within_s: float) -> State:
     try:
         wait_until(idle, "nothing is under way", within_s)
     except AssertionError:
-        raise AssertionError(f"{engine.start.name}: after {within_s:g} s still {found[0].in_hand}") from None
+        raise AssertionError(
+            f"{engine.start.name}: after {within_s:g} s still {found[0].in_hand}"
+        ) from None
     state = found[0]
     assert not state.broken, state.broken
-    assert set(THREADS) >= set(state.threads) >= {"kvferry-listener", "kvferry-side-channel"}, state.threads
+    assert set(THREADS) >= set(state.threads) >= {"kvferry-listener", "kvferry-side-channel"}, (
+        state.threads
+    )
     assert time.monotonic() - began_s <= within_s + SLACK_S
     return state
 
@@ -73,7 +79,9 @@ def _until_no_more(survivor: EngineProcess, name: str, most: int) -> None:
     try:
         wait_until(enough, f"at most {most} {name}", RETURN_S)
     except AssertionError:
-        raise AssertionError(f"{survivor.start.name} has {found[-1]} {name}, and may have {most}") from None
+        raise AssertionError(
+            f"{survivor.start.name} has {found[-1]} {name}, and may have {most}"
+        ) from None
 
 
 def warmed_up(producer: EngineProcess, consumer: EngineProcess) -> State:
@@ -86,7 +94,9 @@ def warmed_up(producer: EngineProcess, consumer: EngineProcess) -> State:
     return until_idle(consumer, SLACK_S)
 
 
-def until_good(producer: EngineProcess, consumer: EngineProcess, within_s: float = 2 * SLACK_S) -> None:
+def until_good(
+    producer: EngineProcess, consumer: EngineProcess, within_s: float = 2 * SLACK_S
+) -> None:
     """Handovers are good (again) within the time that a peer is left alone after a failure.
 
     With short leases the first handover may fail as well: on a busy machine the handshake takes longer than they live.

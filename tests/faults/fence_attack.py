@@ -34,7 +34,10 @@ Two blocks are the first part of a prompt that is read while it is computed."""
 
 LONG_TIMEOUTS = replace(SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
 DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))
-STAGED = (replace(SHAPE, axes="bth"), replace(LONG_TIMEOUTS, staging_pool_bytes=1 << 20, direct_min_bytes=1 << 20))
+STAGED = (
+    replace(SHAPE, axes="bth"),
+    replace(LONG_TIMEOUTS, staging_pool_bytes=1 << 20, direct_min_bytes=1 << 20),
+)
 """The consumer's layouts: the producer's, and another one."""
 PLACINGS = {"direct": DIRECT, "staged": STAGED}
 
@@ -60,7 +63,9 @@ class Counts:
     cautious: int = 0
     followed: int = 0
 
-    def add(self, consumer: Engine, load: OrderedLoad, seed: int, *, was_changed: bool = False) -> None:
+    def add(
+        self, consumer: Engine, load: OrderedLoad, seed: int, *, was_changed: bool = False
+    ) -> None:
         """One load that is over; its blocks are as it left them.
 
         Args:
@@ -78,7 +83,9 @@ class Counts:
         self.cautious += not changed and reason is FailureReason.FENCE
 
 
-def has_other_bytes(consumer: Engine, load: OrderedLoad, seed: int, *, is_good: bool = False) -> bool:
+def has_other_bytes(
+    consumer: Engine, load: OrderedLoad, seed: int, *, is_good: bool = False
+) -> bool:
     """Whether other bytes than promised are in the load's blocks; those from before it are none, unless it is good."""
     landed = checksum(consumer, load)
     is_untouched = landed == checksum(consumer, load, load.before)
@@ -92,7 +99,11 @@ def checksum(engine: Engine, load: OrderedLoad, memory: list[Bytes] | None = Non
     for layer in range(engine.shape.layers):
         cells = engine.caches.cells(layer, memory)[own]
         for head in range(engine.shape.heads):
-            digest.update(cells[:, head].reshape(-1, engine.shape.cell_bytes)[load.first : load.stop].tobytes())
+            digest.update(
+                cells[:, head]
+                .reshape(-1, engine.shape.cell_bytes)[load.first : load.stop]
+                .tobytes()
+            )
     return digest.hexdigest()
 
 
@@ -117,7 +128,9 @@ def gate_of(engine: Engine) -> GateFabric:
 
 def producer_of() -> Engine:
     """Its leases end after 50 ms, and it has 24 blocks."""
-    return Engine("P", NixlFabric, shape=SHAPE, settings=replace(SETTINGS, lease_slots=64), lease_s=LEASE_S)
+    return Engine(
+        "P", NixlFabric, shape=SHAPE, settings=replace(SETTINGS, lease_slots=64), lease_s=LEASE_S
+    )
 
 
 def streaming_producer() -> Engine:
@@ -172,7 +185,10 @@ class Attack:
         self._running = self._prefill()
         gate.hold = lambda: None
         opened.set()
-        _until(lambda: all(self.consumer.seen.is_over(load.request_id) for load in loads), self.consumer)
+        _until(
+            lambda: all(self.consumer.seen.is_over(load.request_id) for load in loads),
+            self.consumer,
+        )
         _until(lambda: not self.consumer.seen.alive, self.consumer)
         for offer, load in zip(offers, loads, strict=True):
             self.counts.add(self.consumer, load, offer.seed)
@@ -212,10 +228,16 @@ class StreamAttack:
         for prefill in prefills:
             prefill.offer()
         self._compute(prefills, FIRST_PART)
-        loads = [consumer.load(prefill.params) for prefill in prefills if prefill.params is not None]
+        loads = [
+            consumer.load(prefill.params) for prefill in prefills if prefill.params is not None
+        ]
         reads = PROMPTS * (1 if consumer.worker._memory.staging is None else WAVES_PER_LOAD)
         wait_until(lambda: gate.held_by(hold) == reads, "every load is held up", TIMEOUT_S)
-        lost = [block for prefill in prefills for block in (prefill.abort() if aborted else prefill.preempt())]
+        lost = [
+            block
+            for prefill in prefills
+            for block in (prefill.abort() if aborted else prefill.preempt())
+        ]
         other = next(self._seeds)
         producer.launched.append(lambda: producer.caches.write(lost, PROMPTS * FIRST_PART, other))
         producer.step()
@@ -226,12 +248,17 @@ class StreamAttack:
         if not aborted:
             parked = consumer.worker._thread.runner.parked
             wait_until(lambda: parked() == PROMPTS, "every load waits for the next part", TIMEOUT_S)
-            changed = [has_other_bytes(consumer, one, of.seed) for one, of in zip(parts, prefills, strict=True)]
+            changed = [
+                has_other_bytes(consumer, one, of.seed)
+                for one, of in zip(parts, prefills, strict=True)
+            ]
             self._compute(prefills, FIRST_PART)
             self._compute(prefills, TOKENS - FIRST_PART)
         _until(lambda: all(consumer.seen.is_over(load.request_id) for load in loads), consumer)
         _until(lambda: not consumer.seen.alive, consumer)
-        ended = parts if aborted else loads  # nothing was ever to be read of the rest of an aborted prompt
+        ended = (
+            parts if aborted else loads
+        )  # nothing was ever to be read of the rest of an aborted prompt
         for prefill, load, was_changed in zip(prefills, ended, changed, strict=True):
             self.counts.add(consumer, load, prefill.seed, was_changed=was_changed)
             consumer.free(load)

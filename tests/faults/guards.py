@@ -40,7 +40,9 @@ GUARDS = (
         (1,),
         "kvferry.worker.loads.load:Load._check_fence",
         switches.computing_will_do,
-        (f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",),
+        (
+            f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",
+        ),
     ),
     Guard(
         "slot-cleared",
@@ -48,7 +50,9 @@ GUARDS = (
         (1, 2),
         "kvferry.worker.leases:LeaseTable._clear",
         switches.slot_stays,
-        (f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from[memory]",),
+        (
+            f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from[memory]",
+        ),
     ),
     Guard(
         "ready",
@@ -56,7 +60,9 @@ GUARDS = (
         (1,),
         "kvferry.worker.leases:LeaseTable.advance",
         switches.ready_at_once,
-        (f"{_ENGINES}/test_good_loads.py::test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks",),
+        (
+            f"{_ENGINES}/test_good_loads.py::test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks",
+        ),
     ),
     Guard(
         "progress",
@@ -64,7 +70,9 @@ GUARDS = (
         (1,),
         "kvferry.worker.stream_rows:Stream.take_tokens",
         switches.report_at_once,
-        ("tests/worker/test_stream_rows.py::test_tokens_are_reported_step_by_step_while_several_are_in_flight",),
+        (
+            "tests/worker/test_stream_rows.py::test_tokens_are_reported_step_by_step_while_several_are_in_flight",
+        ),
     ),
     Guard(
         "preempted",
@@ -107,7 +115,7 @@ GUARDS = (
         "taken-back",
         "what relies on blocks that were not filled is not offered, nor hit by later prompts",
         (1,),
-        "kvferry.connector.scheduler_side.offers:Offers.taken_back",
+        "kvferry.connector.scheduler_side.ticket_builder:TicketBuilder.taken_back",
         switches.nothing,
         (
             f"{_TAKEN_BACK}::test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again",
@@ -120,7 +128,9 @@ GUARDS = (
         (1,),
         "kvferry.worker.loads.load:Load.steps",
         switches.load_at_once,
-        (f"{_ENGINES}/test_good_loads.py::test_nothing_is_read_into_blocks_that_the_device_may_still_write",),
+        (
+            f"{_ENGINES}/test_good_loads.py::test_nothing_is_read_into_blocks_that_the_device_may_still_write",
+        ),
     ),
     Guard(
         "digests",
@@ -140,7 +150,9 @@ GUARDS = (
         (1,),
         "kvferry.worker.loads.load:check_params_mac",
         switches.nothing,
-        (f"{_ENGINES}/test_bad_orders.py::test_params_that_a_client_has_changed_fail_by_their_mac",),
+        (
+            f"{_ENGINES}/test_bad_orders.py::test_params_that_a_client_has_changed_fail_by_their_mac",
+        ),
     ),
     Guard(
         "epochs",
@@ -159,7 +171,9 @@ GUARDS = (
         (1,),
         "kvferry.worker.loads.tail_zeroing:TailZeroing.zero",
         switches.nothing,
-        (f"{_ENGINES}/test_good_loads.py::test_a_load_brings_every_byte_and_both_sides_are_notified_once",),
+        (
+            f"{_ENGINES}/test_good_loads.py::test_a_load_brings_every_byte_and_both_sides_are_notified_once",
+        ),
     ),
     Guard(
         "quarantine",
@@ -288,7 +302,9 @@ GUARDS = (
         (4,),
         "kvferry.worker.peers.first_contact:FirstContact.handshake",
         switches.accept_any_boot,
-        (f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known",),
+        (
+            f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known",
+        ),
     ),
     Guard(
         "boots-received",
@@ -296,7 +312,9 @@ GUARDS = (
         (4, 6),
         "kvferry.scheduler.step:receive_messages",
         switches.skip_the_boot_check,
-        ("tests/scheduler/test_step.py::test_messages_to_another_boot_are_counted_and_change_nothing",),
+        (
+            "tests/scheduler/test_step.py::test_messages_to_another_boot_are_counted_and_change_nothing",
+        ),
     ),
     Guard(
         "renewals",
@@ -316,7 +334,9 @@ GUARDS = (
         (5,),
         "kvferry.protocol.awake_clock:AwakeClock.wind",
         switches.count_sleep,
-        ("tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_does_not_expire_leases",),
+        (
+            "tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_does_not_expire_leases",
+        ),
     ),
     Guard(
         "awake-loads",
@@ -324,7 +344,9 @@ GUARDS = (
         (5,),
         "kvferry.protocol.awake_clock:AwakeClock.wind",
         switches.count_sleep,
-        ("tests/worker/test_load_runner.py::test_a_pause_of_this_process_fails_no_load_and_time_awake_does",),
+        (
+            "tests/worker/test_load_runner.py::test_a_pause_of_this_process_fails_no_load_and_time_awake_does",
+        ),
     ),
     Guard(
         "listener",
@@ -332,7 +354,9 @@ GUARDS = (
         (6,),
         "kvferry.scheduler.side_channel.guarded_socket:GuardedSocket.guarded",
         switches.unguarded,
-        ("tests/scheduler/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",),
+        (
+            "tests/scheduler/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",
+        ),
     ),
     Guard(
         "places",
@@ -352,7 +376,9 @@ GUARDS = (
         (6,),
         "kvferry.scheduler.side_channel.curve_auth:CurveAuth._admits",
         switches.always(True),
-        ("tests/scheduler/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",),
+        (
+            "tests/scheduler/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",
+        ),
     ),
     Guard(
         "allowed-hosts",
@@ -386,7 +412,9 @@ GUARDS = (
         (1, 6),
         "kvferry.protocol.side_channel.allowed_hosts:AllowedHosts.why_not_found",
         switches.always(None),
-        ("tests/protocol/test_allowed_connections.py::test_a_name_of_this_host_must_lead_to_this_host",),
+        (
+            "tests/protocol/test_allowed_connections.py::test_a_name_of_this_host_must_lead_to_this_host",
+        ),
     ),
     Guard(
         "refusals",
@@ -454,6 +482,8 @@ GUARDS = (
         (8,),
         "kvferry.scheduler.state:Counters.add",
         switches.count_no_recomputes,
-        ("tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",),
+        (
+            "tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",
+        ),
     ),
 )

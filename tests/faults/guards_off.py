@@ -32,7 +32,9 @@ def pytest_configure() -> None:
         return
     chosen = [guard for guard in GUARDS if guard.key == key]
     if not chosen:
-        raise pytest.UsageError(f"{VARIABLE} is {key}; expected one of {', '.join(guard.key for guard in GUARDS)}")
+        raise pytest.UsageError(
+            f"{VARIABLE} is {key}; expected one of {', '.join(guard.key for guard in GUARDS)}"
+        )
     switch_off(chosen[0])
     # What a guard brings about does not come without it, nor any rest: there is no need to wait long for it.
     waiting.LONGEST_S = _LONGEST_S

@@ -33,8 +33,14 @@ class Recorder:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.excinfo is not None:
-            expected = call.when == "call" and isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception))
-            text = BY_ASSERTION if expected else f"{call.when}: {call.excinfo.type.__name__}: {call.excinfo.value}"
+            expected = call.when == "call" and isinstance(
+                call.excinfo.value, (AssertionError, pytest.fail.Exception)
+            )
+            text = (
+                BY_ASSERTION
+                if expected
+                else f"{call.when}: {call.excinfo.type.__name__}: {call.excinfo.value}"
+            )
             self.outcomes.setdefault(item.nodeid, text)
         elif call.when == "teardown":
             self.outcomes.setdefault(item.nodeid, PASSED)

@@ -17,7 +17,15 @@ GARBAGE = random.Random(1).randbytes(4096)
 HTTP = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 5\r\nConnection: close\r\n\r\nwhat?"
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
-HUGE_FRAME = _GREETING + b"\x04" + bytes([len(_READY)]) + _READY + b"\x01\x00" + b"\x02" + (1 << 40).to_bytes(8, "big")
+HUGE_FRAME = (
+    _GREETING
+    + b"\x04"
+    + bytes([len(_READY)])
+    + _READY
+    + b"\x01\x00"
+    + b"\x02"
+    + (1 << 40).to_bytes(8, "big")
+)
 """A good greeting of ZMQ, then an answer that says that it has a terabyte."""
 
 
@@ -57,9 +65,9 @@ def zmq_impostor(port: int, *answer: bytes) -> Iterator[None]:
     def serve() -> None:
         while not stopping.is_set():
             if router.poll(20):
-                asker, empty, body = router.recv_multipart()
+                client_id, empty, body = router.recv_multipart()
                 if isinstance(decode_request(body), Hello):
-                    router.send_multipart([asker, empty, *answer])
+                    router.send_multipart([client_id, empty, *answer])
         router.close(linger=0)
 
     thread = threading.Thread(target=serve)

@@ -83,7 +83,9 @@ def computing_will_do(check: Function) -> Function:
             yield from check(load, peer)
         except LoadFailed:
             epoch = epoch_from_text(load.order.source.kvferry.lease_epoch)
-            if any(int(load.context.slot_reads.words[entry]) >> 4 != epoch for entry in load.entries):
+            if any(
+                int(load.context.slot_reads.words[entry]) >> 4 != epoch for entry in load.entries
+            ):
                 raise
 
     return lenient

@@ -38,7 +38,9 @@ def abort(consumer: Engine, load: OrderedLoad) -> None:
     assert load.request_id not in (*consumer.seen.loaded, *consumer.seen.failed)
 
 
-def check_end(rig: Rig, producer: Engine, consumer: Engine, load: OrderedLoad) -> FailureReason | None:
+def check_end(
+    rig: Rig, producer: Engine, consumer: Engine, load: OrderedLoad
+) -> FailureReason | None:
     """It is reported once, and everything comes back."""
     reason = rig.until_over(consumer, load, BOUND_S)
     rig.settle()
@@ -76,7 +78,9 @@ def test_aborted_in_a_read_that_takes_its_time(rig: Rig, shape: Any) -> None:
     load = consumer.load(producer.prefill(10, 4).params)
     wait_until(lambda: fabric.reading(), "the read is under way", BOUND_S)
     abort(consumer, load)
-    assert rig.until_over(consumer, load, BOUND_S) is FailureReason.ABORTED, "it does not wait for the read"
+    assert rig.until_over(consumer, load, BOUND_S) is FailureReason.ABORTED, (
+        "it does not wait for the read"
+    )
     assert consumer.seen.alive == {load.request_id}, "its blocks do"
     assert consumer.fabric.transfers()
     fabric.mend()

@@ -16,8 +16,8 @@ import pytest
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricUnavailable,
+    InvalidFabricRequest,
     InvalidMetadata,
-    InvalidRequest,
     PeerLost,
     TransferFailed,
 )
@@ -32,13 +32,21 @@ OWN_ERRORS: dict[str, Callable[[], Exception]] = {
     "add_peer": lambda: InvalidMetadata("test", "the test wanted it"),
     "prepare_local": lambda: DescriptorOutOfRange("test", "the test wanted it"),
     "prepare_remote": lambda: DescriptorOutOfRange("test", "the test wanted it"),
-    "post_read": lambda: InvalidRequest("test", "the test wanted it"),
-    "notify": lambda: InvalidRequest("test", "the test wanted it"),
+    "post_read": lambda: InvalidFabricRequest("test", "the test wanted it"),
+    "notify": lambda: InvalidFabricRequest("test", "the test wanted it"),
     "take_notifications": lambda: FabricUnavailable("test", "the test wanted it"),
 }
 """Errors that only these methods raise by their contract."""
 METHODS = (
-    *("add_peer", "remove_peer", "prepare_local", "prepare_remote", "post_read", "poll", "telemetry"),
+    *(
+        "add_peer",
+        "remove_peer",
+        "prepare_local",
+        "prepare_remote",
+        "post_read",
+        "poll",
+        "telemetry",
+    ),
     *("release", "notify", "take_notifications", "open_handles"),
 )
 MOST_POLLS = {"poll": 8, "take_notifications": 3, "open_handles": 2}
@@ -82,7 +90,11 @@ def clean(kind: str, side: str) -> dict[str, tuple[int, int]]:
     return tell(kind, side, lambda rig, side: None, lease_s=60.0)
 
 
-NEVER_CALLED = {("producer", method) for method in METHODS if method not in ("take_notifications", "open_handles")}
+NEVER_CALLED = {
+    ("producer", method)
+    for method in METHODS
+    if method not in ("take_notifications", "open_handles")
+}
 NEVER_CALLED |= {("consumer", "take_notifications")}
 """A producer does not touch the fabric but to listen, and a consumer does not listen."""
 
@@ -90,7 +102,9 @@ NEVER_CALLED |= {("consumer", "take_notifications")}
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("kind", ["memory", "nixl"])
-def test_whichever_call_raises_loads_are_good_or_failed_and_nothing_is_left(kind: str, side: str, method: str) -> None:
+def test_whichever_call_raises_loads_are_good_or_failed_and_nothing_is_left(
+    kind: str, side: str, method: str
+) -> None:
     first, stop = clean(kind, side)[method]
     if first == stop:
         assert (side, method) in NEVER_CALLED or method in MOST_POLLS

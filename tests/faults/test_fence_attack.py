@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from kvferry.scheduler.producer.streams import Streams
+from kvferry.scheduler.producer.streams import PublishedStreams
 from kvferry.worker.loads.load import Load
 from tests.faults.fence_attack import (
     PLACINGS,
@@ -26,7 +26,11 @@ from tests.faults.fence_attack import (
 
 CHANGED_LOADS = 200
 HOLDS = {
-    "direct": {"before the data": (0.0, False), "in the middle of it": (0.5, False), "after it": (1.0, False)},
+    "direct": {
+        "before the data": (0.0, False),
+        "in the middle of it": (0.5, False),
+        "after it": (1.0, False),
+    },
     "staged": {
         "before the data": (0.0, False),
         "in the middle of a wave": (0.5, False),
@@ -69,7 +73,9 @@ def test_no_load_whose_bytes_changed_is_ever_reported_good(placing: str) -> None
 
 
 @pytest.mark.parametrize("placing", PLACINGS)
-def test_with_half_a_fence_the_same_attack_shows_wrong_bytes(placing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_half_a_fence_the_same_attack_shows_wrong_bytes(
+    placing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So the test above is able to fail."""
     monkeypatch.setattr(Load, "_check_fence", lambda _load, _peer: iter(()))
     counts = attack(placing, 2 * PROMPTS)
@@ -78,7 +84,9 @@ def test_with_half_a_fence_the_same_attack_shows_wrong_bytes(placing: str, monke
 
 
 @pytest.mark.parametrize("placing", PLACINGS)
-def test_no_load_of_a_prompt_that_was_aborted_while_it_was_read_is_ever_reported_good(placing: str) -> None:
+def test_no_load_of_a_prompt_that_was_aborted_while_it_was_read_is_ever_reported_good(
+    placing: str,
+) -> None:
     counts = attack_streams(placing, CHANGED_LOADS, aborted=True)
     print(f"{placing}: {counts}")
     assert counts.detected == counts.changed >= CHANGED_LOADS
@@ -87,7 +95,9 @@ def test_no_load_of_a_prompt_that_was_aborted_while_it_was_read_is_ever_reported
 
 
 @pytest.mark.parametrize("placing", PLACINGS)
-def test_every_load_of_a_prompt_that_was_preempted_while_it_was_read_ends_with_the_right_bytes(placing: str) -> None:
+def test_every_load_of_a_prompt_that_was_preempted_while_it_was_read_ends_with_the_right_bytes(
+    placing: str,
+) -> None:
     counts = attack_streams(placing, CHANGED_LOADS, aborted=False)
     print(f"{placing}: {counts}")
     assert counts.believed == 0
@@ -96,8 +106,10 @@ def test_every_load_of_a_prompt_that_was_preempted_while_it_was_read_ends_with_t
 
 
 @pytest.mark.parametrize("placing", PLACINGS)
-def test_under_one_epoch_the_same_preemptions_show_wrong_bytes(placing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Streams, "restart", lambda *_: None)
+def test_under_one_epoch_the_same_preemptions_show_wrong_bytes(
+    placing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PublishedStreams, "restart", lambda *_: None)
     counts = attack_streams(placing, 2 * PROMPTS, aborted=False)
     print(f"{placing}, under one epoch: {counts}")
     assert counts.believed == counts.changed >= 2 * PROMPTS

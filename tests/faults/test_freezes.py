@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
+from tests.faults.checks import (
+    check_survivor,
+    transfer,
+    until_good,
+    until_idle,
+    until_over,
+    warmed_up,
+)
 from tests.harness.fault_fabric import Point
 from tests.harness.process import SLACK_S, TCP, Fleet
 
@@ -24,7 +31,9 @@ def test_a_producer_that_stands_still_for_less_than_a_lease_and_a_deadline_abort
     fleet: Fleet, environ: dict[str, str], point: Point
 ) -> None:
     """Where reads need its help they wait for it; the kernel reads from it all the same."""
-    producer, consumer = fleet.pair(environ=environ, lease_s=LONG_LEASE_S, load_timeout_s=LONG_LEASE_S)
+    producer, consumer = fleet.pair(
+        environ=environ, lease_s=LONG_LEASE_S, load_timeout_s=LONG_LEASE_S
+    )
     before = warmed_up(producer, consumer)
     load = consumer.load_until(point, producer.prefill(30, 5), 5)
     producer.freeze()
@@ -55,7 +64,9 @@ def test_a_producer_that_stands_still_beyond_the_deadline_fails_the_load_and_get
         assert in_hand["quarantined"] == in_hand["alive"] == 1
         assert in_hand["blocks"], "the blocks may still be written"
         stalled(2 * SHORT_LEASE_S)
-        assert consumer.state().in_hand["quarantined"] == 1, "nothing but the producer can end the read"
+        assert consumer.state().in_hand["quarantined"] == 1, (
+            "nothing but the producer can end the read"
+        )
     assert time.monotonic() - began_s < LOAD_S + 2 * SHORT_LEASE_S + 2 * SLACK_S
     producer.thaw()
     until_idle(producer, SHORT_LEASE_S + SLACK_S)
@@ -68,7 +79,9 @@ def test_a_producer_that_stands_still_beyond_the_deadline_fails_the_load_and_get
 def test_a_consumer_that_stands_still_for_less_than_a_lease_loses_nothing(
     fleet: Fleet, environ: dict[str, str], point: Point
 ) -> None:
-    producer, consumer = fleet.pair(environ=environ, lease_s=LONG_LEASE_S, load_timeout_s=LONG_LEASE_S)
+    producer, consumer = fleet.pair(
+        environ=environ, lease_s=LONG_LEASE_S, load_timeout_s=LONG_LEASE_S
+    )
     warmed_up(producer, consumer)
     before = until_idle(producer, SLACK_S)
     load = consumer.load_until(point, producer.prefill(30, 5), 5)
@@ -86,7 +99,9 @@ def test_a_consumer_that_stands_still_for_longer_than_the_lease_finds_the_fence(
     fleet: Fleet, environ: dict[str, str], point: Point
 ) -> None:
     """The producer has the blocks back in time, and has given them to the next prompt: nothing of that is believed."""
-    producer, consumer = fleet.pair(environ=environ, lease_s=SHORT_LEASE_S, load_timeout_s=LONG_LEASE_S)
+    producer, consumer = fleet.pair(
+        environ=environ, lease_s=SHORT_LEASE_S, load_timeout_s=LONG_LEASE_S
+    )
     warmed_up(producer, consumer)
     before = until_idle(producer, SLACK_S)
     load = consumer.load_until(point, producer.prefill(30, 5), 5)

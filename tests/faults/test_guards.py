@@ -27,7 +27,9 @@ def test_without_a_guard_its_tests_fail(guard: Guard) -> None:
 def test_with_all_guards_on_they_pass_in_such_a_process() -> None:
     quick = [test for guard in GUARDS for test in guard.tests if "engine_core" not in test]
     found = outcomes(sorted(set(quick)))
-    assert set(found.values()) == {PASSED}, {test: text for test, text in found.items() if text != PASSED}
+    assert set(found.values()) == {PASSED}, {
+        test: text for test, text in found.items() if text != PASSED
+    }
     assert len(found) >= len(set(quick))
 
 

@@ -34,11 +34,16 @@ IMPOSTORS: dict[str, tuple[Listen, str]] = {
     "one that begins an endless frame": (tcp(HUGE_FRAME), "handshake"),
     "a ZMQ server that answers garbage": (answers(GARBAGE), "refused"),
     "a ZMQ server that answers nothing": (answers(b""), "refused"),
-    "a ZMQ server of another protocol": (answers(msgspec.msgpack.encode({"type": "ok"})), "refused"),
+    "a ZMQ server of another protocol": (
+        answers(msgspec.msgpack.encode({"type": "ok"})),
+        "refused",
+    ),
 }
 
 
-def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(fleet: Fleet) -> None:
+def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(
+    fleet: Fleet,
+) -> None:
     start = Start(name="P", port=free_port())
     consumer = fleet.engine("C", handshake_timeout_s=HANDSHAKE_S)
     (producer,) = fleet.start(start)
@@ -50,7 +55,9 @@ def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(f
         unmet.kill()
         with listen(start.port):
             began_s = time.monotonic()
-            assert until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S) == expected, name
+            assert (
+                until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S) == expected
+            ), name
             assert time.monotonic() - began_s < HANDSHAKE_S + SLACK_S
         (producer,) = fleet.start(start)
         transfer(producer, consumer)

@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
+from tests.faults.checks import (
+    check_survivor,
+    transfer,
+    until_good,
+    until_idle,
+    until_over,
+    warmed_up,
+)
 from tests.harness.cache_engine import free_port
 from tests.harness.child import Start
 from tests.harness.fault_fabric import Point
@@ -67,7 +74,9 @@ def test_a_producer_that_is_killed_at_any_point_fails_that_load_and_no_later_one
 
 
 @TRANSPORTS
-def test_a_producer_that_is_killed_between_two_loads_fails_the_next(fleet: Fleet, environ: dict[str, str]) -> None:
+def test_a_producer_that_is_killed_between_two_loads_fails_the_next(
+    fleet: Fleet, environ: dict[str, str]
+) -> None:
     """The consumer, which may know the producer, is not notified of the death."""
     start = Start(name="P", port=free_port(), environ=environ)
     consumer = fleet.engine("C", environ=environ, handshake_timeout_s=HANDSHAKE_S)
@@ -97,13 +106,18 @@ def test_consumers_that_are_killed_at_every_point_cost_the_producer_a_lease_and_
     ended by UCX when it goes on and cannot send ("Fatal: unexpected error: Endpoint timeout", UCX 1.23).
     """
     stops = [point for point in Point if point is not Point.IN_READ]
-    starts = [Start(name=f"C{number}", port=free_port(), environ=environ) for number in range(len(stops) + 2)]
+    starts = [
+        Start(name=f"C{number}", port=free_port(), environ=environ)
+        for number in range(len(stops) + 2)
+    ]
     producer, spare, idle, *consumers = fleet.start(
         Start(name="P", port=free_port(), environ=environ, lease_s=LEASE_S), *starts
     )
     warmed_up(producer, spare)
     before = until_idle(producer, SLACK_S)
-    known = [c for c, point in zip(consumers, stops, strict=True) if point is not Point.FIRST_CONTACT]
+    known = [
+        c for c, point in zip(consumers, stops, strict=True) if point is not Point.FIRST_CONTACT
+    ]
     for consumer in known:
         until_good(producer, consumer)
     assert idle.ask("accept", request_id="waits", params=producer.prefill(13, 4)) is None

@@ -27,7 +27,9 @@ from tests.waiting import step_until
 
 LEASE_S = 1.5
 SLACK_S = 10.0
-HASTY = replace(SETTINGS, handshake_timeout_s=SLACK_S, load_timeout_s=SLACK_S, failed_read_grace_s=0.02)
+HASTY = replace(
+    SETTINGS, handshake_timeout_s=SLACK_S, load_timeout_s=SLACK_S, failed_read_grace_s=0.02
+)
 REQUEST = "the failing request"
 
 
@@ -36,7 +38,9 @@ class RankEngine(RigEngine):
 
     def __init__(self, name: str, pair: Pair, which: str, make_fabric: MakeFabric) -> None:
         mine = pair.producer if which == "producer" else pair.consumer
-        super().__init__(name, pair.model, mine, make_fabric, HASTY, seed=len(name), lease_s=LEASE_S)
+        super().__init__(
+            name, pair.model, mine, make_fabric, HASTY, seed=len(name), lease_s=LEASE_S
+        )
 
     def end_read_never(self, rank: int) -> None:
         """The rank's next data read does not end, and its deadline is over as soon as it is under way."""
@@ -76,7 +80,9 @@ class Ranks:
     consumer: RankEngine
     make_fabric: MakeFabric
 
-    def step_until(self, happened: Callable[[], bool], what: str, timeout_s: float = SLACK_S) -> None:
+    def step_until(
+        self, happened: Callable[[], bool], what: str, timeout_s: float = SLACK_S
+    ) -> None:
         step_until(happened, what, self.producer, self.consumer, timeout_s=timeout_s)
 
     def load(self, request_id: str = REQUEST) -> dict[int, FailureReason | None]:
@@ -86,11 +92,17 @@ class Ranks:
         before = self.consumer.snapshots()
         load(self.consumer, request_id, request, params)
         reports = self.consumer.seen.reports.setdefault(request_id, {})
-        self.step_until(lambda: len(reports) == len(self.consumer.workers), "every rank has reported", 2 * SLACK_S)
+        self.step_until(
+            lambda: len(reports) == len(self.consumer.workers),
+            "every rank has reported",
+            2 * SLACK_S,
+        )
         for index, reason in reports.items():
             if reason is None:
                 memory = self.consumer.memories[index]
-                memory.check_loaded(before[index], self.consumer.description.groups, request, numbers)
+                memory.check_loaded(
+                    before[index], self.consumer.description.groups, request, numbers
+                )
         return reports
 
     def check_recovery(self) -> None:
@@ -103,7 +115,9 @@ class Ranks:
             engine.check_idle()
         names = (f"next {number}" for number in itertools.count())
         until_s = time.monotonic() + SLACK_S
-        while set(self.try_load(next(names)).values()) != {None}:  # a rank leaves its peer alone for a while
+        while set(self.try_load(next(names)).values()) != {
+            None
+        }:  # a rank leaves its peer alone for a while
             assert time.monotonic() < until_s, "loads still fail"
         for engine in (self.producer, self.consumer):
             engine.check_idle()
@@ -111,7 +125,11 @@ class Ranks:
     def try_load(self, request_id: str) -> dict[int, FailureReason | None]:
         """As `load`, and both engines are done with it."""
         reports = self.load(request_id)
-        self.step_until(lambda: request_id in self.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
+        self.step_until(
+            lambda: request_id in self.producer.seen.sent,
+            "all ranks' blocks are free",
+            LEASE_S + SLACK_S,
+        )
         self.step_until(lambda: not self.consumer.seen.alive, "nothing may be written any more")
         self.consumer.loads.finished(request_id)
         return reports
@@ -155,13 +173,18 @@ def kill_fabric(engine: RankEngine, rank: int) -> None:
 
 
 FAULTS: dict[str, tuple[Break, FailureReason]] = {
-    "its read raises": (fail_read(lambda: TransferFailed("test", "wanted")), FailureReason.TRANSFER),
+    "its read raises": (
+        fail_read(lambda: TransferFailed("test", "wanted")),
+        FailureReason.TRANSFER,
+    ),
     "its read raises an unknown error": (fail_read(_unheard_of), FailureReason.TRANSFER),
     "its peer is lost": (fail_read(lambda: PeerLost("test", "wanted")), FailureReason.TRANSFER),
     "its read never ends": (RankEngine.end_read_never, FailureReason.DEADLINE),
     "its fabric is dead": (kill_fabric, FailureReason.HANDSHAKE),
 }
-SIZES = pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2)], ids=lambda sizes: f"tp {sizes[0]} to {sizes[1]}")
+SIZES = pytest.mark.parametrize(
+    "sizes", [(2, 2), (2, 4), (4, 2)], ids=lambda sizes: f"tp {sizes[0]} to {sizes[1]}"
+)
 KINDS = pytest.mark.parametrize("kind", ["memory", "nixl"])
 
 
@@ -179,9 +202,15 @@ def test_one_consumer_rank_that_fails_fails_the_request_and_releases_all_produce
         assert reports.pop(victim) is expected
         # The scheduler gives the lease back at the first failure, so ranks that are still reading find that it is over.
         assert set(reports.values()) <= {None, FailureReason.FENCE}
-        rig.step_until(lambda: REQUEST in rig.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
+        rig.step_until(
+            lambda: REQUEST in rig.producer.seen.sent,
+            "all ranks' blocks are free",
+            LEASE_S + SLACK_S,
+        )
         if fault == "its read never ends":
-            assert rig.consumer.seen.alive_at[victim] == {REQUEST}, "its blocks may still be written"
+            assert rig.consumer.seen.alive_at[victim] == {REQUEST}, (
+                "its blocks may still be written"
+            )
         rig.check_recovery()
 
 
@@ -195,7 +224,11 @@ def test_one_consumer_rank_that_cannot_tell_costs_all_producer_ranks_a_lease_and
         reports = rig.load()
         assert set(reports.values()) == {None}
         assert REQUEST not in rig.producer.seen.sent, "one rank has not been notified"
-        rig.step_until(lambda: REQUEST in rig.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
+        rig.step_until(
+            lambda: REQUEST in rig.producer.seen.sent,
+            "all ranks' blocks are free",
+            LEASE_S + SLACK_S,
+        )
         rig.check_recovery()
 
 
@@ -220,10 +253,16 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
         lost = {index for index, reason in reports.items() if reason is FailureReason.TRANSFER}
         assert lost == readers or (kind == "nixl" and lost <= readers)
         assert set(reports.values()) <= {None, FailureReason.TRANSFER, FailureReason.FENCE}
-        rig.step_until(lambda: REQUEST in rig.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
+        rig.step_until(
+            lambda: REQUEST in rig.producer.seen.sent,
+            "all ranks' blocks are free",
+            LEASE_S + SLACK_S,
+        )
         rig.consumer.loads.finished(REQUEST)
         rig.consumer.check_idle()
-        rig.producer.workers.pop(gone).close()  # its agent was closed behind its back: its sums cannot add up
+        rig.producer.workers.pop(
+            gone
+        ).close()  # its agent was closed behind its back: its sums cannot add up
         rig.producer.close()
         rig.producer = RankEngine("another producer", rig.pair, "producer", rig.make_fabric)
         try:

@@ -40,7 +40,9 @@ def test_an_agent_closes_although_its_peer_takes_no_signs_of_life() -> None:
             agent.close()
 
 
-def test_neighbours_that_are_killed_while_they_send_leave_an_agent_that_receives_and_closes() -> None:
+def test_neighbours_that_are_killed_while_they_send_leave_an_agent_that_receives_and_closes() -> (
+    None
+):
     survivor = AgentProcess({})
     try:
         survivor.send("make", count=1, num_bytes=4096)

@@ -22,7 +22,7 @@ from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.fabric.reads import Reader
+from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peers.peer import PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
@@ -62,18 +62,34 @@ def cases() -> tuple[Case, ...]:
     """Every kind of cache, other shards and blocks on both sides."""
     drawn = (
         pair(attention(), side(attention()), side(attention()), tokens=40),
-        pair(attention(), side(attention(), tp=2, layout="NHD"), side(attention(), block=8, ratio=2), tokens=40),
         pair(
-            attention(), side(attention(), layout="cross-layer", block=24), side(attention(), tp=2), tokens=50, stop=33
+            attention(),
+            side(attention(), tp=2, layout="NHD"),
+            side(attention(), block=8, ratio=2),
+            tokens=40,
+        ),
+        pair(
+            attention(),
+            side(attention(), layout="cross-layer", block=24),
+            side(attention(), tp=2),
+            tokens=50,
+            stop=33,
         ),
         pair(latent(), side(latent(), tp=2, dcp=2, run=4), side(latent(), block=8), tokens=40),
         pair(hybrid(), side(hybrid(), tp=2), side(hybrid(), block=8), tokens=40),
         pair(
-            attention(), side(attention(), layout="cpu"), side(attention(), layout="K and V apart"), tokens=33, first=16
+            attention(),
+            side(attention(), layout="cpu"),
+            side(attention(), layout="K and V apart"),
+            tokens=33,
+            first=16,
         ),
     )
     return tuple(
-        _case(engine(one.model, one.consumer, "C"), engine(one.model, one.producer, "P"), one.request) for one in drawn
+        _case(
+            engine(one.model, one.consumer, "C"), engine(one.model, one.producer, "P"), one.request
+        )
+        for one in drawn
     )
 
 
@@ -106,7 +122,9 @@ def planning(data: bytes) -> None:
     finally:
         assert time.process_time() - started_s < MOST_S, "planning took too long"
     request = case.request
-    blocks = RequestBlocks(request.local, request.remote, request.first_token, request.stop_token, request.num_tokens)
+    blocks = RequestBlocks(
+        request.local, request.remote, request.first_token, request.stop_token, request.num_tokens
+    )
     check_writes(case, plans, hostile, blocks)
 
 
@@ -128,11 +146,17 @@ def pairing(data: bytes) -> None:
             group.pop(source.number(len(group)))
         else:
             group[:] = group * source.number(4)
-    num_tokens = source.pick((request.num_tokens, request.num_tokens, *(x for x in INTEGERS if 1 <= x <= 2**40)))
+    num_tokens = source.pick(
+        (request.num_tokens, request.num_tokens, *(x for x in INTEGERS if 1 <= x <= 2**40))
+    )
     stop = min(source.pick((request.stop_token, request.stop_token, 1, 17)), request.stop_token)
     first = min(source.pick((request.first_token, 0, 1, 16)), stop)
-    reported = RequestBlocks(request.local, tuple(tuple(group) for group in remote), first, stop, num_tokens)
-    check_writes(case, plans, case.producer.description, reported, reads_from=case.producer.memories())
+    reported = RequestBlocks(
+        request.local, tuple(tuple(group) for group in remote), first, stop, num_tokens
+    )
+    check_writes(
+        case, plans, case.producer.description, reported, reads_from=case.producer.memories()
+    )
 
 
 @functools.cache
@@ -161,11 +185,17 @@ def check_writes(
             continue
         for route in plan.routes:
             copies = [(one.src, one.dst, one.num_bytes) for one in route_copies(route, units)]
-            copies += [(one.src, one.dst, one.num_bytes) for wave in staged_waves(route, units) for one in wave.copies]
+            copies += [
+                (one.src, one.dst, one.num_bytes)
+                for wave in staged_waves(route, units)
+                for one in wave.copies
+            ]
             for src, dst, num_bytes in copies:
                 written = memory.index(_ends(dst, num_bytes))
                 assert own[written].all(), "a byte is written that is not the request's"
-                assert int(num_bytes.sum()) <= 8 * int(own.sum()), "more is read than there is room for"
+                assert int(num_bytes.sum()) <= 8 * int(own.sum()), (
+                    "more is read than there is room for"
+                )
                 _check_between(memory, own, dst, num_bytes)
                 if reads_from is not None:
                     reads_from[route.worker].index(_ends(src, num_bytes))
@@ -176,14 +206,18 @@ def _ends(starts: Ints, num_bytes: Ints) -> Ints:
     return np.concatenate([starts, starts + num_bytes - 1])
 
 
-def _check_between(memory: Memory, own: npt.NDArray[np.bool_], starts: Ints, num_bytes: Ints) -> None:
+def _check_between(
+    memory: Memory, own: npt.NDArray[np.bool_], starts: Ints, num_bytes: Ints
+) -> None:
     """All bytes of every run: as many of the request's own between its ends as it is long."""
     if not len(starts):
         return
     counted = np.concatenate(([0], np.cumsum(own)))
     first, last = memory.index(starts), memory.index(starts + num_bytes - 1)
     assert (last - first + 1 == num_bytes).all(), "a run leaves its allocation"
-    assert (counted[last + 1] - counted[first] == num_bytes).all(), "a run has bytes that are not the request's"
+    assert (counted[last + 1] - counted[first] == num_bytes).all(), (
+        "a run has bytes that are not the request's"
+    )
 
 
 class Ends:
@@ -196,7 +230,7 @@ class Ends:
         self.staging = Staging(self.caches.kv, POOL_BYTES)
         self.consumer = MemoryFabric("consumer", network)
         self.consumer.register([*self.caches.kv.regions(), self.staging.region()])
-        self.reader = Reader(self.consumer)
+        self.reader = FabricReader(self.consumer)
         producer = MemoryFabric("producer", network)
         self._table = np.zeros(16, np.uint64)
         table = Region(int(self._table.ctypes.data), self._table.nbytes, MemoryKind.DRAM)
@@ -204,15 +238,22 @@ class Ends:
         self._keeps_alive = theirs
         groups = (self.caches.shape.group,)
         self.description = describe(
-            workers=[self._worker(theirs, producer.metadata(), table.address)], engine_id="P", groups=groups
+            workers=[self._worker(theirs, producer.metadata(), table.address)],
+            engine_id="P",
+            groups=groups,
         )
-        self.own = describe(workers=[self._worker(self.caches, b"own", 8)], engine_id="C", groups=groups)
+        self.own = describe(
+            workers=[self._worker(self.caches, b"own", 8)], engine_id="C", groups=groups
+        )
 
     @staticmethod
     def _worker(caches: ToyCaches, metadata: bytes, table: int) -> WorkerDescription:
         (one,) = describe(*caches.kv.tensors).workers
         return msgspec.structs.replace(
-            one, agent_metadata=metadata, lease_table=LeaseTable(address=table, slots=16), tensors=caches.kv.tensors
+            one,
+            agent_metadata=metadata,
+            lease_table=LeaseTable(address=table, slots=16),
+            tensors=caches.kv.tensors,
         )
 
 

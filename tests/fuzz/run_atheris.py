@@ -38,7 +38,12 @@ def main(arguments: list[str]) -> int:
     for number, seed in enumerate(seeds(name)):
         (corpus / f"seed-{number}").write_bytes(seed)
     atheris.Setup(
-        [sys.argv[0], *options, *([] if any(Path(x).is_file() for x in options) else [str(corpus)])], ALL[name]
+        [
+            sys.argv[0],
+            *options,
+            *([] if any(Path(x).is_file() for x in options) else [str(corpus)]),
+        ],
+        ALL[name],
     )
     atheris.Fuzz()
     return 0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvferry.protocol.asks import Answers, Ask, Unask, decode_answers
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.description_json import (
     EngineJson,
@@ -38,10 +37,18 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.ids import epoch_from_text, epoch_to_text
 from kvferry.protocol.notifications import MAGIC, decode_notification, encode_notification
 from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, encode_orders
-from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, decode_params, read_params, read_turn
+from kvferry.protocol.params import (
+    MAX_KEYS,
+    RemoteDecode,
+    RemotePrefill,
+    decode_params,
+    read_params,
+    read_turn,
+)
 from kvferry.protocol.params_mac import check_params_mac, sign_params
+from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe, decode_answers
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.worker.fabric.agent import open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import InvalidMetadata
 from tests.fuzz.mutation import Source, mutate
@@ -74,12 +81,12 @@ def check_refusal(refused: InputError | InvalidMetadata) -> None:
     str(refused).encode()
 
 
-def use_request(found: Hello | Renew | Release | Ask | Unask) -> None:
+def use_request(found: Hello | Renew | Release | Subscribe | Unsubscribe) -> None:
     """As the listener does."""
-    asked = AskedPrompts()
-    if isinstance(found, Ask):
-        assert len(asked.ask(b"peer", found).answers) == len(found.questions)
-    elif isinstance(found, Unask):
+    asked = PromptDirectory()
+    if isinstance(found, Subscribe):
+        assert len(asked.ask(b"peer", found).answers) == len(found.queries)
+    elif isinstance(found, Unsubscribe):
         asked.unask(found)
     for name in found.leases if isinstance(found, (Renew, Release)) else ():
         assert epoch_to_text(epoch_from_text(name.epoch)) == name.epoch
@@ -122,7 +129,9 @@ FORMATS: dict[str, Format] = {
 }
 """In msgpack."""
 OTHER_FORMATS: dict[str, Format] = {
-    "metadata": Format((("prefill-0/tp1", b"body"),), lambda named: wrap_metadata(*named), open_metadata),
+    "metadata": Format(
+        (("prefill-0/tp1", b"body"),), lambda named: wrap_metadata(*named), open_metadata
+    ),
     "description_json": Format(
         (engine_json_of(make_description()),), encode_engine_json, decode_engine_json, engine_of
     ),
@@ -179,15 +188,27 @@ def use_source(found: RemotePrefill) -> None:
     again = read_params(json.loads(json.dumps(plain), parse_int=float))
     assert again == found
     prompt = Prompt(tokens=range(300))
-    assert 0 <= shared_tokens(prompt, found.kvferry.digests, found.remote_num_tokens) <= found.remote_num_tokens
+    assert (
+        0
+        <= shared_tokens(prompt, found.kvferry.digests, found.remote_num_tokens)
+        <= found.remote_num_tokens
+    )
     assert RemoteLease.of(found).key
     try:
         check_params_mac(found, KEY)
     except InvalidParams as refused:
         check_refusal(refused)
         return
-    covered = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_num_tokens")
-    assert all(getattr(found, name) == getattr(SIGNED, name) for name in covered), "a MAC of other params"
+    covered = (
+        "remote_engine_id",
+        "remote_block_ids",
+        "remote_host",
+        "remote_port",
+        "remote_num_tokens",
+    )
+    assert all(getattr(found, name) == getattr(SIGNED, name) for name in covered), (
+        "a MAC of other params"
+    )
     assert round(found.kvferry.lease_s * 1000) == round(SIGNED.kvferry.lease_s * 1000)
     assert round(found.kvferry.opens_within_s * 1000) == 0
     assert found.kvferry == msgspec.structs.replace(
@@ -217,7 +238,9 @@ def mutated_params(data: bytes) -> None:
 def mutated_description_json(data: bytes) -> None:
     """A valid description file with hostile values in it."""
     plain = mutate(Source(data), msgspec.to_builtins(engine_json_of(make_description())))
-    read_frame(OTHER_FORMATS["description_json"], json.dumps(plain).encode("utf-8", "surrogatepass"))
+    read_frame(
+        OTHER_FORMATS["description_json"], json.dumps(plain).encode("utf-8", "surrogatepass")
+    )
     try:
         as_type(plain, EngineJson, InvalidDescription)
     except InvalidDescription as refused:
@@ -226,7 +249,10 @@ def mutated_description_json(data: bytes) -> None:
 
 _OTHERS = (params, mutated_params, mutated_description_json, digests, planning, pairing, connecting)
 ALL: dict[str, Target] = {
-    **{name: functools.partial(read_frame, form) for name, form in (FORMATS | OTHER_FORMATS).items()},
+    **{
+        name: functools.partial(read_frame, form)
+        for name, form in (FORMATS | OTHER_FORMATS).items()
+    },
     **{f"mutated_{name}": functools.partial(read_mutated, form) for name, form in FORMATS.items()},
     **{target.__name__: target for target in _OTHERS},
 }
@@ -235,7 +261,9 @@ ALL: dict[str, Target] = {
 DEPTH = 10_000
 """Levels of JSON."""
 
-DECISIONS = tuple(bytes([first]) + bytes(range(start, start + 24)) for first in range(8) for start in (0, 100))
+DECISIONS = tuple(
+    bytes([first]) + bytes(range(start, start + 24)) for first in range(8) for start in (0, 100)
+)
 """Seeds of targets whose bytes are decisions, see `Source`."""
 
 _DEEP_JSON = (b"[" * DEPTH, b"[" * DEPTH + b"]" * DEPTH, b'{"a":' * DEPTH + b"1" + b"}" * DEPTH)

@@ -18,7 +18,6 @@ from kvferry.plan import planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
 from kvferry.protocol import description_json, handshake
-from kvferry.protocol.asks import MAX_QUESTIONS, Ask
 from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
 from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, Place, Range
@@ -43,6 +42,7 @@ from kvferry.protocol.notifications import (
 )
 from kvferry.protocol.orders import LeaseOpen
 from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, read_params
+from kvferry.protocol.prompt_queries import MAX_QUERIES, Subscribe
 from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
 from tests.plan.samples import engine, tensor, worker
 from tests.protocol.samples import (
@@ -67,8 +67,8 @@ def renewals(count: int) -> object:
     return decode_request(encode(Renew(boot=BOOT, leases=(lease,) * count)))
 
 
-def questions(count: int) -> object:
-    return decode_request(encode(Ask(asker="decode-0", questions=QUESTIONS[:1] * count)))
+def queries(count: int) -> object:
+    return decode_request(encode(Subscribe(client_id="decode-0", queries=QUESTIONS[:1] * count)))
 
 
 def digests(count: int) -> object:
@@ -76,7 +76,10 @@ def digests(count: int) -> object:
 
 
 def workers(count: int) -> object:
-    each = tuple(make_worker(place=Place(tp=index % 64, pp=index // 64), tensors=()) for index in range(count))
+    each = tuple(
+        make_worker(place=Place(tp=index % 64, pp=index // 64), tensors=())
+        for index in range(count)
+    )
     return decode_reply(encode(make_description(workers=each)))
 
 
@@ -86,7 +89,9 @@ def tensors(count: int) -> object:
 
 def tensors_of_all(count: int) -> object:
     whole, rest = divmod(count, 16)
-    each = [make_worker(tensors=(make_tensor(),) * whole)] * 16 + [make_worker(tensors=(make_tensor(),) * rest)]
+    each = [make_worker(tensors=(make_tensor(),) * whole)] * 16 + [
+        make_worker(tensors=(make_tensor(),) * rest)
+    ]
     return decode_reply(encode(make_description(workers=tuple(each))))
 
 
@@ -112,16 +117,32 @@ def pieces(count: int) -> object:
 
 
 AT_LIMIT: dict[str, tuple[Callable[[int], object], int, type[InputError]]] = {
-    "keys of params": (lambda n: read_changed(**{f"k{i}": i for i in range(n - 13)}), MAX_KEYS, InvalidParams),
-    "cache groups of params": (lambda n: read_changed(remote_block_ids=[[1]] * n), MAX_GROUPS, InvalidParams),
-    "block ids": (lambda n: read_changed(remote_block_ids=[[1] * (n - 1), [2]]), MAX_BLOCKS, InvalidParams),
+    "keys of params": (
+        lambda n: read_changed(**{f"k{i}": i for i in range(n - 13)}),
+        MAX_KEYS,
+        InvalidParams,
+    ),
+    "cache groups of params": (
+        lambda n: read_changed(remote_block_ids=[[1]] * n),
+        MAX_GROUPS,
+        InvalidParams,
+    ),
+    "block ids": (
+        lambda n: read_changed(remote_block_ids=[[1] * (n - 1), [2]]),
+        MAX_BLOCKS,
+        InvalidParams,
+    ),
     "a block id": (lambda n: read_changed(remote_block_ids=[[n]]), 2**31 - 1, InvalidParams),
     "digests": (digests, MAX_DIGESTS, InvalidParams),
-    "tokens": (lambda n: params_of_length(300) and read_changed(remote_num_tokens=n), 300 + 212, InvalidParams),
+    "tokens": (
+        lambda n: params_of_length(300) and read_changed(remote_num_tokens=n),
+        300 + 212,
+        InvalidParams,
+    ),
     "characters of a name": (lambda n: read_changed(remote_host="x" * n), 512, InvalidParams),
     "a port": (lambda n: read_changed(remote_port=n), 65535, InvalidParams),
     "leases of a renewal": (renewals, MAX_RENEWALS, InvalidMessage),
-    "questions of a message": (questions, MAX_QUESTIONS, InvalidMessage),
+    "questions of a message": (queries, MAX_QUERIES, InvalidMessage),
     "workers": (workers, MAX_WORKERS, InvalidMessage),
     "tensors of a worker": (tensors, MAX_TENSORS, InvalidMessage),
     "tensors of an engine": (tensors_of_all, MAX_ENGINE_TENSORS, InvalidMessage),
@@ -130,11 +151,19 @@ AT_LIMIT: dict[str, tuple[Callable[[int], object], int, type[InputError]]] = {
     "a stride": (lambda n: described(block_stride=n), 2**48 - 1, InvalidMessage),
     "blocks": (lambda n: described(blocks=n), 2**40, InvalidMessage),
     "tokens of a tensor's block": (lambda n: described(block_tokens=n), 65536, InvalidMessage),
-    "ranks of an interleave": (lambda n: described(interleave=Interleave(ranks=n)), 65536, InvalidMessage),
+    "ranks of an interleave": (
+        lambda n: described(interleave=Interleave(ranks=n)),
+        65536,
+        InvalidMessage,
+    ),
     "a lease slot": (lambda n: notified(slot=n), 2**24 - 1, InvalidMessage),
     "a worker's index": (lambda n: notified(worker=n), MAX_WORKERS - 1, InvalidMessage),
     "expected workers": (lambda n: notified(expected=n), MAX_WORKERS, InvalidMessage),
-    "cells of a head": (lambda n: checked(blocks=n, block_stride=0, block_tokens=1), 2**31 - 1, InvalidMessage),
+    "cells of a head": (
+        lambda n: checked(blocks=n, block_stride=0, block_tokens=1),
+        2**31 - 1,
+        InvalidMessage,
+    ),
     "pieces of a block": (pieces, 1 << 24, InvalidMessage),
     "tokens of a group's block": (
         lambda n: checked(block_tokens_of_group=4 * (n // 4) + n % 4 * 4),
@@ -153,13 +182,17 @@ def test_the_limit_is_accepted_and_one_more_is_refused(what: str) -> None:
         use(limit + 1)
 
 
-@pytest.mark.parametrize(("module", "name"), [(handshake, "MAX_REQUEST_BYTES"), (handshake, "MAX_REPLY_BYTES")])
+@pytest.mark.parametrize(
+    ("module", "name"), [(handshake, "MAX_REQUEST_BYTES"), (handshake, "MAX_REPLY_BYTES")]
+)
 def test_a_frame_may_have_as_many_bytes_as_its_limit_and_no_more(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = decode_request if "REQUEST" in name else decode_reply
     frame = encode(
-        Renew(boot=BOOT, leases=(LeaseName(slot=1, epoch=EPOCH),)) if "REQUEST" in name else make_description()
+        Renew(boot=BOOT, leases=(LeaseName(slot=1, epoch=EPOCH),))
+        if "REQUEST" in name
+        else make_description()
     )
     for limit in (len(frame), len(frame) - 1):
         monkeypatch.setattr(module, name, limit)
@@ -174,7 +207,12 @@ def test_a_notification_may_have_as_many_bytes_as_its_limit_and_no_more() -> Non
     body = encode_notification(DONE)[len(MAGIC) :]
     room = MAX_NOTIFICATION_BYTES - len(body) - len(b"\xa5later\xda\x00\x00")
     frames = [
-        MAGIC + bytes([body[0] + 1]) + body[1:] + b"\xa5later\xda" + size.to_bytes(2, "big") + b"x" * size
+        MAGIC
+        + bytes([body[0] + 1])
+        + body[1:]
+        + b"\xa5later\xda"
+        + size.to_bytes(2, "big")
+        + b"x" * size
         for size in (room, room + 1)
     ]
     assert decode_notification(frames[0]) == DONE
@@ -182,7 +220,9 @@ def test_a_notification_may_have_as_many_bytes_as_its_limit_and_no_more() -> Non
         decode_notification(frames[1])
 
 
-def test_a_lease_takes_the_notifications_of_eight_consumers_whatever_their_numbers_and_no_more() -> None:
+def test_a_lease_takes_the_notifications_of_eight_consumers_whatever_their_numbers_and_no_more() -> (
+    None
+):
     table = LeaseTable(1)
     table.open(LeaseOpen(slot=0, epoch=EPOCH))
     notifications = [
@@ -195,10 +235,14 @@ def test_a_lease_takes_the_notifications_of_eight_consumers_whatever_their_numbe
         table.done(notifications[-1])
     kept = table._leases[0].notifications.values()
     assert len(kept) == MAX_CONSUMERS
-    assert all(sys.getsizeof(sent.workers) <= MAX_WORKERS // 8 + 64 for sent in kept), "more than a bit a worker"
+    assert all(sys.getsizeof(sent.workers) <= MAX_WORKERS // 8 + 64 for sent in kept), (
+        "more than a bit a worker"
+    )
 
 
-def test_a_description_file_may_have_as_many_bytes_as_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_description_file_may_have_as_many_bytes_as_its_limit_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     text = encode_engine_json(engine_json_of(make_description()))
     monkeypatch.setattr(description_json, "MAX_DESCRIPTION_JSON_BYTES", len(text))
     decode_engine_json(text)
@@ -240,7 +284,13 @@ def test_the_descriptors_of_a_plan_are_bounded() -> None:
     """A producer that claims a huge cache in short runs: of tables with 2**31 descriptors it would take thousands."""
     ours = engine(tensor(heads=Range(0, 512), head_stride=32, block_stride=1 << 20), engine_id="C")
     each = [
-        tensor(heads=Range(0, 512), blocks=blocks, head_stride=8, tile_stride=4096, block_stride=1 << 20)
+        tensor(
+            heads=Range(0, 512),
+            blocks=blocks,
+            head_stride=8,
+            tile_stride=4096,
+            block_stride=1 << 20,
+        )
         for blocks in ((1 << 38) // 2048, (1 << 38) // 2048 + 1)
     ]
     plan_transfer(ours, 0, engine(each[0]))
@@ -248,10 +298,15 @@ def test_the_descriptors_of_a_plan_are_bounded() -> None:
         plan_transfer(ours, 0, engine(each[1]))
 
 
-def test_thousands_of_workers_whose_heads_all_overlap_differently_are_refused_in_some_seconds() -> None:
+def test_thousands_of_workers_whose_heads_all_overlap_differently_are_refused_in_some_seconds() -> (
+    None
+):
     ours = engine(tensor(heads=Range(0, 10_000), block_stride=1 << 20), engine_id="C")
     each = [
-        worker([tensor(heads=Range(n, 10_000), block_stride=1 << 30)], place=Place(tp=n % 64, pp=n // 64))
+        worker(
+            [tensor(heads=Range(n, 10_000), block_stride=1 << 30)],
+            place=Place(tp=n % 64, pp=n // 64),
+        )
         for n in range(MAX_WORKERS)
     ]
     started_s = time.process_time()

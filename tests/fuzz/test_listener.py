@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.protocol.asks import Ask, Question, Unask
 from kvferry.protocol.handshake import (
     MAX_RENEWALS,
     MAX_REQUEST_BYTES,
@@ -26,7 +25,8 @@ from kvferry.protocol.handshake import (
     Renew,
     encode,
 )
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
+from kvferry.protocol.prompt_queries import PromptQuery, Subscribe, Unsubscribe
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel import connections
 from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
 from kvferry.scheduler.side_channel.server import SideChannelListener
@@ -39,7 +39,7 @@ from tests.waiting import wait_until
 
 _COUNTED = ("bad_frames", "handshakes_served", "dropped_messages")
 _PART_BYTES = 200 << 10
-QUESTION = Question(number=1, key="cmpl-1", num_tokens=5, digest="0" * 32)
+QUESTION = PromptQuery(number=1, key="cmpl-1", num_tokens=5, digest="0" * 32)
 
 
 def resident_bytes() -> int:
@@ -47,8 +47,12 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-FRAME = hostile_bytes("request") | st.sampled_from([b"", b"\x91" * 60_000, b"x" * MAX_REQUEST_BYTES])
-FRAMES = st.lists(FRAME, min_size=1, max_size=4).filter(lambda frames: sum(map(len, frames)) <= MAX_REQUEST_BYTES)
+FRAME = hostile_bytes("request") | st.sampled_from(
+    [b"", b"\x91" * 60_000, b"x" * MAX_REQUEST_BYTES]
+)
+FRAMES = st.lists(FRAME, min_size=1, max_size=4).filter(
+    lambda frames: sum(map(len, frames)) <= MAX_REQUEST_BYTES
+)
 MESSAGE = FRAMES | hostile_bytes("request").map(lambda body: [b"", body])
 
 
@@ -78,14 +82,19 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
             return keep
 
         for name in ("ask", "unask"):
-            monkeypatch.setattr(AskedPrompts, name, kept_by(getattr(AskedPrompts, name)))
+            monkeypatch.setattr(PromptDirectory, name, kept_by(getattr(PromptDirectory, name)))
 
         def counted() -> int:
             return sum(counters.total(name) for name in _COUNTED) + len(kept)
 
         @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.lists(MESSAGE, min_size=1, max_size=5))
-        @example([[b"", encode(Ask(asker="c", questions=(QUESTION,)))], [b"", encode(Unask(asker="c", numbers=(1,)))]])
+        @example(
+            [
+                [b"", encode(Subscribe(client_id="c", queries=(QUESTION,)))],
+                [b"", encode(Unsubscribe(client_id="c", numbers=(1,)))],
+            ]
+        )
         def fuzz(messages: list[list[bytes]]) -> None:
             before = counted()
             for frames in messages:
@@ -99,7 +108,9 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
             fuzz()
         assert isinstance(ask(port), EngineDescription)
     assert counters.total("bad_frames") > 100
-    assert not [record for record in caplog.records if record.exc_info], "something was not foreseen"
+    assert not [record for record in caplog.records if record.exc_info], (
+        "something was not foreseen"
+    )
 
 
 def test_a_frame_at_the_limit_is_read_and_one_beyond_it_costs_its_sender_the_connection() -> None:
@@ -141,7 +152,9 @@ def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_co
                     connection.sendall(part)
                 while connection.recv(1 << 16):
                     pass  # until it is ended
-        wait_until(lambda: counters.total("bad_frames") > attacks / 2, "they are counted", timeout_s=60)
+        wait_until(
+            lambda: counters.total("bad_frames") > attacks / 2, "they are counted", timeout_s=60
+        )
         assert isinstance(ask(port), EngineDescription)
         assert resident_bytes() - before < attacks / 2 * parts * _PART_BYTES
 
@@ -162,7 +175,9 @@ def test_a_message_of_many_empty_frames_never_holds_the_listener_up() -> None:
     """ZMQ hands all of them over at once. Received in one turn they took 1.5 s of the thread's time."""
     counters, turns_s = Counters(), [0.0]
     port = free_port()
-    listener = SideChannelListener(HOST, port, counters, tick=lambda: turns_s.append(time.thread_time()))
+    listener = SideChannelListener(
+        HOST, port, counters, run_due=lambda: turns_s.append(time.thread_time())
+    )
     with contextlib.closing(listener), raw_connection(port) as connection:
         listener.publish(make_description())
         connection.sendall(EMPTY * 400_000 + LAST)
@@ -177,12 +192,16 @@ def test_a_message_of_few_frames_is_dropped_and_its_connection_stays() -> None:
     with listening(counters, description=make_description()) as (_, port), client(port) as sock:
         for count in (1, 3, 50):
             sock.send_multipart([b""] * count)
-        sock.send_multipart([b"", encode(Hello(engine_id="prefill-0", asker="the same connection"))])
+        sock.send_multipart(
+            [b"", encode(Hello(engine_id="prefill-0", client_id="the same connection"))]
+        )
         assert sock.recv_multipart() == [b"", encode(make_description())]
     assert counters.total("bad_frames") == 3
 
 
-def test_an_endless_message_is_ended_although_zmq_has_read_every_part_of_it_before_anyone_looks() -> None:
+def test_an_endless_message_is_ended_although_zmq_has_read_every_part_of_it_before_anyone_looks() -> (
+    None
+):
     part = EMPTY * 16_384
     with listening(description=make_description()) as (_, port), raw_connection(port) as connection:
         sent = 0
@@ -194,7 +213,9 @@ def test_an_endless_message_is_ended_although_zmq_has_read_every_part_of_it_befo
         assert sent < 4 * MAX_UNFINISHED_BYTES
 
 
-def test_of_many_messages_without_an_end_those_with_the_most_bytes_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_messages_without_an_end_those_with_the_most_bytes_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connections, "MAX_UNFINISHED_IN_ALL_BYTES", 1 << 18)
     counters = Counters()
     with (
@@ -221,7 +242,9 @@ def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None
         for _ in range(count):
             sock.send_multipart([b"", b"\xc1" * MAX_REQUEST_BYTES])
         wait_until(lambda: counters.total("bad_frames") == count, "all are read", timeout_s=60)
-        sock.send_multipart([b"", encode(Hello(engine_id="prefill-0", asker="the same connection"))])
+        sock.send_multipart(
+            [b"", encode(Hello(engine_id="prefill-0", client_id="the same connection"))]
+        )
         while sock.recv_multipart() != [b"", encode(make_description())]:
             pass  # refusals come before it
         assert counters.total("bad_frames") == count
@@ -233,10 +256,16 @@ def test_waiting_renewals_are_kept_up_to_a_bound_and_again_after_they_were_taken
     parts = [names[start : start + MAX_RENEWALS] for start in range(0, len(names), MAX_RENEWALS)]
     frames = [encode(Renew(boot=BOOT, leases=tuple(part))) for part in parts]
     port = free_port()
-    with contextlib.closing(SideChannelListener(HOST, port, counters)) as listener, client(port) as sock:
+    with (
+        contextlib.closing(SideChannelListener(HOST, port, counters)) as listener,
+        client(port) as sock,
+    ):
         for times in range(1, 3):
             for frame in frames:
                 sock.send_multipart([b"", frame])
-            wait_until(lambda times=times: counters.total("dropped_messages") == times, "one was too many")  # type: ignore[misc]
+            wait_until(
+                lambda times=times: counters.total("dropped_messages") == times,  # type: ignore[misc]
+                "one was too many",
+            )
             assert listener.inbox.qsize() == MAX_WAITING_LEASES
             listener.inbox.take()

@@ -77,7 +77,8 @@ class Caches:
     def at(self, addresses: Sequence[int]) -> tuple[PagedTensor, ...]:
         """The tensors once every allocation has an address."""
         return tuple(
-            msgspec.structs.replace(tensor, base=tensor.base + addresses[storage]) for storage, tensor in self.tensors
+            msgspec.structs.replace(tensor, base=tensor.base + addresses[storage])
+            for storage, tensor in self.tensors
         )
 
 
@@ -89,7 +90,10 @@ def carve(model: Model, side: Side, place: Place) -> Caches:
     for size, found in pieces:
         if not (side.one_storage and sizes):
             sizes.append(GUARD_BYTES)
-        tensors += [(len(sizes) - 1, msgspec.structs.replace(one, base=one.base + sizes[-1])) for one in found]
+        tensors += [
+            (len(sizes) - 1, msgspec.structs.replace(one, base=one.base + sizes[-1]))
+            for one in found
+        ]
         sizes[-1] += size + GUARD_BYTES
     kept = [(storage, one) for storage, one in tensors if len(one.heads) or side.names_empty]
     return Caches(tuple(sizes), tuple(kept))
@@ -116,7 +120,9 @@ def _apart(model: Model, side: Side, place: Place) -> list[Piece]:
             for kind in group.kinds:
                 at = strides[kind.name]
                 base = at.offset + (0 if each else number * at.steps["L"])
-                found.append(_tensor(side, place, index, group, layer, kind, at, base, at.steps["B"]))
+                found.append(
+                    _tensor(side, place, index, group, layer, kind, at, base, at.steps["B"])
+                )
             if each:
                 pieces.append((step, found))
                 found = []
@@ -147,7 +153,9 @@ def _overlaid(model: Model, side: Side, place: Place) -> list[Piece]:
             step = page * positions if inside else page // side.blocks[index].ratio
             for kind in group.kinds:
                 at = strides[kind.name]
-                found.append(_tensor(side, place, index, group, layer, kind, at, start + at.offset, step))
+                found.append(
+                    _tensor(side, place, index, group, layer, kind, at, start + at.offset, step)
+                )
     return [(page * positions * count, found)]
 
 
@@ -155,7 +163,9 @@ def _layers(side: Side, place: Place, group: Group) -> list[str]:
     return [layer for layer in side.shards.stages[place.pp] if layer in group.layers]
 
 
-def _extents(side: Side, place: Place, group: Group, layers: int, blocks: Blocks) -> dict[str, Extent]:
+def _extents(
+    side: Side, place: Place, group: Group, layers: int, blocks: Blocks
+) -> dict[str, Extent]:
     tiles = 1 if group.policy == "state" else blocks.kernel_tokens // group.tile_tokens
     sizes = {"L": layers, "B": blocks.count * blocks.ratio, "N": tiles}
     found: dict[str, Extent] = {}
@@ -183,7 +193,9 @@ def _tensor(
     format_ = group.format(kind, side.cache_dtype)
     scales: tuple[float, ...] = ()
     if format_.quantization != "none":
-        by_head = tuple(side.scales[head % len(side.scales)] for head in range(heads.start, heads.stop))
+        by_head = tuple(
+            side.scales[head % len(side.scales)] for head in range(heads.start, heads.stop)
+        )
         scales = by_head if len(side.scales) > 1 else side.scales
     return PagedTensor(
         layer=layer,

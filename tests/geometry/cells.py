@@ -49,7 +49,9 @@ def token_of(slots: Ints, interleave: Interleave) -> Ints:
     return (slots // run) * (run * ranks) + interleave.rank * run + slots % run
 
 
-def cells_of(tensor: PagedTensor, policy: str, ids: Sequence[int], leading: int, block_tokens: int) -> Cells:
+def cells_of(
+    tensor: PagedTensor, policy: str, ids: Sequence[int], leading: int, block_tokens: int
+) -> Cells:
     """The cells of the scheduler blocks `ids`, null blocks apart, in the order of the sequence.
 
     Args:
@@ -63,8 +65,12 @@ def cells_of(tensor: PagedTensor, policy: str, ids: Sequence[int], leading: int,
     ratio, tiles = block_tokens // tensor.block_tokens, tensor.tiles
     # [held block, kernel block in it, tile in that]
     shape = (len(held), ratio, tiles)
-    kernel = np.asarray(ids, np.int64)[held][:, None, None] * ratio + np.arange(ratio)[None, :, None]
-    first_slot = (held + leading)[:, None, None] * block_tokens + np.arange(ratio)[None, :, None] * tensor.block_tokens
+    kernel = (
+        np.asarray(ids, np.int64)[held][:, None, None] * ratio + np.arange(ratio)[None, :, None]
+    )
+    first_slot = (held + leading)[:, None, None] * block_tokens + np.arange(ratio)[
+        None, :, None
+    ] * tensor.block_tokens
     tile = np.arange(tiles)[None, None, :]
     slots = (first_slot + tile * tensor.tile_tokens)[..., None] + np.arange(tensor.tile_tokens)
     return Cells(
@@ -100,7 +106,9 @@ def byte_names(tensor: PagedTensor, cells: Cells, numbers: Mapping[tuple[str, st
     name = (name << _HEAD_BITS) + head
     tokens = (first << _TOKEN_BITS) + extra
     name = (name[None, :] << (2 * _TOKEN_BITS)) + tokens[:, None]
-    return np.asarray((name[:, :, None] << _BYTE_BITS) + np.arange(tensor.cell_bytes), dtype=np.int64)
+    return np.asarray(
+        (name[:, :, None] << _BYTE_BITS) + np.arange(tensor.cell_bytes), dtype=np.int64
+    )
 
 
 def number_of(names: Ints) -> Ints:

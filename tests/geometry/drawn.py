@@ -62,7 +62,8 @@ def _names(engine: EngineDescription) -> list[tuple[str, str]]:
 
 
 def _with_tensors(
-    engine: EngineDescription, tensors: Callable[[int, Sequence[PagedTensor]], Sequence[PagedTensor]]
+    engine: EngineDescription,
+    tensors: Callable[[int, Sequence[PagedTensor]], Sequence[PagedTensor]],
 ) -> EngineDescription:
     workers = tuple(
         msgspec.structs.replace(worker, tensors=tuple(tensors(index, worker.tensors)))
@@ -87,14 +88,18 @@ def _every(
 
 def _fact(name: str) -> Change:
     def change(engine: EngineDescription, _: int) -> EngineDescription:
-        return msgspec.structs.replace(engine, facts=msgspec.structs.replace(engine.facts, **{name: "another"}))
+        return msgspec.structs.replace(
+            engine, facts=msgspec.structs.replace(engine.facts, **{name: "another"})
+        )
 
     return change
 
 
 def _setting(engine: EngineDescription, which: int) -> EngineDescription:
     settings = (Setting(name=f"config.{which}", value="another"),)
-    return msgspec.structs.replace(engine, facts=msgspec.structs.replace(engine.facts, settings=settings))
+    return msgspec.structs.replace(
+        engine, facts=msgspec.structs.replace(engine.facts, settings=settings)
+    )
 
 
 def _format(name: str) -> Change:
@@ -131,7 +136,11 @@ def _longer_tiles(engine: EngineDescription, which: int) -> EngineDescription:
 
     def longer(tensor: PagedTensor) -> PagedTensor:
         tile = 2 * tensor.tile_tokens
-        return tensor if tensor.block_tokens % tile else msgspec.structs.replace(tensor, tile_tokens=tile)
+        return (
+            tensor
+            if tensor.block_tokens % tile
+            else msgspec.structs.replace(tensor, tile_tokens=tile)
+        )
 
     return _every(engine, which, longer)
 
@@ -141,12 +150,17 @@ def _hole(engine: EngineDescription, which: int) -> EngineDescription:
     names, workers = _names(engine), len(engine.workers)
     name = names[which % len(names)]
     return _with_tensors(
-        engine, lambda index, before: [x for x in before if x.name != name or index != which // 7 % workers]
+        engine,
+        lambda index, before: [
+            x for x in before if x.name != name or index != which // 7 % workers
+        ],
     )
 
 
 def _another_group(engine: EngineDescription, _: int) -> EngineDescription:
-    return msgspec.structs.replace(engine, groups=(*engine.groups, CacheGroup(policy="full", block_tokens=4)))
+    return msgspec.structs.replace(
+        engine, groups=(*engine.groups, CacheGroup(policy="full", block_tokens=4))
+    )
 
 
 def _exchanged_groups(engine: EngineDescription, _: int) -> EngineDescription:
@@ -169,13 +183,22 @@ def _extra_layer(engine: EngineDescription, which: int) -> EngineDescription:
     """The producer keeps a layer more, e.g. of a draft model: it is not read."""
 
     def more(_: int, before: Sequence[PagedTensor]) -> list[PagedTensor]:
-        return [*before, *(msgspec.structs.replace(x, layer="draft.0") for x in before[which % 2 : which % 2 + 1])]
+        return [
+            *before,
+            *(
+                msgspec.structs.replace(x, layer="draft.0")
+                for x in before[which % 2 : which % 2 + 1]
+            ),
+        ]
 
     return _with_tensors(engine, more)
 
 
 CHANGES: dict[str, Change] = {
-    **{name: _fact(name) for name in ("fingerprint", "dtype", "cache_dtype", "quantization", "speculative")},
+    **{
+        name: _fact(name)
+        for name in ("fingerprint", "dtype", "cache_dtype", "quantization", "speculative")
+    },
     "a setting": _setting,
     "format.dtype": _format("dtype"),
     "format.quantization": _format("quantization"),

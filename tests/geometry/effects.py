@@ -101,7 +101,9 @@ def wanted(
 ) -> Wanted:
     """The content of a consumer worker's memory that the request requires."""
     names = np.full(memory.num_bytes, UNNAMED, np.int64)
-    required, optional, tail, late, in_loaded = (np.zeros(memory.num_bytes, np.bool_) for _ in range(5))
+    required, optional, tail, late, in_loaded = (
+        np.zeros(memory.num_bytes, np.bool_) for _ in range(5)
+    )
     cache: dict[object, Cells] = {}
     for tensor in tensors:
         group = groups[tensor.group]
@@ -117,7 +119,9 @@ def wanted(
         start = needed_from if group.policy == "window" else request.first_token
         is_needed = (last >= start) & (first < request.stop_token)
         is_wanted = (first >= request.first_token) & (first < request.stop_token)
-        loaded, perhaps = (np.isin(cells.blocks, cells.blocks[some]) for some in (is_needed, is_wanted))
+        loaded, perhaps = (
+            np.isin(cells.blocks, cells.blocks[some]) for some in (is_needed, is_wanted)
+        )
         required[index[is_needed]] = True
         optional[index[is_wanted & ~is_needed]] = True
         tail[index[(first >= request.stop_token) & loaded]] = True
@@ -146,17 +150,27 @@ def check_copies(
         src = source_memories[one.producer].index(_each_byte(one.src, one.num_bytes))
         dst = memory.index(_each_byte(one.dst, one.num_bytes))
         read = sources[one.producer][src]
-        assert not (read == UNNAMED).any(), f"producer {one.producer}: bytes are read that are not the request's"
+        assert not (read == UNNAMED).any(), (
+            f"producer {one.producer}: bytes are read that are not the request's"
+        )
         result[dst] = read
         writes += np.bincount(dst, minlength=memory.num_bytes)
-    _expect(writes[target.required] == 1, target, target.required, "is not written exactly once", numbers)
+    _expect(
+        writes[target.required] == 1,
+        target,
+        target.required,
+        "is not written exactly once",
+        numbers,
+    )
     wrong = target.required & (result != target.names)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         found = "an unused byte" if result[at] == _UNUSED else spell(result[at], numbers)
         raise AssertionError(f"where {spell(target.names[at], numbers)} belongs is {found}")
     permitted = target.required | target.optional | target.tail | target.late
-    assert not writes[~permitted].any(), f"{int((writes[~permitted] > 0).sum())} bytes of others are written"
+    assert not writes[~permitted].any(), (
+        f"{int((writes[~permitted] > 0).sum())} bytes of others are written"
+    )
     assert not (writes > 1).any(), "a byte is written twice"
     kept = target.optional & (writes > 0)
     assert (result[kept] == target.names[kept]).all(), "a token before the window is wrong"
@@ -171,17 +185,25 @@ def check_routes(plans: Sequence[TransferPlan], producer: EngineDescription) -> 
     tellers: Counter[int] = Counter()
     for plan in plans:
         named = [route.worker for route in plan.routes]
-        assert len(set(named)) == len(named), f"worker {plan.worker} has two routes to one producer worker"
+        assert len(set(named)) == len(named), (
+            f"worker {plan.worker} has two routes to one producer worker"
+        )
         tellers.update(named)
     read = {route.worker for plan in plans for route in plan.routes if route.slices}
     for worker in range(len(producer.workers)):
         assert tellers[worker], f"no worker notifies producer worker {worker}"
-        assert worker in read or tellers[worker] == 1, f"{tellers[worker]} release producer worker {worker}"
+        assert worker in read or tellers[worker] == 1, (
+            f"{tellers[worker]} release producer worker {worker}"
+        )
     for plan in plans:
         for route in plan.routes:
-            assert route.expected == tellers[route.worker], f"producer worker {route.worker} expects {route.expected}"
+            assert route.expected == tellers[route.worker], (
+                f"producer worker {route.worker} expects {route.expected}"
+            )
             assert route.place == producer.workers[route.worker].place
-            assert route.slices or route.worker not in read, f"producer worker {route.worker} is released and read"
+            assert route.slices or route.worker not in read, (
+                f"producer worker {route.worker} is released and read"
+            )
     _check_balance(plans, producer)
 
 
@@ -196,7 +218,8 @@ def _check_balance(plans: Sequence[TransferPlan], producer: EngineDescription) -
         for route in plan.routes:
             for item in route.slices:
                 readers.update(
-                    (item.local.name, head, route.worker) for head in range(item.heads.start, item.heads.stop)
+                    (item.local.name, head, route.worker)
+                    for head in range(item.heads.start, item.heads.stop)
                 )
     replicas: dict[object, list[int]] = {}
     for worker, description in enumerate(producer.workers):
@@ -208,7 +231,9 @@ def _check_balance(plans: Sequence[TransferPlan], producer: EngineDescription) -
         assert max(served) - min(served) <= 1, f"replicas of {key} serve {served} readers"
 
 
-def _expect(good: Bools, target: Wanted, mask: Bools, what: str, numbers: Mapping[tuple[str, str], int]) -> None:
+def _expect(
+    good: Bools, target: Wanted, mask: Bools, what: str, numbers: Mapping[tuple[str, str], int]
+) -> None:
     if not good.all():
         name = target.names[mask][int(np.flatnonzero(~good)[0])]
         raise AssertionError(f"{spell(name, numbers)} {what}; {int((~good).sum())} bytes in all")
@@ -222,7 +247,11 @@ def _each_byte(starts: Ints, lengths: Ints) -> Ints:
 
 
 def _cells(
-    cache: dict[object, Cells], tensor: PagedTensor, group: CacheGroup, ids: Sequence[int], leading: int
+    cache: dict[object, Cells],
+    tensor: PagedTensor,
+    group: CacheGroup,
+    ids: Sequence[int],
+    leading: int,
 ) -> Cells:
     """The cells of a tensor; those of tensors that divide their tokens alike are worked out once."""
     key = (tensor.group, tensor.block_tokens, tensor.tile_tokens, tensor.interleave)

@@ -23,9 +23,13 @@ _COMPARED_FACTS = ("fingerprint", "dtype", "quantization", "speculative", "setti
 
 def feasible(consumer: EngineDescription, producer: EngineDescription) -> bool:
     """Whether every worker of `consumer` can get everything that it holds from `producer`."""
-    if any(getattr(consumer.facts, name) != getattr(producer.facts, name) for name in _COMPARED_FACTS):
+    if any(
+        getattr(consumer.facts, name) != getattr(producer.facts, name) for name in _COMPARED_FACTS
+    ):
         return False
-    ours, theirs = ([(group.policy, group.window_tokens) for group in x.groups] for x in (consumer, producer))
+    ours, theirs = (
+        [(group.policy, group.window_tokens) for group in x.groups] for x in (consumer, producer)
+    )
     if ours != theirs:
         return False
     if not _layers(producer) <= _layers(consumer):
@@ -52,17 +56,25 @@ def _found(tensor: PagedTensor, head: int, holders: list[PagedTensor], is_state:
         other
         for other in holders
         if other.heads.start <= head < other.heads.stop
-        and (other.group, other.format, other.cell_bytes) == (tensor.group, tensor.format, tensor.cell_bytes)
+        and (other.group, other.format, other.cell_bytes)
+        == (tensor.group, tensor.format, tensor.cell_bytes)
     ]
     if is_state or not alike:
         return bool(alike)
-    if any(other.interleave == tensor.interleave and other.tile_tokens == tensor.tile_tokens for other in alike):
+    if any(
+        other.interleave == tensor.interleave and other.tile_tokens == tensor.tile_tokens
+        for other in alike
+    ):
         return True
     everything = [tensor, *alike]
     # Everything repeats after this many tokens.
-    period = math.lcm(*(one.interleave.ranks * one.interleave.run_tokens * one.tile_tokens for one in everything))
+    period = math.lcm(
+        *(one.interleave.ranks * one.interleave.run_tokens * one.tile_tokens for one in everything)
+    )
     wanted = _cells(tensor.interleave, tensor.tile_tokens, period)
-    return wanted <= frozenset().union(*(_cells(one.interleave, one.tile_tokens, period) for one in alike))
+    return wanted <= frozenset().union(
+        *(_cells(one.interleave, one.tile_tokens, period) for one in alike)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -50,7 +50,10 @@ def _ranks(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
         yield "pcp"
     if case.pair.producer.shards.stages != case.pair.consumer.shards.stages:
         yield "pipelines cut differently"
-    sides = [[x for x in _tensors(case, name) if x.interleave.ranks > 1] for name in ("producer", "consumer")]
+    sides = [
+        [x for x in _tensors(case, name) if x.interleave.ranks > 1]
+        for name in ("producer", "consumer")
+    ]
     shares = [{(x.interleave.ranks, x.interleave.run_tokens) for x in side} for side in sides]
     if all(shares) and shares[0] != shares[1]:
         yield "dcp on both sides, other sizes or runs"
@@ -64,7 +67,9 @@ def _ranks(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
 
 
 def _blocks(case: Drawn) -> Iterator[str]:
-    groups = zip(case.pair.model.groups, case.pair.producer.blocks, case.pair.consumer.blocks, strict=True)
+    groups = zip(
+        case.pair.model.groups, case.pair.producer.blocks, case.pair.consumer.blocks, strict=True
+    )
     for group, there, here in groups:
         if group.policy == "state":
             continue
@@ -96,7 +101,10 @@ def _tokens(case: Drawn) -> Iterator[str]:
     policies = {group.policy for group in groups}
     if "state" in policies and len(policies) > 1:
         yield "state and attention"
-    if any(of.policy == "window" and NULL_BLOCK in ids for of, ids in zip(groups, request.local, strict=True)):
+    if any(
+        of.policy == "window" and NULL_BLOCK in ids
+        for of, ids in zip(groups, request.local, strict=True)
+    ):
         yield "window with blocks given back"
     if request.first_token:
         yield "tokens that are here already"
@@ -113,5 +121,7 @@ def _packed(tensors: Sequence[PagedTensor]) -> set[bool]:
     """Whether the V of a token lies right behind its K."""
     keys = {x.layer: x for x in tensors if x.kind == "k"}
     return {
-        x.base == keys[x.layer].base + keys[x.layer].cell_bytes for x in tensors if x.kind == "v" and x.layer in keys
+        x.base == keys[x.layer].base + keys[x.layer].cell_bytes
+        for x in tensors
+        if x.kind == "v" and x.layer in keys
     }

@@ -39,8 +39,15 @@ def latent(layers: int = 2, size: int = 24) -> Model:
 def hybrid(layers: int = 1, heads: int = 2) -> Model:
     """Attention, a sliding window, and a recurrent state with the sub-projections of its convolution."""
     keys = (Kind("k", heads, 4, 2), Kind("v", heads, 4, 2))
-    states = (Kind("conv.x", 6, 3, 2), Kind("conv.B", 2, 3, 2), Kind("conv.C", 2, 3, 2), Kind("ssm", 4, 5, 4))
-    return _model([("full", 0, layers, keys), ("window", 20, layers, keys), ("state", 0, layers, states)])
+    states = (
+        Kind("conv.x", 6, 3, 2),
+        Kind("conv.B", 2, 3, 2),
+        Kind("conv.C", 2, 3, 2),
+        Kind("ssm", 4, 5, 4),
+    )
+    return _model(
+        [("full", 0, layers, keys), ("window", 20, layers, keys), ("state", 0, layers, states)]
+    )
 
 
 def side(
@@ -73,17 +80,29 @@ def side(
         states = group.policy == "state"
         axes = "LB" if states else outer
         rest = "".join(axis for axis in "LBHN" if axis not in axes)
-        names = {kind.name: (rest if states else inner.get(kind.name, rest + "E")) for kind in group.kinds}
+        names = {
+            kind.name: (rest if states else inner.get(kind.name, rest + "E"))
+            for kind in group.kinds
+        }
         names = {name: axes if "E" in axes else f"{axes}E" for name, axes in names.items()}
         orders.append(Order(axes, names, {}, frozenset()))
     kernel = [
-        Blocks(1, 1, blocks) if group.policy == "state" else Blocks(block, ratio, blocks) for group in model.groups
+        Blocks(1, 1, blocks) if group.policy == "state" else Blocks(block, ratio, blocks)
+        for group in model.groups
     ]
     shards = Shards(Topology(pp=pp, pcp=pcp, tp=tp, dcp=dcp), stages, run, "even")
     return Side(shards, tuple(kernel), tuple(orders), overlaid=overlaid)
 
 
-def pair(model: Model, producer: Side, consumer: Side, *, tokens: int, first: int = 0, stop: int | None = None) -> Pair:
+def pair(
+    model: Model,
+    producer: Side,
+    consumer: Side,
+    *,
+    tokens: int,
+    first: int = 0,
+    stop: int | None = None,
+) -> Pair:
     """A request of `tokens` tokens, of which the consumer wants `[first, stop)`; blocks are given out backwards."""
     stop = tokens if stop is None else stop
     local, remote = _ids(model, consumer, stop), _ids(model, producer, tokens)

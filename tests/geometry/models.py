@@ -70,10 +70,15 @@ class Group:
     def format(self, kind: Kind, cache_dtype: str = "") -> Format:
         """The format of a kind; 16-bit attention caches may be kept in another dtype, cells of several tokens not."""
         if self.tile_tokens > 1:
-            return Format(dtype=_DTYPES[kind.element_bytes], packing=f"{self.tile_tokens} tokens a cell")
+            return Format(
+                dtype=_DTYPES[kind.element_bytes], packing=f"{self.tile_tokens} tokens a cell"
+            )
         if not cache_dtype or self.policy == "state" or kind.element_bytes != 2:
             return Format(dtype=_DTYPES[kind.element_bytes])
-        return Format(dtype=cache_dtype, quantization="fp8_per_tensor" if ITEM_BYTES[cache_dtype] == 1 else "none")
+        return Format(
+            dtype=cache_dtype,
+            quantization="fp8_per_tensor" if ITEM_BYTES[cache_dtype] == 1 else "none",
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ class Model:
 def models(draw: st.DrawFn) -> Model:
     """One to four layers in one to three groups."""
     policies = draw(_GROUPS)
-    members = [*range(len(policies)), *(draw(_THIRDS) % len(policies) for _ in range(draw(_MORE)))][:MAX_LAYERS]
+    members = [*range(len(policies)), *(draw(_THIRDS) % len(policies) for _ in range(draw(_MORE)))][
+        :MAX_LAYERS
+    ]
     layers = tuple(f"layers.{index}" for index in range(len(members)))
     groups = []
     for index, policy in enumerate(policies):
@@ -116,5 +123,7 @@ def _attention(draw: st.DrawFn) -> tuple[tuple[Kind, ...], int]:
 def _states(draw: st.DrawFn) -> tuple[Kind, ...]:
     """A convolution state in its sub-projections, whose channels are its heads, and a temporal state."""
     window, channels = draw(_CONVOLUTIONS), draw(_CHANNELS)
-    convolution = [Kind(f"conv.{name}", n, window, 2) for name, n in zip("xBC", channels, strict=False)]
+    convolution = [
+        Kind(f"conv.{name}", n, window, 2) for name, n in zip("xBC", channels, strict=False)
+    ]
     return (*convolution, Kind("ssm", draw(_STATE_HEADS), draw(_CONVOLUTIONS), 4))

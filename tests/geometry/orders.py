@@ -20,7 +20,8 @@ from tests.geometry.models import Group
 
 _STYLES = st.sampled_from(("dense", "dense", "cpu", "elements"))
 _PERMUTATIONS = {
-    axes: st.sampled_from(["".join(order) for order in itertools.permutations(axes)]) for axes in ("LB", "LBHN")
+    axes: st.sampled_from(["".join(order) for order in itertools.permutations(axes)])
+    for axes in ("LB", "LBHN")
 }
 _CUTS = st.integers(0, 4)
 _GAP_AXES = st.sampled_from(("", "B", "H", "NK", "LB", "E"))
@@ -74,7 +75,9 @@ def orders(draw: st.DrawFn, group: Group) -> Order:
     inner = {}
     for index, kind in enumerate(group.kinds):
         if style == "cpu":
-            inner[kind.name] = "".join(axis for axis in rest if axis != "N") + ("NE" if index % 2 else "EN")
+            inner[kind.name] = "".join(axis for axis in rest if axis != "N") + (
+                "NE" if index % 2 else "EN"
+            )
         elif style == "elements":
             at = min(draw(_CUTS), len(rest))
             inner[kind.name] = "".join([*rest[:at], "E", *rest[at:]])
@@ -82,10 +85,14 @@ def orders(draw: st.DrawFn, group: Group) -> Order:
             inner[kind.name] = "".join(rest) + "E"
     gaps = {axis: draw(_GAPS) for axis in draw(_GAP_AXES)}
     wide = frozenset(kind.name for kind in group.kinds if kind.elements % 2 == 0)
-    return Order("".join(outer), inner, gaps, wide if style != "dense" and draw(_EITHER) else frozenset())
+    return Order(
+        "".join(outer), inner, gaps, wide if style != "dense" and draw(_EITHER) else frozenset()
+    )
 
 
-def lay_out(order: Order, extents: Mapping[str, Extent], without: str = "") -> tuple[int, dict[str, Strides]]:
+def lay_out(
+    order: Order, extents: Mapping[str, Extent], without: str = ""
+) -> tuple[int, dict[str, Strides]]:
     """Strides of every kind and the bytes of the whole, from the innermost axis to the outermost.
 
     Args:
@@ -96,12 +103,17 @@ def lay_out(order: Order, extents: Mapping[str, Extent], without: str = "") -> t
     for name, extent in extents.items():
         factor = 2 if name in order.wide else 1
         own = {**extent.sizes, "E": extent.sizes["E"] // factor}
-        step, steps = _fold(order.inner[name], own, order.gaps, extent.element_bytes * factor, without)
+        step, steps = _fold(
+            order.inner[name], own, order.gaps, extent.element_bytes * factor, without
+        )
         found[name] = (end, steps, extent.element_bytes * factor)
         end += step + order.gaps.get("K", 0)
     sizes = next(iter(extents.values())).sizes
     total, outer = _fold(order.outer, sizes, order.gaps, end, without)
-    return total, {name: Strides(offset, {**steps, **outer}, item) for name, (offset, steps, item) in found.items()}
+    return total, {
+        name: Strides(offset, {**steps, **outer}, item)
+        for name, (offset, steps, item) in found.items()
+    }
 
 
 def _fold(

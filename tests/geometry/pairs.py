@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
+from kvferry.protocol.handshake import (
+    CacheGroup,
+    EngineDescription,
+    LeaseTable,
+    ModelFacts,
+    WorkerDescription,
+)
 from tests.geometry.caches import Blocks, Caches, Side, carve
 from tests.geometry.cells import Memory
 from tests.geometry.models import Model, models
@@ -77,8 +83,12 @@ def pairs(draw: st.DrawFn) -> Pair:
         for which, of in ((0, consumer_shards), (1, producer_shards))
     ]
     asked = draw(lengths(model, spans[0], spans[1]))
-    consumer = draw(_sides(model, consumer_shards, [x[0] for x in sizes], [x[1] for x in asked.local]))
-    producer = draw(_sides(model, producer_shards, [x[1] for x in sizes], [x[1] for x in asked.remote]))
+    consumer = draw(
+        _sides(model, consumer_shards, [x[0] for x in sizes], [x[1] for x in asked.local])
+    )
+    producer = draw(
+        _sides(model, producer_shards, [x[1] for x in sizes], [x[1] for x in asked.remote])
+    )
     return Pair(model, producer, consumer, _request(asked, consumer, producer, draw(_SEEDS)))
 
 
@@ -88,7 +98,9 @@ def _request(asked: Lengths, consumer: Side, producer: Side, seed: int) -> Reque
 
 
 @st.composite
-def _block_sizes(draw: st.DrawFn, policy: str, tile_tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _block_sizes(
+    draw: st.DrawFn, policy: str, tile_tokens: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Kernel block and kernel blocks per scheduler block, of the consumer and of the producer.
 
     The tokens of a state's block mean nothing, so they are any numbers.
@@ -102,13 +114,18 @@ def _block_sizes(draw: st.DrawFn, policy: str, tile_tokens: int) -> tuple[tuple[
 
 
 @st.composite
-def _sides(draw: st.DrawFn, model: Model, of: Shards, sizes: Sequence[tuple[int, int]], held: Sequence[int]) -> Side:
+def _sides(
+    draw: st.DrawFn, model: Model, of: Shards, sizes: Sequence[tuple[int, int]], held: Sequence[int]
+) -> Side:
     overlaid = len(model.groups) > 1 and draw(_EITHER)
     spare = draw(_SPARE)
     counts = [1 + spare + (sum(held) if overlaid else own) for own in held]
     return Side(
         shards=of,
-        blocks=tuple(Blocks(kernel, ratio, count) for (kernel, ratio), count in zip(sizes, counts, strict=True)),
+        blocks=tuple(
+            Blocks(kernel, ratio, count)
+            for (kernel, ratio), count in zip(sizes, counts, strict=True)
+        ),
         orders=tuple(draw(orders(group)) for group in model.groups),
         overlaid=overlaid,
         blocks_first=overlaid and draw(_EITHER),
@@ -137,7 +154,11 @@ def engine(model: Model, side: Side, engine_id: str) -> Engine:
 
 
 def describe(
-    model: Model, side: Side, engine_id: str, workers: tuple[WorkerDescription, ...], boot: str = "0" * 32
+    model: Model,
+    side: Side,
+    engine_id: str,
+    workers: tuple[WorkerDescription, ...],
+    boot: str = "0" * 32,
 ) -> EngineDescription:
     """The engine's description."""
     return EngineDescription(
@@ -153,7 +174,9 @@ def describe(
 
 def cache_groups(model: Model, side: Side) -> tuple[CacheGroup, ...]:
     return tuple(
-        CacheGroup(policy=group.policy, block_tokens=blocks.block_tokens, window_tokens=group.window_tokens)
+        CacheGroup(
+            policy=group.policy, block_tokens=blocks.block_tokens, window_tokens=group.window_tokens
+        )
         for group, blocks in zip(model.groups, side.blocks, strict=True)
     )
 

@@ -12,7 +12,15 @@ from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.runs import grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
-from kvferry.plan.waves import SourceTable, SourceUnits, Window, next_window, source_table, source_units, window_reads
+from kvferry.plan.waves import (
+    SourceTable,
+    SourceUnits,
+    Window,
+    next_window,
+    source_table,
+    source_units,
+    window_reads,
+)
 from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, WaveTable
 from kvferry.worker.staging.buffer import PreparedSource
 from tests.geometry.cells import Ints
@@ -35,7 +43,9 @@ class StagedWave(NamedTuple):
         return self.window.stop_run - self.window.first_run < self.runs
 
 
-def staged_waves(route: Route, units: Mapping[TokenMap, UnitPairs], chunks: int = EVERYTHING) -> Iterator[StagedWave]:
+def staged_waves(
+    route: Route, units: Mapping[TokenMap, UnitPairs], chunks: int = EVERYTHING
+) -> Iterator[StagedWave]:
     """The waves of a route's staged reads, each of at most so many chunks.
 
     Raises:
@@ -48,7 +58,9 @@ def staged_waves(route: Route, units: Mapping[TokenMap, UnitPairs], chunks: int 
         # No fabric is asked: only what the tables say is looked at.
         prepared = PreparedSource.of(table, cast(Any, None), cast(Any, None), 0)
         for window in _windows(table, wanted, chunks):
-            copies = _wave_copies(route.worker, table, wanted, window, prepared.wave_table(wanted, window, 0))
+            copies = _wave_copies(
+                route.worker, table, wanted, window, prepared.wave_table(wanted, window, 0)
+            )
             yield StagedWave(window, table.runs, tuple(copies))
 
 
@@ -72,18 +84,26 @@ def _wave_copies(
     chunks = table.rows[row, 0] + (reads - firsts[row]) * table.rows[row, 3]
     here, there = relayout.units[:, :2].astype(np.int64), relayout.units[:, 2:].astype(np.int64)
     for number, shape in enumerate(relayout.pieces.shapes):
-        assert relayout.ranges[number] == (0, len(relayout.units)), "every piece has all units of the wave"
+        assert relayout.ranges[number] == (0, len(relayout.units)), (
+            "every piece has all units of the wave"
+        )
         pieces = relayout.rows[relayout.rows[:, SHAPE] == number]
         combinations = grid([axis.steps for axis in shape.axes])
         inner = np.array([axis.source_stride for axis in shape.axes], np.int64) @ combinations
         outer = np.array([axis.destination_stride for axis in shape.axes], np.int64) @ combinations
         # [pieces, units, combinations of the axes]
-        at = (pieces[:, SOURCE, None] + here @ np.array(shape.source_unit_stride))[:, :, None] + inner
-        to = (pieces[:, DESTINATION, None] + there @ np.array(shape.destination_unit_stride))[:, :, None] + outer
+        at = (pieces[:, SOURCE, None] + here @ np.array(shape.source_unit_stride))[
+            :, :, None
+        ] + inner
+        to = (pieces[:, DESTINATION, None] + there @ np.array(shape.destination_unit_stride))[
+            :, :, None
+        ] + outer
         src, dst = at.ravel(), cast(Ints, to.ravel())
         if not len(src):
             continue
         chunk, inside = np.divmod(src, table.run_bytes)
-        assert 0 <= int(chunk.min()) <= int(chunk.max()) < len(chunks), "a piece is read from outside of the wave"
+        assert 0 <= int(chunk.min()) <= int(chunk.max()) < len(chunks), (
+            "a piece is read from outside of the wave"
+        )
         assert int(inside.max()) + shape.run <= table.run_bytes, "a piece reaches out of its chunk"
         yield CopyList(worker, chunks[chunk] + inside, dst, np.full(len(src), shape.run, np.int64))

@@ -62,7 +62,9 @@ def span_of(shards: Shards, policy: str, block_tokens: int) -> int:
 
 
 @st.composite
-def lengths(draw: st.DrawFn, model: Model, local_spans: tuple[int, ...], remote_spans: tuple[int, ...]) -> Lengths:
+def lengths(
+    draw: st.DrawFn, model: Model, local_spans: tuple[int, ...], remote_spans: tuple[int, ...]
+) -> Lengths:
     """A request that can be served: the producer holds what the consumer needs of every group.
 
     Of a window, the last `window_tokens` tokens are needed; of a state, the state, which is the last block's.
@@ -88,7 +90,9 @@ def lengths(draw: st.DrawFn, model: Model, local_spans: tuple[int, ...], remote_
         here, there = -(-stop // local_spans[index]), -(-num_tokens // remote_spans[index])
         # An engine may free a window's blocks at any time, and tokens that matched locally need not be described.
         clipped = draw(_KEPT) if group.policy == "window" else here
-        leading = max(0, min(here - 1, (num_tokens - group.window_tokens) // local_spans[index]) - clipped)
+        leading = max(
+            0, min(here - 1, (num_tokens - group.window_tokens) // local_spans[index]) - clipped
+        )
         local.append((leading, here - leading, True))
         left_out = max(0, needed // remote_spans[index] - min(there, draw(_KEPT)))
         remote.append((left_out, there - left_out, nulls_there and group.policy == "window"))
@@ -114,7 +118,10 @@ def with_ids(
 
 
 def _ids(
-    wanted: tuple[tuple[int, int, bool], ...], counts: tuple[int, ...], overlaid: bool, draw: random.Random
+    wanted: tuple[tuple[int, int, bool], ...],
+    counts: tuple[int, ...],
+    overlaid: bool,
+    draw: random.Random,
 ) -> tuple[tuple[int, ...], ...]:
     shared = draw.sample(range(1, counts[0]), counts[0] - 1) if overlaid else []
     found = []

@@ -17,7 +17,7 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, ModelFacts
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import StepResults
@@ -31,7 +31,12 @@ from tests.harness.seen import Seen
 HOST = "127.0.0.1"
 LEASE_S = 30.0
 FACTS = ModelFacts(
-    model="toy", fingerprint="weights:1", dtype="uint8", cache_dtype="auto", quantization="none", max_model_tokens=4096
+    model="toy",
+    fingerprint="weights:1",
+    dtype="uint8",
+    cache_dtype="auto",
+    quantization="none",
+    max_model_tokens=4096,
 )
 SETTINGS = WorkerSettings(
     lease_slots=16,
@@ -98,17 +103,25 @@ class CacheEngine(StandaloneEngine):
         )
         self.mac_key = self.description.mac_key
 
-    def finish(self, request_id: str, blocks: tuple[tuple[int, ...], ...], tokens: int) -> RemotePrefill | None:
+    def finish(
+        self, request_id: str, blocks: tuple[tuple[int, ...], ...], tokens: int
+    ) -> RemotePrefill | None:
         """A prefill has finished; its workers learn of the hold with the next step. None when it has no lease."""
         mirrored = any(worker._memory.mirror is not None for worker in self.workers)
         lease = self.leases.finish(request_id, blocks if mirrored else ())
         return None if lease is None else self.signed(lease, blocks, tokens)
 
     def signed(
-        self, lease: Lease, blocks: tuple[tuple[int, ...], ...], tokens: int, row: int | None = None
+        self,
+        lease: ProducerLease,
+        blocks: tuple[tuple[int, ...], ...],
+        tokens: int,
+        row: int | None = None,
     ) -> RemotePrefill:
         """The signed params of a prompt, with any digests: there are no token ids."""
-        return self.params_of(lease, blocks, tokens, tuple(f"{index:032x}" for index in range(-(-tokens // 256))), row)
+        return self.params_of(
+            lease, blocks, tokens, tuple(f"{index:032x}" for index in range(-(-tokens // 256))), row
+        )
 
     def order_load(
         self,
@@ -147,7 +160,10 @@ class CacheEngine(StandaloneEngine):
         return by_worker
 
     def set_timeouts(
-        self, *, load_s: float = SETTINGS.load_timeout_s, handshake_s: float = SETTINGS.handshake_timeout_s
+        self,
+        *,
+        load_s: float = SETTINGS.load_timeout_s,
+        handshake_s: float = SETTINGS.handshake_timeout_s,
     ) -> None:
         """Change the deadlines of workers that have begun; so no test depends on how fast a good load is."""
         for worker in self.workers:

@@ -25,7 +25,14 @@ GUARD_BYTES = 64
 PATTERN = Format(dtype="uint8", packing="k|v")
 
 _MIX = np.array(
-    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64
+    [
+        0x9E3779B97F4A7C15,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0xD6E8FEB86659FD93,
+        0xA0761D6478BD642F,
+    ],
+    np.uint64,
 )
 
 
@@ -84,10 +91,19 @@ class PatternCaches:
     def holds(self, blocks: Sequence[int], value: int) -> bool:
         """Whether every byte of the blocks has this value."""
         own = self.kernel_blocks(blocks)
-        return all(bool((self._view(tensor, self.memory)[own] == value).all()) for tensor in self.kv.tensors)
+        return all(
+            bool((self._view(tensor, self.memory)[own] == value).all())
+            for tensor in self.kv.tensors
+        )
 
     def write_into(
-        self, memory: Sequence[Bytes], blocks: Sequence[int], first: int, stop: int, seed: int, tail: int | None
+        self,
+        memory: Sequence[Bytes],
+        blocks: Sequence[int],
+        first: int,
+        stop: int,
+        seed: int,
+        tail: int | None,
     ) -> None:
         """Write the kernel blocks that hold tokens [first, stop) as they are when the request is complete there.
 
@@ -105,14 +121,19 @@ class PatternCaches:
         wrong = 0
         for view, ids, values in self._pieces(self.memory, blocks, 0, tokens, seed):
             used = values.shape[2]
-            wrong += int((view[ids, :, :used] != values).sum()) + int((view[ids, :, used:] != 0).sum())
+            wrong += int((view[ids, :, :used] != values).sum()) + int(
+                (view[ids, :, used:] != 0).sum()
+            )
         return wrong
 
     def broken_guards(self) -> int:
         """Bytes that belong to no block and have changed."""
         cells = [np.zeros_like(part) for part in self.memory]
         self._fill_cells(cells, 1)
-        return sum(int((part[mask == 0] != self._guard).sum()) for part, mask in zip(self.memory, cells, strict=True))
+        return sum(
+            int((part[mask == 0] != self._guard).sum())
+            for part, mask in zip(self.memory, cells, strict=True)
+        )
 
     def kernel_blocks(self, blocks: Iterable[int]) -> list[int]:
         """The kernel blocks of scheduler blocks."""
@@ -145,8 +166,20 @@ class PatternCaches:
         starts = [tensor.base - part.ctypes.data for part in self.memory]
         index = next(i for i, part in enumerate(self.memory) if 0 <= starts[i] < part.nbytes)
         element = tensor.element_bytes or tensor.cell_bytes
-        shape = (tensor.blocks, len(tensor.heads), tensor.tiles, tensor.cell_bytes // element, element)
-        steps = (tensor.block_stride, tensor.head_stride, tensor.tile_stride, tensor.element_stride or element, 1)
+        shape = (
+            tensor.blocks,
+            len(tensor.heads),
+            tensor.tiles,
+            tensor.cell_bytes // element,
+            element,
+        )
+        steps = (
+            tensor.block_stride,
+            tensor.head_stride,
+            tensor.tile_stride,
+            tensor.element_stride or element,
+            1,
+        )
         view: Bytes = np.lib.stride_tricks.as_strided(memory[index][starts[index] :], shape, steps)
         return view
 
@@ -209,7 +242,9 @@ class ToyCaches(PatternCaches):
         sizes = [step * shape.layers] if shape.one_storage else [step] * shape.layers
         storages = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         bases = [
-            storages[0].data_ptr() + layer * step if shape.one_storage else storages[layer].data_ptr()
+            storages[0].data_ptr() + layer * step
+            if shape.one_storage
+            else storages[layer].data_ptr()
             for layer in range(shape.layers)
         ]
         tensors = [
@@ -239,7 +274,9 @@ def _values(tensor: PagedTensor, tiles: npt.NDArray[np.int64], seed: int) -> Byt
     seed, layer, kind, head in the model, and tile of the request."""
     layer = int(tensor.layer.rpartition(".")[2])
     name = (np.array([seed, 2 * layer + (tensor.kind == "v")], np.uint64) * _MIX[:2]).sum()
-    heads = np.arange(tensor.heads.start, tensor.heads.stop, dtype=np.uint64)[:, None, None] * _MIX[2]
+    heads = (
+        np.arange(tensor.heads.start, tensor.heads.stop, dtype=np.uint64)[:, None, None] * _MIX[2]
+    )
     tile = tiles.astype(np.uint64)[None, :, None] * _MIX[3]
     word = heads + tile + name + np.arange(tensor.cell_bytes, dtype=np.uint64) * _MIX[4]
     word ^= word >> np.uint64(29)

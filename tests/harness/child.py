@@ -167,7 +167,9 @@ class Server:
         runner = worker._thread.runner
         slot_reads, staging = worker._memory.slot_reads, worker._memory.staging
         names = Counter(one.name for one in threading.enumerate())
-        fetching = sum(count for name, count in names.items() if name.startswith("kvferry-handshake"))
+        fetching = sum(
+            count for name, count in names.items() if name.startswith("kvferry-handshake")
+        )
         in_hand = Counter(
             leases=len(engine.leases),
             held=worker._memory.table.held(),
@@ -187,7 +189,9 @@ class Server:
             prepared=engine.fabric.prepared(),
             files=len(list(Path("/proc/self/fd").iterdir())),
             tasks=len(list(Path("/proc/self/task").iterdir())) - fetching,
-            threads=sorted(name for name in names if name.startswith("kvferry") and "handshake" not in name),
+            threads=sorted(
+                name for name in names if name.startswith("kvferry") and "handshake" not in name
+            ),
             broken=list(self._broken()),
         )
 

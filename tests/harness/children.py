@@ -45,7 +45,9 @@ class Child:
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
         state = Path(f"/proc/{self._process.pid}/stat")
-        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] in "Tt", "it stands still")
+        wait_until(
+            lambda: state.read_text().rpartition(")")[2].split()[0] in "Tt", "it stands still"
+        )
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)

@@ -128,7 +128,13 @@ class Engine(CacheEngine):
     def begin_prefill(self, tokens: int, seed: int) -> Prefill:
         """A prompt to be computed part by part (`compute`), which consumers may read meanwhile."""
         self._numbers += 1
-        return Prefill(self, [self.caches], f"{self.name}-{self.boot[:4]}-prefill-{self._numbers}", tokens, seed)
+        return Prefill(
+            self,
+            [self.caches],
+            f"{self.name}-{self.boot[:4]}-prefill-{self._numbers}",
+            tokens,
+            seed,
+        )
 
     def compute(self, prefill: Prefill, tokens: int) -> None:
         """The next step computes so many more tokens of a prompt, into any blocks that are free."""
@@ -138,10 +144,14 @@ class Engine(CacheEngine):
             offer = Offer(prefill.params, prefill.blocks, prefill.tokens, prefill.seed)
             self.offers[prefill.request_id] = offer
 
-    def changed(self, offer: Offer, *, ticket: dict[str, Any] | None = None, **fields: Any) -> RemotePrefill:
+    def changed(
+        self, offer: Offer, *, ticket: dict[str, Any] | None = None, **fields: Any
+    ) -> RemotePrefill:
         """The offer's params with other fields and the producer's MAC."""
         ticket_now = msgspec.structs.replace(offer.params.kvferry, **(ticket or {}))
-        return sign_params(msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields), self.mac_key)
+        return sign_params(
+            msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields), self.mac_key
+        )
 
     def word(self, offer: Offer) -> int:
         """The word in the offer's slot."""
@@ -185,8 +195,12 @@ class Engine(CacheEngine):
             blocks = self._take_blocks(local_tokens + loaded)
             return (blocks,)
 
-        count = self.order_load(request_id, params, local_tokens, params.remote_num_tokens, allocate)
-        load = OrderedLoad(request_id, blocks, local_tokens, local_tokens + count, self.caches.snapshot())
+        count = self.order_load(
+            request_id, params, local_tokens, params.remote_num_tokens, allocate
+        )
+        load = OrderedLoad(
+            request_id, blocks, local_tokens, local_tokens + count, self.caches.snapshot()
+        )
         self.step()
         return load
 
@@ -199,7 +213,9 @@ class Engine(CacheEngine):
         """Whether the load's own blocks are right; for tests where others are loading too."""
         expected, own = self._after(load, seed), self.caches.kernel_blocks(load.blocks)
         layers = range(self.shape.layers)
-        return all((self.caches.cells(n)[own] == self.caches.cells(n, expected)[own]).all() for n in layers)
+        return all(
+            (self.caches.cells(n)[own] == self.caches.cells(n, expected)[own]).all() for n in layers
+        )
 
     def free(self, load: OrderedLoad) -> None:
         """The request that was loaded has been answered."""

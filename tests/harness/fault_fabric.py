@@ -35,7 +35,9 @@ ID_PAGES_ROW = [PAGE_IDS * ID_BYTES, 0, PAGE_IDS * ID_BYTES, ID_PAGES]
 def reads_beside_blocks(rows: DescriptorRows) -> bool:
     """Whether these local descriptors are those of slots, headers or block ids: what is read into them writes into no
     block."""
-    return bool((rows.rows[:, 1] == SLOT_BYTES).all()) or rows.rows[:, 1:].tolist() == [ID_PAGES_ROW]
+    return bool((rows.rows[:, 1] == SLOT_BYTES).all()) or rows.rows[:, 1:].tolist() == [
+        ID_PAGES_ROW
+    ]
 
 
 class Point(str, enum.Enum):
@@ -146,7 +148,14 @@ class FaultFabric:
         self.faults: dict[str, tuple[Callable[[], Exception], range]] = {}
         self.stops.clear()
 
-    def fail(self, method: str, error: Callable[[], Exception], times: int = 1, *, first: int | None = None) -> None:
+    def fail(
+        self,
+        method: str,
+        error: Callable[[], Exception],
+        times: int = 1,
+        *,
+        first: int | None = None,
+    ) -> None:
         """The next `times` calls of `method` raise instead of happening; or those from call number `first` of all."""
         first = self.calls[method] if first is None else first
         self.faults[method] = (error, range(first, first + times))
@@ -206,7 +215,11 @@ class FaultFabric:
         return made
 
     def post_read(
-        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+        self,
+        local: LocalDescriptors,
+        local_indices: Indices,
+        remote: RemoteDescriptors,
+        remote_indices: Indices,
     ) -> Transfer:
         is_data = not self.is_slot_list(local)
         self.stops.before_read(remote.peer, is_data=is_data)

@@ -41,7 +41,9 @@ class Hold:
 class _Held(Transfer):
     """A read in two parts: `begun` is under way, `rest` is posted when the hold is over."""
 
-    def __init__(self, hold: Hold, begun: list[Transfer], rest: Callable[[], Transfer] | None, peer: str) -> None:
+    def __init__(
+        self, hold: Hold, begun: list[Transfer], rest: Callable[[], Transfer] | None, peer: str
+    ) -> None:
         self.hold, self.begun, self.rest = hold, begun, rest
         self.peer = peer  # type: ignore[assignment]
 
@@ -63,7 +65,11 @@ class GateFabric(FaultFabric):
         return sum(held.hold is hold for held in tuple(self.waiting))
 
     def post_read(
-        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+        self,
+        local: LocalDescriptors,
+        local_indices: Indices,
+        remote: RemoteDescriptors,
+        remote_indices: Indices,
     ) -> Transfer:
         hold = None if self.is_slot_list(local) or not len(local_indices) else self.hold()
         if hold is None:
@@ -71,7 +77,9 @@ class GateFabric(FaultFabric):
         cut = round(len(local_indices) * hold.at_once)
         begun, rest = [], None
         if cut:
-            begun.append(super().post_read(local, local_indices[:cut], remote, remote_indices[:cut]))
+            begun.append(
+                super().post_read(local, local_indices[:cut], remote, remote_indices[:cut])
+            )
         if cut < len(local_indices):
             late = (local, local_indices[cut:], remote, remote_indices[cut:])
             post = super().post_read
@@ -92,7 +100,11 @@ class GateFabric(FaultFabric):
             rest, transfer.rest = transfer.rest, None
             transfer.begun.append(rest())
             return TransferState.IN_FLIGHT
-        return TransferState.DONE if all(x is TransferState.DONE for x in states) else TransferState.IN_FLIGHT
+        return (
+            TransferState.DONE
+            if all(x is TransferState.DONE for x in states)
+            else TransferState.IN_FLIGHT
+        )
 
     def telemetry(self, transfer: Transfer) -> TransferTelemetry | None:
         return None if isinstance(transfer, _Held) else super().telemetry(transfer)
@@ -109,4 +121,6 @@ class GateFabric(FaultFabric):
     def open_handles(self) -> OpenHandles:
         """A read in two parts is one."""
         inner = super().open_handles()
-        return replace(inner, transfers=inner.transfers + sum(1 - len(one.begun) for one in self._held))
+        return replace(
+            inner, transfers=inner.transfers + sum(1 - len(one.begun) for one in self._held)
+        )

@@ -15,7 +15,9 @@ from tests.waiting import step_until
 TIMEOUT_S = 150.0
 
 
-def lease(engine: CacheEngine, request_id: str, request: Request, compute: Callable[[], object]) -> RemotePrefill:
+def lease(
+    engine: CacheEngine, request_id: str, request: Request, compute: Callable[[], object]
+) -> RemotePrefill:
     """Compute a prompt under a lease, and hold its blocks. Returns the signed params."""
     assert engine.leases.open(request_id)
     engine.step()
@@ -28,7 +30,9 @@ def lease(engine: CacheEngine, request_id: str, request: Request, compute: Calla
 
 def load(engine: CacheEngine, request_id: str, request: Request, params: RemotePrefill) -> None:
     """Order the load on all workers."""
-    engine.order_load(request_id, params, request.first_token, request.stop_token, lambda _: request.local)
+    engine.order_load(
+        request_id, params, request.first_token, request.stop_token, lambda _: request.local
+    )
     engine.step()
 
 
@@ -55,11 +59,18 @@ def hand_over(
     held, totals = contents(producer), len(consumer.seen.totals)
     load(consumer, request_id, request, params)
     engines = (producer, consumer)
-    step_until(lambda: consumer.seen.is_over(request_id), "the load is over", *engines, timeout_s=TIMEOUT_S)
+    step_until(
+        lambda: consumer.seen.is_over(request_id), "the load is over", *engines, timeout_s=TIMEOUT_S
+    )
     failed = consumer.seen.failed.get(request_id)
     assert failed is None, f"the load has failed: {failed.value}"
     check()
-    step_until(lambda: request_id in producer.seen.sent, "the blocks are free", *engines, timeout_s=TIMEOUT_S)
+    step_until(
+        lambda: request_id in producer.seen.sent,
+        "the blocks are free",
+        *engines,
+        timeout_s=TIMEOUT_S,
+    )
     for engine in engines:
         for _ in range(3):
             engine.step()

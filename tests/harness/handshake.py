@@ -8,8 +8,8 @@ from kvferry.protocol.side_channel.secrets import Secrets
 
 
 def fetch_description(
-    host: str, port: int, engine_id: str, asker: str, timeout_s: float, secrets: Secrets = ()
+    host: str, port: int, engine_id: str, client_id: str, timeout_s: float, secrets: Secrets = ()
 ) -> EngineDescription:
     """The description of the engine at this address, by a client of its own."""
     with SideChannelClient(secrets) as client:
-        return client.fetch_description(host, port, engine_id, asker, timeout_s)
+        return client.fetch_description(host, port, engine_id, client_id, timeout_s)

@@ -40,7 +40,9 @@ def check_worker(worker: FerryWorker, *, idle: bool = False) -> None:
     try:
         answer.result(ANSWER_WITHIN_S)
     except TimeoutError:
-        raise LocalProtocolError(f"the transfer thread has not answered within {ANSWER_WITHIN_S:g} s") from None
+        raise LocalProtocolError(
+            f"the transfer thread has not answered within {ANSWER_WITHIN_S:g} s"
+        ) from None
 
 
 def _check_rest(thread: TransferThread) -> None:

@@ -40,7 +40,11 @@ class LinkFabric(FaultFabric):
         return made
 
     def post_read(
-        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+        self,
+        local: LocalDescriptors,
+        local_indices: Indices,
+        remote: RemoteDescriptors,
+        remote_indices: Indices,
     ) -> Transfer:
         begin_s = max(self._free_s, time.monotonic())
         made = super().post_read(local, local_indices, remote, remote_indices)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.lease import ProducerLease
 from tests.harness.cache_engine import CacheEngine
 from tests.harness.caches import PatternCaches
 
@@ -38,7 +38,12 @@ class Prefill:
     """
 
     def __init__(
-        self, engine: CacheEngine, memories: Sequence[PatternCaches], request_id: str, tokens: int, seed: int
+        self,
+        engine: CacheEngine,
+        memories: Sequence[PatternCaches],
+        request_id: str,
+        tokens: int,
+        seed: int,
     ) -> None:
         assert engine.leases.open(request_id)
         lease = engine.leases.running(request_id)
@@ -48,7 +53,7 @@ class Prefill:
         self.done = self.computed = 0
         self.params: RemotePrefill | None = None
         self._engine, self._memories = engine, memories
-        self._lease: Lease = lease
+        self._lease: ProducerLease = lease
 
     @property
     def is_complete(self) -> bool:

@@ -41,7 +41,9 @@ class EngineProcess(Child):
 
     def answer(self, number: int, timeout_s: float = 30.0) -> Any:
         """The answer to a command."""
-        self._read_until(lambda: number in self._answers, f"an answer to command {number}", timeout_s)
+        self._read_until(
+            lambda: number in self._answers, f"an answer to command {number}", timeout_s
+        )
         return self._answers.pop(number)
 
     def ask(self, do: str, **arguments: Any) -> Any:
@@ -90,7 +92,9 @@ class EngineProcess(Child):
             try:
                 number, answer = self.receive(deadline_s - time.monotonic())
             except TimeoutError:
-                raise AssertionError(f"{self.start.name}: not within {timeout_s:g} s: {what}") from None
+                raise AssertionError(
+                    f"{self.start.name}: not within {timeout_s:g} s: {what}"
+                ) from None
             except EOFError:
                 raise AssertionError(f"{self.start.name} has ended; wanted {what}") from None
             if number is None:
@@ -117,7 +121,9 @@ class Fleet:
 
     def pair(self, **settings: Any) -> tuple[EngineProcess, EngineProcess]:
         """A producer P and a consumer C with the same settings."""
-        producer, consumer = self.start(*(Start(name=name, port=free_port(), **settings) for name in "PC"))
+        producer, consumer = self.start(
+            *(Start(name=name, port=free_port(), **settings) for name in "PC")
+        )
         return producer, consumer
 
     def close(self) -> None:

@@ -45,7 +45,11 @@ class Rig:
         self.engines: list[Engine] = []
 
     def make_fabric(self, agent_name: str) -> Fabric:
-        return NixlFabric(agent_name) if self.kind == "nixl" else MemoryFabric(agent_name, self.network)
+        return (
+            NixlFabric(agent_name)
+            if self.kind == "nixl"
+            else MemoryFabric(agent_name, self.network)
+        )
 
     def engine(self, name: str, **settings: Any) -> Engine:
         """See `Engine`."""
@@ -58,29 +62,44 @@ class Rig:
         return self.engine("P", **settings), self.engine("C", **settings)
 
     def step_until(
-        self, happened: Callable[[], object], what: str, timeout_s: float = 30.0, *, only: Engine | None = None
+        self,
+        happened: Callable[[], object],
+        what: str,
+        timeout_s: float = 30.0,
+        *,
+        only: Engine | None = None,
     ) -> None:
         """Step all engines, or one of them, until the condition holds."""
-        step_until(happened, what, *(self.engines if only is None else (only,)), timeout_s=timeout_s)
+        step_until(
+            happened, what, *(self.engines if only is None else (only,)), timeout_s=timeout_s
+        )
 
-    def transfer(self, producer: Engine, consumer: Engine, *, tokens: int = 10, seed: int = 1) -> OrderedLoad:
+    def transfer(
+        self, producer: Engine, consumer: Engine, *, tokens: int = 10, seed: int = 1
+    ) -> OrderedLoad:
         """One whole good handover, its bytes checked."""
         offer = producer.prefill(tokens, seed)
         load = consumer.load(offer.params)
         self.until_over(consumer, load)
         assert load.request_id in consumer.seen.loaded, consumer.seen.failed
         consumer.check_bytes(load, seed)
-        self.step_until(lambda: offer.request_id in producer.seen.sent, "the producer's blocks are free")
+        self.step_until(
+            lambda: offer.request_id in producer.seen.sent, "the producer's blocks are free"
+        )
         consumer.free(load)
         return load
 
-    def try_transfer(self, producer: Engine, consumer: Engine, seed: int = 9) -> FailureReason | None:
+    def try_transfer(
+        self, producer: Engine, consumer: Engine, seed: int = 9
+    ) -> FailureReason | None:
         """One handover: good, and then its bytes are right, or failed, and then it is said why."""
         load = consumer.load(producer.prefill(10, seed).params)
         reason = self.until_over(consumer, load, BOUND_S)
         if reason is None:
             consumer.check_bytes(load, seed)
-        self.step_until(lambda: load.request_id not in consumer.seen.alive, "its blocks are safe", BOUND_S)
+        self.step_until(
+            lambda: load.request_id not in consumer.seen.alive, "its blocks are safe", BOUND_S
+        )
         consumer.free(load)
         return reason
 
@@ -90,20 +109,33 @@ class Rig:
         while self.try_transfer(producer, consumer) is not None:
             assert time.monotonic() < deadline_s, "loads still fail"
 
-    def until_over(self, consumer: Engine, load: OrderedLoad, timeout_s: float = 30.0) -> FailureReason | None:
+    def until_over(
+        self, consumer: Engine, load: OrderedLoad, timeout_s: float = 30.0
+    ) -> FailureReason | None:
         """Step until the load is reported; returns why it failed, or None when it is good."""
-        self.step_until(lambda: consumer.seen.is_over(load.request_id), "the load is over", timeout_s)
+        self.step_until(
+            lambda: consumer.seen.is_over(load.request_id), "the load is over", timeout_s
+        )
         return consumer.seen.failed.get(load.request_id)
 
     def settle(self) -> None:
         """Lift the faults; wait until no engine has anything in use and every integrity check passes."""
         for engine in self.engines:
             engine.fabric.mend()
-        self.step_until(lambda: not any(engine.seen.alive for engine in self.engines), "no load is in quarantine")
-        self.step_until(lambda: not any(len(engine.leases) for engine in self.engines), "no lease is left", BOUND_S)
+        self.step_until(
+            lambda: not any(engine.seen.alive for engine in self.engines),
+            "no load is in quarantine",
+        )
+        self.step_until(
+            lambda: not any(len(engine.leases) for engine in self.engines),
+            "no lease is left",
+            BOUND_S,
+        )
         for engine in self.engines:
             until_adds_up(engine)
-            assert engine.worker._thread._thread.is_alive(), f"the transfer thread of {engine.name} has ended"
+            assert engine.worker._thread._thread.is_alive(), (
+                f"the transfer thread of {engine.name} has ended"
+            )
 
     def retire(self, engine: Engine) -> None:
         """Close an engine and free its port."""

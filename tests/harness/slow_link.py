@@ -17,7 +17,12 @@ class SlowLink:
         loses: whether a read, when it is first polled, never ends and keeps the link from no other.
     """
 
-    def __init__(self, fabric: FaultFabric, read_s: float, loses: Callable[[Transfer], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        fabric: FaultFabric,
+        read_s: float,
+        loses: Callable[[Transfer], bool] = lambda _: False,
+    ) -> None:
         self.ended = 0
         self.loses = loses
         self._read_s = read_s

@@ -24,7 +24,9 @@ def build(folder: Path, into: Path, *targets: str) -> None:
     """Build a checkout without a network; the build backend is one of the tests' requirements."""
     chosen = [word for target in targets for word in ("-t", target)]
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(into), *chosen]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

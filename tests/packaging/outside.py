@@ -22,7 +22,9 @@ def pins(lock: str, environment: Mapping[str, str] | None = None) -> dict[str, s
     """Name → version in `requirements/LOCK.lock`, as far as its markers fit this environment, or the given one."""
     lines = (REQUIREMENTS / f"{lock}.lock").read_text().splitlines()
     found = [Requirement(line.rstrip(" \\")) for line in lines if not line.startswith(("#", " "))]
-    fits = [one for one in found if one.marker is None or one.marker.evaluate(dict(environment or {}))]
+    fits = [
+        one for one in found if one.marker is None or one.marker.evaluate(dict(environment or {}))
+    ]
     return {one.name: str(one.specifier).removeprefix("==") for one in fits}
 
 
@@ -88,8 +90,14 @@ class Installed:
         """As `python`; gives the standard error."""
         return self._run(arguments, expected, 120).stderr
 
-    def _run(self, arguments: Sequence[str], expected: int, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
+    def _run(
+        self, arguments: Sequence[str], expected: int, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "COVERAGE"))
+        }
         environ["PYTHONPATH"] = os.pathsep.join([str(self.folder), str(self.libraries)])
         command = [sys.executable, "-S", *arguments]
         done = subprocess.run(

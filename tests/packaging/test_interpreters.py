@@ -22,7 +22,9 @@ from tests.packaging.test_python_versions import NEWEST, OLDEST
 
 pytestmark = pytest.mark.slow
 
-OTHERS = ["{}.{}".format(*version) for version in (OLDEST, NEWEST) if version != sys.version_info[:2]]
+OTHERS = [
+    "{}.{}".format(*version) for version in (OLDEST, NEWEST) if version != sys.version_info[:2]
+]
 NEEDED = ("hypothesis", "msgspec", "numpy", "pytest", "pyzmq", "rich")
 """All that the core and its tests import; torch and nixl have gigabytes of their own."""
 UNLOCKED = "3.10"
@@ -36,10 +38,14 @@ def find(version: str) -> str:
     candidates: list[str | None] = [shutil.which(f"python{version}"), *built]
     asked = "import sys, venv, ensurepip; print('{}.{}'.format(*sys.version_info))"
     for path in filter(None, candidates):
-        done = subprocess.run([path, "-c", asked], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            [path, "-c", asked], capture_output=True, text=True, check=False, timeout=60
+        )
         if done.stdout.strip() == version:
             return path
-    pytest.skip(f"NOT TESTED: Python {version} is not installed (looked on the PATH and in ~/.pyenv)")
+    pytest.skip(
+        f"NOT TESTED: Python {version} is not installed (looked on the PATH and in ~/.pyenv)"
+    )
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,28 @@ class Foreign:
 
     def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A program of it, in the checkout; nothing of the checkout's packages can be imported."""
-        environ = {name: value for name, value in os.environ.items() if not re.match("PYTHON|COVERAGE|PYTEST", name)}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not re.match("PYTHON|COVERAGE|PYTEST", name)
+        }
         command = [str(self.folder / "bin" / program), *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=1800)
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1800,
+        )
 
 
 @pytest.fixture(scope="module", params=OTHERS)
 def foreign(
-    request: pytest.FixtureRequest, distributions: Distributions, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    distributions: Distributions,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Foreign:
     """With the wheel, and what it needs from the package index at the versions of the locks, where they fit."""
     made = Foreign(tmp_path_factory.mktemp("foreign"))
@@ -68,23 +88,40 @@ def foreign(
     done = made.run("python", "-m", "pip", "install", "--quiet", "-c", str(constraints), *NEEDED)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1][:300]
-        pytest.skip(f"NOT TESTED on Python {request.param}: pip could not install its needs: {last}")
-    done = made.run("python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(distributions.wheel))
+        pytest.skip(
+            f"NOT TESTED on Python {request.param}: pip could not install its needs: {last}"
+        )
+    done = made.run(
+        "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(distributions.wheel),
+    )
     assert done.returncode == 0, done.stderr
     return made
 
 
 def test_the_commands_of_the_wheel_run(foreign: Foreign) -> None:
-    where = foreign.run("python", "-c", "import kvferry.protocol; print(kvferry.protocol.__file__)").stdout.strip()
+    where = foreign.run(
+        "python", "-c", "import kvferry.protocol; print(kvferry.protocol.__file__)"
+    ).stdout.strip()
     assert Path(where).is_relative_to(foreign.folder)
     assert foreign.run("kvferry", "--version").stdout.startswith("kvferry ")
-    planned = foreign.run("kvferry", "plan", "layers=4,heads=8,dim=64,tp=2", "layers=4,heads=8,dim=64,tp=3")
+    planned = foreign.run(
+        "kvferry", "plan", "layers=4,heads=8,dim=64,tp=2", "layers=4,heads=8,dim=64,tp=3"
+    )
     assert (planned.returncode, planned.stderr) == (0, "")
 
 
 def test_the_cores_tests_pass(foreign: Foreign) -> None:
     chosen = "not properties and not hostile"
-    done = foreign.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/protocol")
+    done = foreign.run(
+        "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/protocol"
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None

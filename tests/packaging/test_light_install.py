@@ -26,7 +26,9 @@ DESCRIBED = msgspec.structs.replace(
 )
 EXTRA = "pip install 'kvferry[worker]'"
 LARGE = ("torch", "nixl", "vllm", "triton")
-FIND = f"import importlib.util; print(*(name for name in {LARGE} if importlib.util.find_spec(name)))"
+FIND = (
+    f"import importlib.util; print(*(name for name in {LARGE} if importlib.util.find_spec(name)))"
+)
 
 
 @pytest.fixture(scope="module")

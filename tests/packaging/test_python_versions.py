@@ -36,8 +36,17 @@ follow_imports = skip
 
 def type_checked(python: tuple[int, int], *arguments: str) -> subprocess.CompletedProcess[str]:
     """By mypy, with the standard library as it is in this Python."""
-    command = [sys.executable, "-m", "mypy", "--python-version", ".".join(map(str, python)), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-version",
+        ".".join(map(str, python)),
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize("python", [OLDEST, NEWEST], ids=["oldest", "newest"])
@@ -66,7 +75,10 @@ def test_the_declared_pythons_are_those_that_the_doctor_takes() -> None:
 
 def test_the_doctors_matrix_is_what_the_package_requires() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    for written, wanted in ((PROJECT["project"]["dependencies"], NEEDED), (extras["worker"], NEEDED_BY_WORKERS)):
+    for written, wanted in (
+        (PROJECT["project"]["dependencies"], NEEDED),
+        (extras["worker"], NEEDED_BY_WORKERS),
+    ):
         named = [one.partition(">=") for one in written]
         assert {name: sign + bounds for name, sign, bounds in named} == wanted
     assert extras["vllm"] == ["kvferry[worker]", f"vllm{VLLM}"]

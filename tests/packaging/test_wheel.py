@@ -59,13 +59,19 @@ def modules_of_the_checkout() -> set[str]:
     }
 
 
-def test_the_wheel_holds_every_module_of_all_packages_and_nothing_else(distributions: Distributions) -> None:
+def test_the_wheel_holds_every_module_of_all_packages_and_nothing_else(
+    distributions: Distributions,
+) -> None:
     found = {name for name in members(distributions.wheel) if ".dist-info/" not in name}
     assert {name for name in found if name.endswith(".py")} == modules_of_the_checkout()
-    assert {name for name in found if not name.endswith(".py")} == {f"kvferry/{one}/py.typed" for one in PACKAGES}
+    assert {name for name in found if not name.endswith(".py")} == {
+        f"kvferry/{one}/py.typed" for one in PACKAGES
+    }
 
 
-def test_the_source_distribution_builds_the_same_wheel(distributions: Distributions, tmp_path: Path) -> None:
+def test_the_source_distribution_builds_the_same_wheel(
+    distributions: Distributions, tmp_path: Path
+) -> None:
     with tarfile.open(distributions.source) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
@@ -85,7 +91,9 @@ def test_every_package_is_imported_from_where_it_was_installed(installed: Instal
     found = json.loads(installed.python("-c", IMPORT_ALL % (PACKAGES,)))
     assert {f"kvferry.{name}" for name in PACKAGES} <= set(found)
     assert len(found) > 100
-    assert [name for name, file in found.items() if not Path(file).is_relative_to(installed.folder)] == []
+    assert [
+        name for name, file in found.items() if not Path(file).is_relative_to(installed.folder)
+    ] == []
 
 
 def test_the_installed_command_tells_its_version_and_plans(installed: Installed) -> None:
@@ -105,7 +113,9 @@ def test_the_description_on_pypi_has_no_relative_link(installed: Installed) -> N
     described = found.get_payload()  # type: ignore[attr-defined]
     links = set(re.findall(r'(?:\]\(|(?:src|srcset|href)=")([^)"\s]*)', described))
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    pages, pictures = (f"https://{host}/v{found['Version']}/" for host in (f"github.com/{NAME}/blob", f"raw.{RAW}"))
+    pages, pictures = (
+        f"https://{host}/v{found['Version']}/" for host in (f"github.com/{NAME}/blob", f"raw.{RAW}")
+    )
     ours = {link.partition("#")[0]: link for link in links if NAME in link}
     for link in ours:
         path = link.removeprefix(pages).removeprefix(pictures)
@@ -121,7 +131,11 @@ def test_the_changelog_and_the_images_have_the_version_of_the_package(installed:
     assert first is not None
     assert first[1] == version
     texts = [path.read_text() for path in (ROOT / "deploy").rglob("*") if path.is_file()]
-    tags = [tag for text in texts for tag in re.findall(r"(?:/kvferry[a-z-]*:|newTag: \"?)([0-9][\w.]*)", text)]
+    tags = [
+        tag
+        for text in texts
+        for tag in re.findall(r"(?:/kvferry[a-z-]*:|newTag: \"?)([0-9][\w.]*)", text)
+    ]
     assert len(tags) >= 2
     labels = re.findall(r"image\.version=(\S+)", (ROOT / "Dockerfile").read_text())
     assert {*tags, *labels} == {version}

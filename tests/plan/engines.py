@@ -17,7 +17,12 @@ from tests.geometry.shards import Shards, split_heads
 STATE_HEAD_BYTES = 32
 CONV_CELL_BYTES = 6
 """One channel: three elements of two bytes."""
-STATES = (Kind("conv.x", 16, 3, 2), Kind("conv.B", 8, 3, 2), Kind("conv.C", 8, 3, 2), Kind("ssm", 4, 8, 4))
+STATES = (
+    Kind("conv.x", 16, 3, 2),
+    Kind("conv.B", 8, 3, 2),
+    Kind("conv.C", 8, 3, 2),
+    Kind("ssm", 4, 8, 4),
+)
 
 
 def sharded(
@@ -43,7 +48,11 @@ def sharded(
         run_tokens: of the token interleave, where `dcp` is above 1.
     """
     sizes = stages or [len(split_heads(layers, pp, stage, "even")) for stage in range(pp)]
-    attention = (Kind("mla", 1, 12, 2),) if model == "mla" else (Kind("k", heads, 4, 2), Kind("v", heads, 4, 2))
+    attention = (
+        (Kind("mla", 1, 12, 2),)
+        if model == "mla"
+        else (Kind("k", heads, 4, 2), Kind("v", heads, 4, 2))
+    )
     kept = {"hybrid": ("layers", "mixers"), "state": ("mixers",)}.get(model, ("layers",))
     names = {of: tuple(f"{of}.{layer}" for layer in range(sum(sizes))) for of in kept}
     groups = tuple(
@@ -51,7 +60,9 @@ def sharded(
         for name, of in names.items()
     )
     cuts = itertools.pairwise([0, *itertools.accumulate(sizes)])
-    cut = tuple(tuple(name for of in names.values() for name in of[start:stop]) for start, stop in cuts)
+    cut = tuple(
+        tuple(name for of in names.values() for name in of[start:stop]) for start, stop in cuts
+    )
     made = Model(tuple(name for of in names.values() for name in of), groups)
     shards = Shards(Topology(pp=len(cut), pcp=pcp, tp=tp, dcp=dcp), cut, run_tokens, "even")
     one = replace(side(made, block=block_tokens, layout=order, blocks=8), shards=shards)

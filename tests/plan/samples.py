@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
+from kvferry.protocol.handshake import (
+    CacheGroup,
+    EngineDescription,
+    LeaseTable,
+    ModelFacts,
+    WorkerDescription,
+)
 
 FACTS = ModelFacts(
     model="toy",
@@ -55,7 +61,10 @@ def worker(tensors: Sequence[PagedTensor] = (), place: Place | None = None) -> W
 
 
 def engine(
-    *tensors: PagedTensor, workers: Sequence[WorkerDescription] = (), engine_id: str = "P", **changed: Any
+    *tensors: PagedTensor,
+    workers: Sequence[WorkerDescription] = (),
+    engine_id: str = "P",
+    **changed: Any,
 ) -> EngineDescription:
     usual: dict[str, Any] = {
         "engine_id": engine_id,
@@ -75,7 +84,9 @@ def other(value: Any, **changed: Any) -> Any:
 
 
 @st.composite
-def strides(draw: st.DrawFn, sizes: Sequence[int], cell_bytes: int, gaps: Sequence[int] = (0, 0, 0, 8)) -> list[int]:
+def strides(
+    draw: st.DrawFn, sizes: Sequence[int], cell_bytes: int, gaps: Sequence[int] = (0, 0, 0, 8)
+) -> list[int]:
     """Strides of an array with these sizes in any order of its axes, dense or with gaps, whose cells do not overlap."""
     found = [0] * len(sizes)
     step = cell_bytes
@@ -88,7 +99,9 @@ def strides(draw: st.DrawFn, sizes: Sequence[int], cell_bytes: int, gaps: Sequen
 
 def tokens_of(share: Interleave, count: int) -> list[int]:
     """The tokens below `count` that a rank holds, in the order of its slots: runs are dealt out like cards."""
-    return [token for token in range(count) if token // share.run_tokens % share.ranks == share.rank]
+    return [
+        token for token in range(count) if token // share.run_tokens % share.ranks == share.rank
+    ]
 
 
 def span(of: PagedTensor) -> int:
@@ -109,7 +122,9 @@ def cell_bytes(of: PagedTensor, block: int, head: int, tile: int) -> Iterator[in
         yield start + piece * of.element_stride + inside
 
 
-def unit_bytes(of: PagedTensor, tokens: TokenMap, heads: Range, block: int, position: int) -> Iterator[int]:
+def unit_bytes(
+    of: PagedTensor, tokens: TokenMap, heads: Range, block: int, position: int
+) -> Iterator[int]:
     """The address of every byte of a unit, head by head, token by token, by the definition."""
     tiles = of.tiles if tokens.is_state else tokens.unit_tokens // of.tile_tokens
     for head in range(heads.start - of.heads.start, heads.stop - of.heads.start):

@@ -22,7 +22,14 @@ GROUPS = (
 )
 FIELDS: dict[str, list[Any]] = {
     "group": [0, 1, 2, 3],
-    "base": [0, 1 << 40, LAST - (1 << 13) - 4096, LAST - 8192 * 1000, LAST - 8192 * 1000 + 1, LAST - 1],
+    "base": [
+        0,
+        1 << 40,
+        LAST - (1 << 13) - 4096,
+        LAST - 8192 * 1000,
+        LAST - 8192 * 1000 + 1,
+        LAST - 1,
+    ],
     "blocks": [1, 1000, 1001, 1 << 31],
     "block_tokens": [4, 8, 16, 24, 32],
     "block_stride": [0, 8192, 1 << 47],
@@ -41,16 +48,24 @@ FIELDS: dict[str, list[Any]] = {
         Interleave(ranks=2, rank=2),
     ],
     "scales": [(), (1.0,), (2.0,), (1.0, 2.0), (1.0, 2.0, 3.0)],
-    "format": [Format(dtype="bfloat16"), Format(dtype="float16"), Format(dtype="bfloat16", packing="p")],
+    "format": [
+        Format(dtype="bfloat16"),
+        Format(dtype="float16"),
+        Format(dtype="bfloat16", packing="p"),
+    ],
 }
 CHANGES = st.lists(
-    st.sampled_from(sorted(FIELDS)).flatmap(lambda name: st.tuples(st.just(name), st.sampled_from(FIELDS[name]))),
+    st.sampled_from(sorted(FIELDS)).flatmap(
+        lambda name: st.tuples(st.just(name), st.sampled_from(FIELDS[name]))
+    ),
     max_size=2,
 ).map(dict)
 
 
 def tensor(number: int, changes: dict[str, Any]) -> PagedTensor:
-    return make_tensor(**({"layer": f"layers.{number}", "group": 0, "format": FIELDS["format"][0]} | changes))
+    return make_tensor(
+        **({"layer": f"layers.{number}", "group": 0, "format": FIELDS["format"][0]} | changes)
+    )
 
 
 def engine(*tensors: PagedTensor) -> EngineDescription:
@@ -74,7 +89,9 @@ def block_list(one: PagedTensor) -> tuple[int, int, Interleave]:
 @given(st.lists(CHANGES, min_size=2, max_size=4))
 @example([{}, {"base": LAST - 8192 * 1000 + 1}])
 @example([{}, {"scales": (1.0, 2.0, 3.0)}])
-def test_a_description_is_refused_when_any_of_its_tensors_would_be(changes: list[dict[str, Any]]) -> None:
+def test_a_description_is_refused_when_any_of_its_tensors_would_be(
+    changes: list[dict[str, Any]],
+) -> None:
     tensors = [tensor(number, of) for number, of in enumerate(changes)]
     lists = {(one.group, block_list(one)) for one in tensors}
     expected = any(map(is_refused, tensors)) or len(lists) > len({group for group, _ in lists})

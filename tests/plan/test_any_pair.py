@@ -18,7 +18,14 @@ from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import Placing, TransferPlan
 from tests.geometry.drawn import Drawn, drawn
-from tests.geometry.effects import CopyList, check_copies, check_routes, number_names, produced, wanted
+from tests.geometry.effects import (
+    CopyList,
+    check_copies,
+    check_routes,
+    number_names,
+    produced,
+    wanted,
+)
 from tests.geometry.feasibility import feasible
 from tests.geometry.features import FEATURES, features
 from tests.geometry.handmade import attention, pair, side
@@ -31,7 +38,12 @@ UNREACHED = Costs(reaches_caches=False)
 FEW_DESCRIPTORS = replace(UNREACHED, direct_min_bytes=1 << 30)
 """The same where a descriptor costs as much as a gigabyte: more of a block is read than is needed."""
 COSTS = st.sampled_from(
-    (PUBLISHED, UNREACHED, FEW_DESCRIPTORS, *(Costs(staged_run_bytes=longest) for longest in (128, 1024, 0)))
+    (
+        PUBLISHED,
+        UNREACHED,
+        FEW_DESCRIPTORS,
+        *(Costs(staged_run_bytes=longest) for longest in (128, 1024, 0)),
+    )
 )
 """Also with no pool, with the smallest, and with a larger one."""
 CHUNKS = st.sampled_from((EVERYTHING, 1, 3, 10))
@@ -70,12 +82,20 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
         produced(worker.tensors, producer.groups, memory, request, numbers)
         for worker, memory in zip(producer.workers, there, strict=True)
     ]
-    blocks = RequestBlocks(request.local, request.remote, request.first_token, request.stop_token, request.num_tokens)
+    blocks = RequestBlocks(
+        request.local, request.remote, request.first_token, request.stop_token, request.num_tokens
+    )
     for plan, worker, memory in zip(plans, consumer.workers, case.consumer.memories(), strict=True):
         units = pair_request(plan, consumer.groups, producer.groups, blocks)
-        reported = [(route.worker, part) for route in plan.routes for part in route_copies(route, units)]
+        reported = [
+            (route.worker, part) for route in plan.routes for part in route_copies(route, units)
+        ]
         direct, staged = (
-            [CopyList(index, x.src, x.dst, x.num_bytes) for index, x in reported if x.placing is placing]
+            [
+                CopyList(index, x.src, x.dst, x.num_bytes)
+                for index, x in reported
+                if x.placing is placing
+            ]
             for placing in (Placing.DIRECT, Placing.STAGED)
         )
         target = wanted(worker.tensors, consumer.groups, memory, request, numbers)
@@ -91,7 +111,9 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
 
 
 @pytest.mark.slow
-def test_any_pair_is_planned_as_a_brute_force_model_says(run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_pair_is_planned_as_a_brute_force_model_says(
+    run_seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As many random pairs as DRAWS says; a failure names the seed that draws them again: `KVFERRY_SEED=N`."""
     seen: Counter[str] = Counter()
 
@@ -116,7 +138,9 @@ def test_any_pair_is_planned_as_a_brute_force_model_says(run_seed: int, capsys: 
         print(f"\n{draws} pairs drawn, {accepted} accepted (KVFERRY_SEED={run_seed})")
     assert draws >= DRAWS
     assert accepted >= LEAST_ACCEPTED * draws
-    rare = {name: seen[name] / draws for name in FEATURES if seen[name] < LEAST_OF_EACH_FEATURE * draws}
+    rare = {
+        name: seen[name] / draws for name in FEATURES if seen[name] < LEAST_OF_EACH_FEATURE * draws
+    }
     assert not rare, f"too few draws have these, KVFERRY_SEED={run_seed}"
 
 
@@ -124,7 +148,10 @@ def test_any_pair_is_planned_as_a_brute_force_model_says(run_seed: int, capsys: 
 def test_elements_of_two_sizes_go_through_a_small_pool(wide: str) -> None:
     """Found by the random pairs: the one axis of the smaller elements is two axes on the other side."""
     model = attention()
-    sides = {name: side(model, layout="cpu", block=block) for name, block in (("producer", 48), ("consumer", 32))}
+    sides = {
+        name: side(model, layout="cpu", block=block)
+        for name, block in (("producer", 48), ("consumer", 32))
+    }
     (order,) = sides[wide].orders
     sides[wide] = replace(sides[wide], orders=(replace(order, wide=frozenset({"k"})),))
     case = Drawn(pair(model, sides["producer"], sides["consumer"], tokens=45))
@@ -139,7 +166,8 @@ def test_elements_of_two_sizes_apart_from_one_another_are_staged(wide: str, bloc
     """Found by the random pairs: elements with a gap behind each are an axis of the producer's runs."""
     model = attention()
     sides = {
-        name: side(model, layout="cpu", block=size, blocks=50) for name, size in (("producer", block), ("consumer", 32))
+        name: side(model, layout="cpu", block=size, blocks=50)
+        for name, size in (("producer", block), ("consumer", 32))
     }
     for name, one in sides.items():
         (order,) = one.orders

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.assignment import MAX_LACKS, Assignment, Lack, Source, assign
+from kvferry.plan.assignment import MAX_LACKS, Assignment, Lack, ReadSource, assign
 from kvferry.plan.tokens import share_of
 from kvferry.protocol.geometry import Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
@@ -37,7 +37,9 @@ def items(of: PagedTensor, count: int) -> Iterator[Item]:
         yield from ((of.name, head, token) for token in tokens_of(of.interleave, count))
 
 
-def check(consumers: list[WorkerDescription], producers: list[WorkerDescription], assignment: Assignment) -> None:
+def check(
+    consumers: list[WorkerDescription], producers: list[WorkerDescription], assignment: Assignment
+) -> None:
     """Everything that a worker needs and any producer worker holds is read once, from a holder; the rest is a lack."""
     everything = [one for side in (consumers, producers) for of in side for one in of.tensors]
     count = math.lcm(*(one.interleave.ranks * one.interleave.run_tokens for one in everything))
@@ -47,9 +49,15 @@ def check(consumers: list[WorkerDescription], producers: list[WorkerDescription]
         got: Counter[Item] = Counter()
         needed = {item for one in here.tensors for item in items(one, count)}
         for producer, sources in read.items():
-            shares = {one.name: tokens_of(share_of(one), count) for one in producers[producer].tensors}
+            shares = {
+                one.name: tokens_of(share_of(one), count) for one in producers[producer].tensors
+            }
             for name, heads in sources:
-                part = {(name, head, token) for head in range(heads.start, heads.stop) for token in shares[name]}
+                part = {
+                    (name, head, token)
+                    for head in range(heads.start, heads.stop)
+                    for token in shares[name]
+                }
                 assert part <= held[producer]
                 got.update(part & needed)
         assert set(got.values()) <= {1}
@@ -78,7 +86,9 @@ def shards(draw: st.DrawFn) -> list[WorkerDescription]:
         for kind in draw(st.sampled_from((("k",), ("k", "v"), ("v",), ()))):
             start = draw(st.integers(0, 4))
             heads = Range(start, draw(st.integers(start, 5)))
-            tensors.append(tensor(kind=kind, heads=heads, interleave=share if ranks > 1 else Interleave()))
+            tensors.append(
+                tensor(kind=kind, heads=heads, interleave=share if ranks > 1 else Interleave())
+            )
         workers.append(other(worker(place=Place(tp=index)), tensors=tuple(tensors)))
     return workers
 
@@ -108,7 +118,11 @@ def test_replicas_serve_equally_many_readers_or_one_more(
     times: Counter[tuple[tuple[str, str], int, int]] = Counter()
     for read in assignment.sources:
         for index, sources in read.items():
-            times.update((name, head, index) for name, part in sources for head in range(part.start, part.stop))
+            times.update(
+                (name, head, index)
+                for name, part in sources
+                for head in range(part.start, part.stop)
+            )
     for name in {one.name for of in producer.workers for one in of.tensors}:
         for head in range(heads):
             holders = [
@@ -140,10 +154,16 @@ def test_replicas_serve_equally_many_readers_or_one_more(
         ({"pp": 2}, {"pp": 1}, [[0], [0]]),
         ({"pp": 1}, {"pp": 2}, [[0, 1]]),
         ({"stages": (1, 3)}, {"stages": (2, 2)}, [[0], [0, 1]]),
-        ({"tp": 2, "dcp": 2, "model": "mla"}, {"tp": 4, "dcp": 4, "model": "mla"}, [[0, 2], [1, 3]]),
+        (
+            {"tp": 2, "dcp": 2, "model": "mla"},
+            {"tp": 4, "dcp": 4, "model": "mla"},
+            [[0, 2], [1, 3]],
+        ),
     ],
 )
-def test_who_reads_from_whom(here: dict[str, object], there: dict[str, object], expected: list[list[int]]) -> None:
+def test_who_reads_from_whom(
+    here: dict[str, object], there: dict[str, object], expected: list[list[int]]
+) -> None:
     assignment = pair(sharded("D", **here), sharded(**there))  # type: ignore[arg-type]
     assert readers(assignment) == expected
     assert assignment.lacks == ()
@@ -158,17 +178,22 @@ def test_producers_without_a_reader_are_notified_by_the_consumers_with_the_fewes
 
 def test_heads_that_touch_are_one_source() -> None:
     """Where another worker's borders cut a range, the parts that come from one worker are joined again."""
-    consumers = [worker([tensor(heads=Range(0, 4))]), worker([tensor(heads=Range(2, 4))], Place(tp=1))]
+    consumers = [
+        worker([tensor(heads=Range(0, 4))]),
+        worker([tensor(heads=Range(2, 4))], Place(tp=1)),
+    ]
     assignment = assign(consumers, [worker([tensor(heads=Range(0, 4))])])
     assert assignment.sources == (
-        {0: (Source(("layers.0", "kv"), Range(0, 4)),)},
-        {0: (Source(("layers.0", "kv"), Range(2, 4)),)},
+        {0: (ReadSource(("layers.0", "kv"), Range(0, 4)),)},
+        {0: (ReadSource(("layers.0", "kv"), Range(2, 4)),)},
     )
 
 
 def test_the_bytes_of_earlier_tensors_count_where_replicas_are_equally_good() -> None:
     """Three layers with patterns of their own, one reader: the replica that has sent least is next."""
-    wide, narrow, last = (tensor(layer=name, cell_bytes=size) for name, size in (("0", 32), ("1", 8), ("2", 16)))
+    wide, narrow, last = (
+        tensor(layer=name, cell_bytes=size) for name, size in (("0", 32), ("1", 8), ("2", 16))
+    )
     lone = worker([wide, narrow, last])
     both = [worker([wide, narrow, last]), worker([wide, narrow, last], Place(tp=1))]
     only_wide = assign([worker([wide]), worker([narrow, last], Place(tp=1))], both)
@@ -193,7 +218,9 @@ def test_the_bytes_of_earlier_tensors_count_where_replicas_are_equally_good() ->
     ],
     ids=["heads", "a layer", "a share of the tokens"],
 )
-def test_what_has_no_holder_is_named(consumer: PagedTensor, producers: list[PagedTensor], lack: Lack) -> None:
+def test_what_has_no_holder_is_named(
+    consumer: PagedTensor, producers: list[PagedTensor], lack: Lack
+) -> None:
     holders = [worker([one], Place(tp=rank)) for rank, one in enumerate(producers)]
     assert assign([worker([consumer])], holders).lacks == (lack,)
 
@@ -206,12 +233,14 @@ def test_a_description_that_claims_very_many_ranks_costs_no_more_than_its_first_
         [worker([tensor(layer=layer, interleave=claim) for layer in layers])],
     )
     assert len(assignment.lacks) == MAX_LACKS
-    assert assignment.lacks[0] == Lack(("layers.0", "kv"), Range(0, 2), Interleave(ranks=65536, rank=1, run_tokens=1))
+    assert assignment.lacks[0] == Lack(
+        ("layers.0", "kv"), Range(0, 2), Interleave(ranks=65536, rank=1, run_tokens=1)
+    )
 
 
 def test_what_only_the_producer_has_is_not_read() -> None:
     assignment = assign([worker()], [worker([tensor(), tensor(layer="draft.0")])])
-    assert assignment.sources == ({0: (Source(("layers.0", "kv"), Range(0, 2)),)},)
+    assert assignment.sources == ({0: (ReadSource(("layers.0", "kv"), Range(0, 2)),)},)
 
 
 def hybrid(tp: int, heads: int, states: int) -> list[WorkerDescription]:
@@ -226,16 +255,25 @@ def hybrid(tp: int, heads: int, states: int) -> list[WorkerDescription]:
     return made
 
 
-@pytest.mark.parametrize("heads", [0, 1, 2, 4, 8, 16], ids=lambda heads: f"{heads} heads" if heads else "MLA")
+@pytest.mark.parametrize(
+    "heads", [0, 1, 2, 4, 8, 16], ids=lambda heads: f"{heads} heads" if heads else "MLA"
+)
 @pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("there", [1, 2, 4, 8, 16])
-def test_replicated_heads_are_read_where_the_state_is_read_anyway(here: int, there: int, heads: int) -> None:
+def test_replicated_heads_are_read_where_the_state_is_read_anyway(
+    here: int, there: int, heads: int
+) -> None:
     """Before, in turn from all that hold them: MLA, TP 8 -> 16 took 30 routes, one head 4 -> 8 14, two heads 12."""
     consumers, producers = hybrid(here, heads, 16), hybrid(there, heads, 16)
     assignment = assign(consumers, producers)
     check(consumers, producers, assignment)
     assert sum(map(len, assignment.sources)) == max(here, there)
-    times = Counter(producer for read in assignment.sources for producer, sources in read.items() for _ in sources)
+    times = Counter(
+        producer
+        for read in assignment.sources
+        for producer, sources in read.items()
+        for _ in sources
+    )
     assert max(times.values()) <= 2 * -(-here // there)
 
 
@@ -248,7 +286,10 @@ def mixed(draw: st.DrawFn) -> list[WorkerDescription]:
         first = draw(st.sampled_from((0, 2)))
         replica = tensor(kind="k", heads=Range(first, first + 2))
         own = tensor(
-            kind="ssm", heads=Range(rank * heads // count, max(rank * heads // count + 1, (rank + 1) * heads // count))
+            kind="ssm",
+            heads=Range(
+                rank * heads // count, max(rank * heads // count + 1, (rank + 1) * heads // count)
+            ),
         )
         made.append(other(worker(place=Place(tp=rank)), tensors=(replica, own)))
     return made
@@ -262,7 +303,11 @@ def test_a_reader_takes_a_new_route_only_where_those_that_it_has_serve_enough_al
     assignment = assign(consumers, producers)
     check(consumers, producers, assignment)
     by_state = [
-        {producer for producer, sources in read.items() if any(one.name[1] == "ssm" for one in sources)}
+        {
+            producer
+            for producer, sources in read.items()
+            if any(one.name[1] == "ssm" for one in sources)
+        }
         for read in assignment.sources
     ]
     for first in (0, 2):
@@ -271,7 +316,11 @@ def test_a_reader_takes_a_new_route_only_where_those_that_it_has_serve_enough_al
         if not wants or not holds:
             continue
         chosen = [
-            next(p for p, sources in assignment.sources[reader].items() if any(one.name[1] == "k" for one in sources))
+            next(
+                p
+                for p, sources in assignment.sources[reader].items()
+                if any(one.name[1] == "k" for one in sources)
+            )
             for reader in wants
         ]
         served = [chosen.count(holder) for holder in holds]
@@ -281,4 +330,9 @@ def test_a_reader_takes_a_new_route_only_where_those_that_it_has_serve_enough_al
             for ways in itertools.product(holds, repeat=len(wants))
             if max(map(ways.count, holds)) - min(map(ways.count, holds)) <= 1
         )
-        assert sum(holder not in by_state[reader] for reader, holder in zip(wants, chosen, strict=True)) == fewest
+        assert (
+            sum(
+                holder not in by_state[reader] for reader, holder in zip(wants, chosen, strict=True)
+            )
+            == fewest
+        )

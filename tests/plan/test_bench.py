@@ -10,7 +10,9 @@ BLOCKS = 100_000
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(8, 4), (4, 8)])
-def test_plans_tables_and_requests_stay_within_their_limits(producer_tp: int, consumer_tp: int, layout: str) -> None:
+def test_plans_tables_and_requests_stay_within_their_limits(
+    producer_tp: int, consumer_tp: int, layout: str
+) -> None:
     """Best of five, in processor time; the other runs on this machine decide about the rest."""
     found = measure(Case(producer_tp, consumer_tp, layout, BLOCKS), repeats=5)
     assert found.plan_and_tables_ms < MAX_PLAN_MS

@@ -48,10 +48,14 @@ def asked(
     shares: tuple[Interleave, Interleave] = (Interleave(), Interleave()),
 ) -> Asked:
     policy = "window" if window else "full"
-    here, there = (CacheGroup(policy=policy, block_tokens=size, window_tokens=window) for size in blocks)
+    here, there = (
+        CacheGroup(policy=policy, block_tokens=size, window_tokens=window) for size in blocks
+    )
     sides = [
         tensor(block_tokens=kernel, blocks=count * size // kernel, interleave=share)
-        for kernel, size, count, share in zip(kernels or blocks, blocks, (HERE, THERE), shares, strict=True)
+        for kernel, size, count, share in zip(
+            kernels or blocks, blocks, (HERE, THERE), shares, strict=True
+        )
     ]
     tokens = map_tokens(0, policy, *sides)
     first, stop = wanted
@@ -72,7 +76,9 @@ Spot = tuple[int, int]
 """A kernel block and a slot in it."""
 
 
-def spot(ids: Sequence[int], missing: int, group: CacheGroup, kernel: int, slot: int, blocks: int) -> Spot | None:
+def spot(
+    ids: Sequence[int], missing: int, group: CacheGroup, kernel: int, slot: int, blocks: int
+) -> Spot | None:
     """Where a slot is, by walking the list of blocks; None where no block is held."""
     at, inside = divmod(slot, group.block_tokens)
     if at - missing >= len(ids):
@@ -97,7 +103,9 @@ def by_tokens(case: Asked) -> dict[int, tuple[Spot, Spot]]:
     in_unit: dict[int, list[int]] = {}
     for token in here.keys() & there.keys():
         in_unit.setdefault(here[token] // tokens.unit_tokens, []).append(token)
-    needed_from = request.stop_token - case.here.window_tokens + 1 if case.here.policy == "window" else 0
+    needed_from = (
+        request.stop_token - case.here.window_tokens + 1 if case.here.policy == "window" else 0
+    )
     found: dict[int, tuple[Spot, Spot]] = {}
     for unit in in_unit.values():
         if not any(request.first_token <= token < request.stop_token for token in unit):
@@ -106,7 +114,9 @@ def by_tokens(case: Asked) -> dict[int, tuple[Spot, Spot]]:
             to = spot(local_ids, 0, case.here, tokens.local.block_tokens, here[token], HERE)
             if to is None:
                 continue
-            source = spot(remote_ids, missing, case.there, tokens.remote.block_tokens, there[token], THERE)
+            source = spot(
+                remote_ids, missing, case.there, tokens.remote.block_tokens, there[token], THERE
+            )
             if source is not None:
                 found[token] = (to, source)
             elif max(unit) >= needed_from:
@@ -128,7 +138,13 @@ def interleaves(draw: st.DrawFn) -> tuple[Interleave, Interleave]:
     for _ in range(2):
         ranks = draw(st.sampled_from((1, 1, 2, 3)))
         run = draw(st.sampled_from((1, 2, 4)))
-        sides.append(Interleave(ranks=ranks, rank=draw(st.integers(0, ranks - 1)), run_tokens=run if ranks > 1 else 1))
+        sides.append(
+            Interleave(
+                ranks=ranks,
+                rank=draw(st.integers(0, ranks - 1)),
+                run_tokens=run if ranks > 1 else 1,
+            )
+        )
     return (sides[0], sides[0]) if draw(st.booleans()) else (sides[0], sides[1])
 
 
@@ -138,7 +154,9 @@ def requests(draw: st.DrawFn) -> Asked:
     shares = draw(interleaves())
     kernels = tuple(draw(st.sampled_from((1, 2, 3, 4, 6))) for _ in range(2))
     # A scheduler block holds whole runs: otherwise its rank could not tell how many of its slots are used.
-    least = [math.lcm(kernel, share.run_tokens) for kernel, share in zip(kernels, shares, strict=True)]
+    least = [
+        math.lcm(kernel, share.run_tokens) for kernel, share in zip(kernels, shares, strict=True)
+    ]
     blocks = tuple(size * draw(st.integers(1, 3)) for size in least)
     num_tokens = draw(st.integers(1, 60))
     stop = draw(st.one_of(st.just(num_tokens), st.integers(0, num_tokens)))
@@ -151,7 +169,9 @@ def requests(draw: st.DrawFn) -> Asked:
     total = -(-num_tokens // (blocks[1] * shares[1].ranks))
     needed_from = max(0, stop - window + 1 if window else first)
     missing = draw(st.integers(0, min(needed_from // (blocks[1] * shares[1].ranks), total)))
-    remote = draw(st.lists(st.integers(1, THERE - 1), min_size=total - missing, max_size=total - missing))
+    remote = draw(
+        st.lists(st.integers(1, THERE - 1), min_size=total - missing, max_size=total - missing)
+    )
     return replace(case, request=RequestBlocks([local], [remote], first, stop, num_tokens))
 
 
@@ -161,7 +181,9 @@ def broken_requests(draw: st.DrawFn) -> Asked:
     case = draw(requests())
     request = case.request
     local, remote, stop = list(request.local[0]), list(request.remote[0]), request.stop_token
-    change = draw(st.sampled_from(("one more", "one fewer", "a null", "too high", "longer", "shorter local")))
+    change = draw(
+        st.sampled_from(("one more", "one fewer", "a null", "too high", "longer", "shorter local"))
+    )
     at = draw(st.integers(0, max(0, len(remote) - 1)))
     if change == "one more":
         remote.insert(0, 3)
@@ -171,14 +193,19 @@ def broken_requests(draw: st.DrawFn) -> Asked:
         local = local[:-1]
     elif remote:
         remote[at : at + 1] = {"one fewer": [], "a null": [NULL_BLOCK], "too high": [THERE]}[change]
-    return replace(case, request=RequestBlocks([local], [remote], request.first_token, stop, request.num_tokens))
+    return replace(
+        case,
+        request=RequestBlocks([local], [remote], request.first_token, stop, request.num_tokens),
+    )
 
 
 def check(case: Asked) -> None:
     expected = by_tokens(case)
     pairs = case.pair()
     spots = list(unit_spots(case, pairs))
-    assert sorted(spots) == sorted(expected.values()), "every token of the units, from its own place"
+    assert sorted(spots) == sorted(expected.values()), (
+        "every token of the units, from its own place"
+    )
     slots = slots_of(case.tokens.local.share, COUNTED)
     assert pairs.first_slot == (slots[min(expected)] if expected else 0)
 
@@ -204,7 +231,9 @@ def test_any_change_is_paired_or_refused_as_the_tokens_say(case: Asked) -> None:
 
 def test_a_state_is_the_last_block_that_either_side_holds() -> None:
     state = CacheGroup(policy="state", block_tokens=16)
-    tokens = map_tokens(0, "state", tensor(block_tokens=16, blocks=9), tensor(block_tokens=4, blocks=5))
+    tokens = map_tokens(
+        0, "state", tensor(block_tokens=16, blocks=9), tensor(block_tokens=4, blocks=5)
+    )
     pairs = pair_units(tokens, state, state, RequestBlocks([[0, 0, 7]], [[2, 4, 0]], 0, 40, 40))
     assert (pairs.local_block.tolist(), pairs.remote_block.tolist()) == ([7], [4])
     assert (pairs.local_position.tolist(), pairs.remote_position.tolist()) == ([0], [0])
@@ -220,9 +249,13 @@ def test_a_state_is_the_last_block_that_either_side_holds() -> None:
         ([9], [4], 40, "local_blocks is 9; expected block ids up to 8"),
     ],
 )
-def test_a_state_that_is_not_there_is_refused(local: list[int], remote: list[int], stop: int, says: str) -> None:
+def test_a_state_that_is_not_there_is_refused(
+    local: list[int], remote: list[int], stop: int, says: str
+) -> None:
     state = CacheGroup(policy="state", block_tokens=16)
-    tokens = map_tokens(0, "state", tensor(block_tokens=16, blocks=9), tensor(block_tokens=4, blocks=5))
+    tokens = map_tokens(
+        0, "state", tensor(block_tokens=16, blocks=9), tensor(block_tokens=4, blocks=5)
+    )
     with pytest.raises(InvalidParams) as refused:
         pair_units(tokens, state, state, RequestBlocks([local], [remote], 0, stop, 40))
     assert says in str(refused.value)
@@ -234,7 +267,10 @@ def test_a_state_that_is_not_there_is_refused(local: list[int], remote: list[int
         (asked([9], [1, 2], (0, 4)), "2 blocks'; expected at most 1 blocks for 4 tokens"),
         (asked([9, 8], [1, THERE], (0, 8)), f"is {THERE}; expected block ids up to {THERE - 1}"),
         (asked([9, 8], [1, -2], (0, 8)), f"expected block ids up to {THERE - 1}"),
-        (asked([9], [THERE], (0, 8), blocks=(8, 8), kernels=(4, 4)), f"is {THERE}; expected block ids up to"),
+        (
+            asked([9], [THERE], (0, 8), blocks=(8, 8), kernels=(4, 4)),
+            f"is {THERE}; expected block ids up to",
+        ),
         (asked([9, 8], [2], (0, 8)), "1 blocks'; expected blocks for all tokens from 0 to 8"),
         (asked([9, 8], [0, 2], (0, 8)), "2 blocks'; expected blocks for all tokens from 0 to 8"),
         (asked([9, 8], [1, 0], (0, 8)), "2 blocks'; expected blocks for all tokens from 0 to 8"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.plan.run_merger import bundle
-from kvferry.plan.runs import Bundle, Part
+from kvferry.plan.runs import Bundle, TensorSlice
 from kvferry.plan.tokens import map_tokens
 from kvferry.protocol.geometry import PagedTensor, Range
 from tests.plan.samples import other, strides, tensor, unit_bytes
@@ -19,8 +19,12 @@ from tests.plan.samples import other, strides, tensor, unit_bytes
 HEADS, TOKENS, CELL = 2, 4, 16
 
 
-def part(local: PagedTensor, remote: PagedTensor, heads: Range | None = None, policy: str = "full") -> Part:
-    return Part(local, remote, heads or local.heads, map_tokens(local.group, policy, local, remote))
+def part(
+    local: PagedTensor, remote: PagedTensor, heads: Range | None = None, policy: str = "full"
+) -> TensorSlice:
+    return TensorSlice(
+        local, remote, heads or local.heads, map_tokens(local.group, policy, local, remote)
+    )
 
 
 def laid_out(order: str, **changed: Any) -> PagedTensor:
@@ -42,22 +46,40 @@ def both(order: str, **changed: Any) -> tuple[PagedTensor, PagedTensor]:
     return k, other(k, kind="v", base=k.base + CELL)
 
 
-def runs_of(found: Sequence[Bundle], here: tuple[int, int], there: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+def runs_of(
+    found: Sequence[Bundle], here: tuple[int, int], there: tuple[int, int]
+) -> Iterator[tuple[int, int, int]]:
     """`(local address, remote address, length)` of every descriptor of one unit: `(block, position)` on both sides."""
     for one in found:
-        local = here[0] * one.local_unit_stride.block_stride + here[1] * one.local_unit_stride.position_stride
-        remote = there[0] * one.remote_unit_stride.block_stride + there[1] * one.remote_unit_stride.position_stride
+        local = (
+            here[0] * one.local_unit_stride.block_stride
+            + here[1] * one.local_unit_stride.position_stride
+        )
+        remote = (
+            there[0] * one.remote_unit_stride.block_stride
+            + there[1] * one.remote_unit_stride.position_stride
+        )
         for base in one.bases:
             for steps in itertools.product(*(range(axis.steps) for axis in one.axes)):
-                to = sum(step * axis.local_stride for step, axis in zip(steps, one.axes, strict=True))
-                source = sum(step * axis.remote_stride for step, axis in zip(steps, one.axes, strict=True))
+                to = sum(
+                    step * axis.local_stride for step, axis in zip(steps, one.axes, strict=True)
+                )
+                source = sum(
+                    step * axis.remote_stride for step, axis in zip(steps, one.axes, strict=True)
+                )
                 yield base[0] + local + to, base[1] + remote + source, one.run_bytes
 
 
-def check(*parts: Part, here: tuple[int, int] = (1, 0), there: tuple[int, int] = (2, 0)) -> tuple[Bundle, ...]:
+def check(
+    *parts: TensorSlice, here: tuple[int, int] = (1, 0), there: tuple[int, int] = (2, 0)
+) -> tuple[Bundle, ...]:
     """The bundles, whose descriptors of one unit move every byte of it once, from its own place."""
     found = bundle(parts)
-    moved = [(to + byte, source + byte) for to, source, length in runs_of(found, here, there) for byte in range(length)]
+    moved = [
+        (to + byte, source + byte)
+        for to, source, length in runs_of(found, here, there)
+        for byte in range(length)
+    ]
     wanted = [
         pair
         for one in parts
@@ -78,12 +100,14 @@ def check(*parts: Part, here: tuple[int, int] = (1, 0), there: tuple[int, int] =
 @st.composite
 def elements(draw: st.DrawFn, cell: int) -> tuple[int, int]:
     """The bytes of an element, 0 where they follow one another, and the stride as a multiple of the cell."""
-    size = draw(st.sampled_from([0, *(size for size in (1, 2, 4) if cell % size == 0 and size < cell)]))
+    size = draw(
+        st.sampled_from([0, *(size for size in (1, 2, 4) if cell % size == 0 and size < cell)])
+    )
     return size, draw(st.integers(1, 3)) if size else 0
 
 
 @st.composite
-def any_parts(draw: st.DrawFn) -> list[Part]:
+def any_parts(draw: st.DrawFn) -> list[TensorSlice]:
     """Up to three tensors with the same or other strides, side by side or apart, packed together or not."""
     parts = []
     count = draw(st.integers(1, 3))
@@ -130,7 +154,7 @@ def any_parts(draw: st.DrawFn) -> list[Part]:
 
 @given(parts=any_parts(), data=st.data())
 def test_any_strides_give_every_byte_of_a_unit_once_and_from_its_own_place(
-    parts: list[Part], data: st.DataObject
+    parts: list[TensorSlice], data: st.DataObject
 ) -> None:
     tokens = parts[0].tokens
     here, there = (
@@ -156,7 +180,9 @@ def test_the_worked_example_of_the_docstring() -> None:
 
 def test_keys_and_values_that_are_packed_on_one_side_only_stay_apart() -> None:
     k, v = both("HND")
-    apart = laid_out("HND", head_stride=TOKENS * CELL, tile_stride=CELL, block_stride=HEADS * TOKENS * CELL)
+    apart = laid_out(
+        "HND", head_stride=TOKENS * CELL, tile_stride=CELL, block_stride=HEADS * TOKENS * CELL
+    )
     parts = [part(k, apart), part(v, other(apart, kind="v", base=apart.base + (1 << 20)))]
     (one,) = check(*parts)
     assert (one.run_bytes, one.unit_runs, one.members) == (CELL, 16, ((0,), (1,)))
@@ -167,7 +193,9 @@ def test_the_layers_of_a_blocks_first_cache_are_one_run() -> None:
     layers = [tensor(layer=f"{n}", base=4096 + n * 64, block_stride=192) for n in range(3)]
     (one,) = check(*(part(layer, layer) for layer in layers))
     assert (one.run_bytes, one.unit_runs, one.members) == (192, 1, ((0, 1, 2),))
-    there = [other(layer, base=1 << 30 | n << 20, block_stride=64) for n, layer in enumerate(layers)]
+    there = [
+        other(layer, base=1 << 30 | n << 20, block_stride=64) for n, layer in enumerate(layers)
+    ]
     (one,) = check(*(part(layer, remote) for layer, remote in zip(layers, there, strict=True)))
     assert (one.run_bytes, one.unit_runs) == (64, 3)
 
@@ -177,18 +205,32 @@ def test_the_layers_of_a_blocks_first_cache_are_one_run() -> None:
 def test_a_joined_run_never_crosses_into_another_allocation(blocks: int, apart: str) -> None:
     """Two layers of one block each may lie next to each other by chance: no region holds a run across both."""
     alone = tensor(blocks=blocks)
-    chance = alone, tensor(layer="layers.1", base=alone.base + blocks * alone.block_stride, blocks=blocks)
-    inside = other(alone, block_stride=192), other(alone, layer="layers.1", block_stride=192, base=alone.base + 64)
-    here, there = (chance if apart in (side, "on both sides") else inside for side in ("here", "there"))
+    chance = (
+        alone,
+        tensor(layer="layers.1", base=alone.base + blocks * alone.block_stride, blocks=blocks),
+    )
+    inside = (
+        other(alone, block_stride=192),
+        other(alone, layer="layers.1", block_stride=192, base=alone.base + 64),
+    )
+    here, there = (
+        chance if apart in (side, "on both sides") else inside for side in ("here", "there")
+    )
     (found,) = bundle([part(local, remote) for local, remote in zip(here, there, strict=True)])
     assert found.run_bytes == 64
-    assert found.bases == tuple((local.base, remote.base) for local, remote in zip(here, there, strict=True))
+    assert found.bases == tuple(
+        (local.base, remote.base) for local, remote in zip(here, there, strict=True)
+    )
 
 
 def test_whole_blocks_merge_keys_as_dim_by_tokens_with_values_as_tokens_by_dim() -> None:
     """A block of CPU attention: per head K as [D, N], then V as [N, D], all contiguous."""
-    k = laid_out("HND", head_stride=128, block_stride=256, tile_stride=2, element_bytes=2, element_stride=8)
-    v = laid_out("HND", kind="v", base=k.base + 64, head_stride=128, block_stride=256, tile_stride=16)
+    k = laid_out(
+        "HND", head_stride=128, block_stride=256, tile_stride=2, element_bytes=2, element_stride=8
+    )
+    v = laid_out(
+        "HND", kind="v", base=k.base + 64, head_stride=128, block_stride=256, tile_stride=16
+    )
     tokens = map_tokens(k.group, "full", k, k)
-    (one,) = check(Part(k, k, k.heads, tokens), Part(v, v, v.heads, tokens))
+    (one,) = check(TensorSlice(k, k, k.heads, tokens), TensorSlice(v, v, v.heads, tokens))
     assert (one.run_bytes, one.unit_runs, one.members) == (256, 1, ((0, 1),))

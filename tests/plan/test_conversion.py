@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.plan.conversion import Conversion, conversion_of, is_convertible, needs_conversion
+from kvferry.plan.conversion import DtypeConversion, conversion_of, is_convertible, needs_conversion
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
@@ -59,7 +59,9 @@ def fields(local: PagedTensor, remote: PagedTensor, costs: Costs | None = None) 
         (FLOAT8, cache("float8_e5m2", (0.5,)), True),
     ],
 )
-def test_bytes_that_mean_the_same_are_not_converted(one: PagedTensor, two: PagedTensor, needed: bool) -> None:
+def test_bytes_that_mean_the_same_are_not_converted(
+    one: PagedTensor, two: PagedTensor, needed: bool
+) -> None:
     assert needs_conversion(one, two) is needs_conversion(two, one) is needed
 
 
@@ -75,7 +77,9 @@ def test_bytes_that_mean_the_same_are_not_converted(one: PagedTensor, two: Paged
         ({"format": Format(dtype="uint8")}, False),
     ],
 )
-def test_only_formats_whose_strides_say_everything_are_convertible(changed: dict[str, Any], possible: bool) -> None:
+def test_only_formats_whose_strides_say_everything_are_convertible(
+    changed: dict[str, Any], possible: bool
+) -> None:
     assert is_convertible(other(BFLOAT16, **changed), FLOAT8) is possible
     assert is_convertible(FLOAT8, other(BFLOAT16, **changed)) is possible
 
@@ -83,12 +87,18 @@ def test_only_formats_whose_strides_say_everything_are_convertible(changed: dict
 def test_scales_are_those_of_the_global_head_on_either_side() -> None:
     here = cache("float8_e4m3", (0.5, 0.25), heads=Range(4, 6))
     there = cache("float8_e5m2", (8.0, 4.0, 2.0), heads=Range(3, 6))
-    assert conversion_of(here, there, 5) == Conversion("float8_e5m2", "float8_e4m3", 2.0, 0.25)
-    assert conversion_of(BFLOAT16, FLOAT8, 1) == Conversion("float8_e4m3", "bfloat16", 0.5, 1.0)
+    assert conversion_of(here, there, 5) == DtypeConversion("float8_e5m2", "float8_e4m3", 2.0, 0.25)
+    assert conversion_of(BFLOAT16, FLOAT8, 1) == DtypeConversion(
+        "float8_e4m3", "bfloat16", 0.5, 1.0
+    )
 
 
-@pytest.mark.parametrize(("local", "remote"), [(FLOAT8, BFLOAT16), (BFLOAT16, FLOAT8), (BFLOAT16, FLOAT32)])
-def test_what_is_converted_is_staged_whatever_the_costs_are(local: PagedTensor, remote: PagedTensor) -> None:
+@pytest.mark.parametrize(
+    ("local", "remote"), [(FLOAT8, BFLOAT16), (BFLOAT16, FLOAT8), (BFLOAT16, FLOAT32)]
+)
+def test_what_is_converted_is_staged_whatever_the_costs_are(
+    local: PagedTensor, remote: PagedTensor
+) -> None:
     route = route_of(local, remote, Costs(direct_min_bytes=1, relayout_gb_s=1e-6))
     (item,) = route.slices
     assert item.placing is Placing.STAGED
@@ -98,7 +108,9 @@ def test_what_is_converted_is_staged_whatever_the_costs_are(local: PagedTensor, 
     assert placement.dtypes == (remote.format.dtype, local.format.dtype)
     assert placement.run == 8 * ELEMENTS, "elements: the whole block lies in one run on both sides"
     assert source.bundle.run_bytes == remote.block_stride
-    assert [piece.scales for piece in placement.pieces] == [((remote.scales or (1.0,))[0], (local.scales or (1.0,))[0])]
+    assert [piece.scales for piece in placement.pieces] == [
+        ((remote.scales or (1.0,))[0], (local.scales or (1.0,))[0])
+    ]
 
 
 def test_heads_with_scales_of_their_own_are_pieces_of_their_own() -> None:
@@ -122,19 +134,27 @@ def test_the_run_of_a_conversion_is_as_long_as_both_sides_have_it() -> None:
     assert sorted(axis.steps for axis in placement.axes) == [2, 4]
 
 
-@pytest.mark.parametrize(("local", "remote"), [(cache("float8_e4m3"), BFLOAT16), (BFLOAT16, cache("float8_e4m3"))])
-def test_without_scales_a_quantised_cache_is_not_converted(local: PagedTensor, remote: PagedTensor) -> None:
+@pytest.mark.parametrize(
+    ("local", "remote"), [(cache("float8_e4m3"), BFLOAT16), (BFLOAT16, cache("float8_e4m3"))]
+)
+def test_without_scales_a_quantised_cache_is_not_converted(
+    local: PagedTensor, remote: PagedTensor
+) -> None:
     with pytest.raises(PlanRefused) as refused:
         route_of(local, remote)
     (reason,) = refused.value.reasons
     assert reason.field == "layers.0/kv.scales"
-    assert (reason.producer, reason.consumer) == (("known", "missing") if remote is BFLOAT16 else ("missing", "known"))
+    assert (reason.producer, reason.consumer) == (
+        ("known", "missing") if remote is BFLOAT16 else ("missing", "known")
+    )
     assert "--kv-cache-dtype" in reason.change
 
 
 def test_without_a_pool_nothing_is_converted() -> None:
     assert fields(FLOAT8, BFLOAT16, Costs(staged_run_bytes=0)) == ["layers.0/kv.format"]
-    assert fields(FLOAT8, BFLOAT16, Costs(staged_run_bytes=7)) == ["layers.0/kv.format"], "nor by one of 7 bytes"
+    assert fields(FLOAT8, BFLOAT16, Costs(staged_run_bytes=7)) == ["layers.0/kv.format"], (
+        "nor by one of 7 bytes"
+    )
 
 
 def test_a_host_buffer_without_a_pool_is_refused_as_that_and_not_as_a_format() -> None:
@@ -155,7 +175,10 @@ def test_unequal_numbers_of_elements_are_refused_as_unequal_cells() -> None:
 
 def test_keys_and_values_are_read_in_one_run_and_converted_apart() -> None:
     """Packed on both sides: each has scales of its own."""
-    k_here, k_there = (cache(dtype, scales, kind="k") for dtype, scales in (("float8_e4m3", (0.5,)), ("bfloat16", ())))
+    k_here, k_there = (
+        cache(dtype, scales, kind="k")
+        for dtype, scales in (("float8_e4m3", (0.5,)), ("bfloat16", ()))
+    )
     wide_here = other(k_here, tile_stride=8, head_stride=32, block_stride=64)
     wide_there = other(k_there, tile_stride=16, head_stride=64, block_stride=128)
     here = wide_here, other(wide_here, kind="v", base=wide_here.base + 4)
@@ -165,7 +188,10 @@ def test_keys_and_values_are_read_in_one_run_and_converted_apart() -> None:
     assert source.bundle.run_bytes == 128
     (placement,) = source.placements
     assert placement.run == ELEMENTS
-    assert [(piece.offset, piece.local_base) for piece in placement.pieces] == [(0, 4096), (8, 4100)]
+    assert [(piece.offset, piece.local_base) for piece in placement.pieces] == [
+        (0, 4096),
+        (8, 4100),
+    ]
 
 
 def test_the_stride_of_elements_that_are_contiguous_means_nothing() -> None:
@@ -174,4 +200,8 @@ def test_the_stride_of_elements_that_are_contiguous_means_nothing() -> None:
     assert not hostile.element_bytes
     (source,) = route_of(BFLOAT16, hostile).sources
     assert source.placements == route_of(BFLOAT16, FLOAT16).sources[0].placements
-    assert all(axis.remote_stride < source.bundle.run_bytes for one in source.placements for axis in one.axes)
+    assert all(
+        axis.remote_stride < source.bundle.run_bytes
+        for one in source.placements
+        for axis in one.axes
+    )

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import DescriptorPairs, DescriptorTable, descriptor_pairs, route_tables
+from kvferry.plan.descriptors import (
+    DescriptorPairs,
+    DescriptorTable,
+    descriptor_pairs,
+    route_tables,
+)
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
@@ -21,7 +26,9 @@ from tests.plan.samples import engine, other, span, strides, tensor, unit_bytes
 FAR = 1 << 40
 
 
-def route_of(*pairs: tuple[PagedTensor, PagedTensor], policies: tuple[str, ...] = ("full", "full")) -> Route:
+def route_of(
+    *pairs: tuple[PagedTensor, PagedTensor], policies: tuple[str, ...] = ("full", "full")
+) -> Route:
     """The only route of a consumer with the tensors on the left and a producer with those on the right."""
     groups = tuple(CacheGroup(policy=policy, block_tokens=5040) for policy in policies)
     sides = [engine(*(pair[side] for pair in pairs), groups=groups) for side in range(2)]
@@ -37,7 +44,9 @@ def units_of(pairs: list[tuple[int, int, int, int]]) -> UnitPairs:
 
 def expand(rows: np.ndarray) -> list[tuple[int, int]]:
     """`(address, length)` of every descriptor, in NIXL's order: row by row, `count` of each, `stride` apart."""
-    return [(a + step * stride, n) for a, n, _, stride, count in rows.tolist() for step in range(count)]
+    return [
+        (a + step * stride, n) for a, n, _, stride, count in rows.tolist() for step in range(count)
+    ]
 
 
 def bytes_moved(table: DescriptorTable, wanted: DescriptorPairs) -> Iterator[tuple[int, int]]:
@@ -59,7 +68,11 @@ def wanted_bytes(route: Route, units: Mapping[TokenMap, UnitPairs]) -> dict[int,
         columns = (one.local_block, one.local_position, one.remote_block, one.remote_position)
         for here, at, there, source in zip(*(column.tolist() for column in columns), strict=True):
             to = unit_bytes(item.local, item.tokens, item.heads, here, at)
-            found.update(zip(to, unit_bytes(item.remote, item.tokens, item.heads, there, source), strict=True))
+            found.update(
+                zip(
+                    to, unit_bytes(item.remote, item.tokens, item.heads, there, source), strict=True
+                )
+            )
     return found
 
 
@@ -69,7 +82,9 @@ def routes(draw: st.DrawFn) -> Route:
     pairs = []
     bases = [4096, FAR]
     policies = (draw(st.sampled_from(("full", "state"))), "full")
-    shapes = [[(draw(st.integers(1, 5)), draw(st.integers(1, 3))) for _ in range(2)] for _ in policies]
+    shapes = [
+        [(draw(st.integers(1, 5)), draw(st.integers(1, 3))) for _ in range(2)] for _ in policies
+    ]
     unit = draw(st.integers(1, 2))
     for layer in range(draw(st.integers(1, 3))):
         group = draw(st.integers(0, 1))
@@ -119,7 +134,9 @@ def unit_pairs(draw: st.DrawFn, route: Route) -> dict[TokenMap, UnitPairs]:
 
 @given(route=routes(), data=st.data())
 @settings(max_examples=100)
-def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(route: Route, data: st.DataObject) -> None:
+def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(
+    route: Route, data: st.DataObject
+) -> None:
     units = data.draw(unit_pairs(route))
     (table,) = route_tables(route, 0, 0)
     pairs = descriptor_pairs(table, units)
@@ -132,7 +149,9 @@ def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(route
 
 @given(route=routes(), data=st.data())
 @settings(max_examples=100)
-def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(route: Route, data: st.DataObject) -> None:
+def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(
+    route: Route, data: st.DataObject
+) -> None:
     units = data.draw(unit_pairs(route))
     (table,) = route_tables(route, 0, 0)
     pairs = descriptor_pairs(table, units)
@@ -149,7 +168,9 @@ def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(route: Ro
 def test_rows_are_address_length_device_stride_and_count_of_each_run() -> None:
     local, remote = tensor(blocks=8), tensor(base=FAR, blocks=3, block_stride=128, head_stride=40)
     (table,) = route_tables(route_of((local, remote)), local_device=2, remote_device=5)
-    assert table.local_rows.tolist() == [[4096, 32, 2, 32, 16]], "two heads of a dense block at one distance"
+    assert table.local_rows.tolist() == [[4096, 32, 2, 32, 16]], (
+        "two heads of a dense block at one distance"
+    )
     assert table.remote_rows.tolist() == [[FAR, 32, 5, 128, 3], [FAR + 40, 32, 5, 128, 3]]
     assert table.local_rows.dtype == np.int64
     (index,) = table.indices
@@ -178,14 +199,19 @@ def descriptor(rows: np.ndarray, index: int) -> tuple[int, int]:
     raise IndexError
 
 
-def moved_by(tables: Sequence[DescriptorTable], units: Mapping[TokenMap, UnitPairs]) -> dict[int, int]:
+def moved_by(
+    tables: Sequence[DescriptorTable], units: Mapping[TokenMap, UnitPairs]
+) -> dict[int, int]:
     """Local address → remote address of every byte that a few units need, by tables of any size."""
     moved: dict[int, int] = {}
     for table in tables:
         check_table(table)
         pairs = descriptor_pairs(table, units)
         for here, there in zip(pairs.local.tolist(), pairs.remote.tolist(), strict=True):
-            (to, length), (source, same) = descriptor(table.local_rows, here), descriptor(table.remote_rows, there)
+            (to, length), (source, same) = (
+                descriptor(table.local_rows, here),
+                descriptor(table.remote_rows, there),
+            )
             assert length == same
             moved.update((to + byte, source + byte) for byte in range(length))
     return moved
@@ -201,7 +227,9 @@ def test_layers_with_too_many_descriptors_for_an_index_are_divided_over_tables()
     assert len(tables) == 5
     units = {route.slices[0].tokens: units_of([(blocks - 1, 0, blocks - 2, 0)])}
     assert moved_by(tables, units) == wanted_bytes(route, units)
-    highest = max(int(pairs.local.max()) for pairs in (descriptor_pairs(table, units) for table in tables))
+    highest = max(
+        int(pairs.local.max()) for pairs in (descriptor_pairs(table, units) for table in tables)
+    )
     assert highest == 8 * blocks - 1, "the last descriptor is among them, and no index wraps around"
 
 

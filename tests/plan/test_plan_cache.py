@@ -23,13 +23,17 @@ from tests.geometry.handmade import attention, pair, side
 STAGED_RUNS = st.sampled_from((PUBLISHED.staged_run_bytes, 1024, 0))
 
 
-def moved(engine: EngineDescription, by: Sequence[int], only_last: bool = False) -> EngineDescription:
+def moved(
+    engine: EngineDescription, by: Sequence[int], only_last: bool = False
+) -> EngineDescription:
     """The engine with the caches of worker `i` further by `by[i]`; or with its last tensor alone."""
     workers = []
     for worker, distance in zip(engine.workers, by, strict=False):
         first = len(worker.tensors) - 1 if only_last else 0
         tensors = tuple(
-            msgspec.structs.replace(tensor, base=tensor.base + distance) if index >= first else tensor
+            msgspec.structs.replace(tensor, base=tensor.base + distance)
+            if index >= first
+            else tensor
             for index, tensor in enumerate(worker.tensors)
         )
         workers.append(msgspec.structs.replace(worker, tensors=tensors))
@@ -37,7 +41,12 @@ def moved(engine: EngineDescription, by: Sequence[int], only_last: bool = False)
 
 
 @settings(deadline=None, max_examples=80)
-@given(drawn(), STAGED_RUNS, st.lists(st.integers(-(1 << 20), 1 << 45), min_size=64, max_size=64), st.booleans())
+@given(
+    drawn(),
+    STAGED_RUNS,
+    st.lists(st.integers(-(1 << 20), 1 << 45), min_size=64, max_size=64),
+    st.booleans(),
+)
 def test_the_kept_plan_of_a_producer_that_lies_elsewhere_is_what_the_planner_would_say(
     case: Drawn, longest: int, by: list[int], only_last: bool
 ) -> None:
@@ -105,7 +114,9 @@ def test_an_address_behind_the_last_one_is_refused_although_its_shape_is_known(
 
 
 def test_what_is_kept_is_bounded(
-    pair_of_engines: tuple[EngineDescription, EngineDescription], planned: mock.Mock, monkeypatch: pytest.MonkeyPatch
+    pair_of_engines: tuple[EngineDescription, EngineDescription],
+    planned: mock.Mock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     consumer, producer = pair_of_engines
     cache = PlanCache(consumer, 0)

@@ -22,7 +22,9 @@ OURS = engine(engine_id="D")
 
 def test_the_plan_of_a_worker_is_its_part_of_the_engines() -> None:
     consumer, producer = sharded("D", tp=3, heads=6), sharded(tp=2, heads=6)
-    assert [plan_transfer(consumer, index, producer) for index in range(3)] == list(plan_engine(consumer, producer))
+    assert [plan_transfer(consumer, index, producer) for index in range(3)] == list(
+        plan_engine(consumer, producer)
+    )
 
 
 def test_token_maps_of_a_group_are_one_value() -> None:
@@ -34,10 +36,14 @@ def test_token_maps_of_a_group_are_one_value() -> None:
 def short_runs() -> tuple[PagedTensor, PagedTensor]:
     """One head of 64 B a token among eight there, tokens outermost; runs of 64 B here, of 8 KiB there."""
     usual = {"block_tokens": 16, "heads": Range(0, 8), "cell_bytes": 64, "block_stride": 8192}
-    return tensor(**usual, head_stride=1024, tile_stride=64), tensor(**usual, head_stride=64, tile_stride=512)
+    return tensor(**usual, head_stride=1024, tile_stride=64), tensor(
+        **usual, head_stride=64, tile_stride=512
+    )
 
 
-@pytest.mark.parametrize("costs", [Costs(staged_run_bytes=0), Costs(direct_min_bytes=64), Costs(relayout_gb_s=1e-3)])
+@pytest.mark.parametrize(
+    "costs", [Costs(staged_run_bytes=0), Costs(direct_min_bytes=64), Costs(relayout_gb_s=1e-3)]
+)
 def test_the_choice_between_direct_and_staged_is_the_costs_alone(costs: Costs) -> None:
     here, there = short_runs()
     groups = (CacheGroup(policy="full", block_tokens=16),)
@@ -105,7 +111,9 @@ LINES: dict[str, tuple[EngineDescription, EngineDescription, int, Costs, str]] =
 @pytest.mark.parametrize("kind", LINES)
 def test_a_plan_is_described_in_one_line(kind: str) -> None:
     consumer, producer, worker, costs, expected = LINES[kind]
-    assert plan_engine(consumer, producer, costs)[worker].describe() == f"plan producer=P {expected}"
+    assert (
+        plan_engine(consumer, producer, costs)[worker].describe() == f"plan producer=P {expected}"
+    )
 
 
 def test_a_worker_that_needs_nothing_says_so() -> None:
@@ -126,7 +134,12 @@ SHUFFLED = (2, 0, 5, 1, 4, 3)
 @pytest.mark.parametrize(
     ("ranks", "starts", "line", "debug"),
     [
-        ((0, 2), (0, 4), "reads tp0, tp2: each 4 tensors, heads 0…7 (4 of each rank, in order)", []),
+        (
+            (0, 2),
+            (0, 4),
+            "reads tp0, tp2: each 4 tensors, heads 0…7 (4 of each rank, in order)",
+            [],
+        ),
         ((1, 3), (4, 0), "reads tp1, tp3: each 4 tensors, heads 4…7 of tp1, heads 0…3 of tp3", []),
         ((0, 1), (0, 0), "reads tp0…1: each 4 tensors, heads 0…3 of each", []),
         (
@@ -160,6 +173,8 @@ def test_a_routes_bundles_are_placed_as_their_slices_are() -> None:
     (plan, _) = plan_engine(consumer, producer, Costs(direct_min_bytes=65))
     for route in plan.routes:
         for bundle in route.bundles:
-            placings = {route.slices[member].placing for place in bundle.members for member in place}
+            placings = {
+                route.slices[member].placing for place in bundle.members for member in place
+            }
             assert placings == {route.placing_of(bundle)}
             assert bundle.run_bytes < 65 or placings == {Placing.DIRECT}

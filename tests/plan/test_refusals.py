@@ -26,7 +26,9 @@ BYTES: tuple[tuple[str, Any], ...] = (
 """Tensors whose bytes mean something else."""
 
 
-def reasons(producer: EngineDescription, consumer: EngineDescription = OURS, index: int = 0) -> tuple[Reason, ...]:
+def reasons(
+    producer: EngineDescription, consumer: EngineDescription = OURS, index: int = 0
+) -> tuple[Reason, ...]:
     with pytest.raises(PlanRefused) as refused:
         plan_transfer(consumer, index, producer)
     for reason in refused.value.reasons:
@@ -39,7 +41,10 @@ def reasons(producer: EngineDescription, consumer: EngineDescription = OURS, ind
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("fingerprint", "serve the same weights on both sides, or name them alike with model_fingerprint"),
+        (
+            "fingerprint",
+            "serve the same weights on both sides, or name them alike with model_fingerprint",
+        ),
         ("dtype", "start both engines with the same --dtype"),
         ("quantization", "start both engines with the same --quantization"),
         ("speculative", "give both engines the same --speculative-config"),
@@ -55,14 +60,39 @@ def test_another_model_is_refused_by_the_fact_that_differs(field: str, change: s
     ("theirs", "ours", "field", "values"),
     [
         (engine(groups=(FULL, FULL)), OURS, "cache_groups", ("2", "1")),
-        (engine(groups=(other(FULL, policy="window"),)), OURS, "cache_groups[0].policy", ("window", "full")),
-        (engine(groups=(other(FULL, window_tokens=7),)), OURS, "cache_groups[0].window_tokens", ("7", "0")),
+        (
+            engine(groups=(other(FULL, policy="window"),)),
+            OURS,
+            "cache_groups[0].policy",
+            ("window", "full"),
+        ),
+        (
+            engine(groups=(other(FULL, window_tokens=7),)),
+            OURS,
+            "cache_groups[0].window_tokens",
+            ("7", "0"),
+        ),
         (engine(tensor(tile_tokens=2)), OURS, "layers.0/kv.tile_tokens", ("2", "1")),
-        (engine(tensor(group=1), groups=(FULL, FULL)), engine(groups=(FULL, FULL)), "layers.0/kv.group", ("1", "0")),
+        (
+            engine(tensor(group=1), groups=(FULL, FULL)),
+            engine(groups=(FULL, FULL)),
+            "layers.0/kv.group",
+            ("1", "0"),
+        ),
         (OURS, SCALED, "tensor layers.0/scales", ("no worker holds heads 0…1", "needs them")),
-        (DRAFTING, OURS, "layer draft.1", ("has it, and 1 more up to draft.2", "has no such layer")),
+        (
+            DRAFTING,
+            OURS,
+            "layer draft.1",
+            ("has it, and 1 more up to draft.2", "has no such layer"),
+        ),
         *(
-            (engine(tensor(**{of: x})), OURS, f"layers.0/kv.{of}", (str(x), str(getattr(tensor(), of))))
+            (
+                engine(tensor(**{of: x})),
+                OURS,
+                f"layers.0/kv.{of}",
+                (str(x), str(getattr(tensor(), of))),
+            )
             for of, x in BYTES
         ),
     ],
@@ -75,18 +105,44 @@ def test_a_single_difference_is_named_with_both_values(
 
 
 def with_settings(**values: str) -> EngineDescription:
-    settings = tuple(Setting(name=name.replace("__", "."), value=value) for name, value in values.items())
+    settings = tuple(
+        Setting(name=name.replace("__", "."), value=value) for name, value in values.items()
+    )
     return engine(facts=other(FACTS, settings=settings))
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "field", "values", "change"),
     [
-        ({"config__eps": "1"}, {"config__eps": "2"}, "model.config.eps", ("1", "2"), "--hf-overrides"),
+        (
+            {"config__eps": "1"},
+            {"config__eps": "2"},
+            "model.config.eps",
+            ("1", "2"),
+            "--hf-overrides",
+        ),
         ({"config__eps": "1"}, {}, "model.config.eps", ("1", "not set"), "--hf-config-path"),
-        ({}, {"draft__weights": "2"}, "model.draft.weights", ("not set", "2"), "--speculative-config"),
-        ({"longrope__x": "l"}, {"longrope__x": "s"}, "model.longrope.x", ("l", "s"), "--max-model-len"),
-        ({"attention_temperature": "1"}, {}, "model.attention_temperature", ("1", "not set"), "generation-config"),
+        (
+            {},
+            {"draft__weights": "2"},
+            "model.draft.weights",
+            ("not set", "2"),
+            "--speculative-config",
+        ),
+        (
+            {"longrope__x": "l"},
+            {"longrope__x": "s"},
+            "model.longrope.x",
+            ("l", "s"),
+            "--max-model-len",
+        ),
+        (
+            {"attention_temperature": "1"},
+            {},
+            "model.attention_temperature",
+            ("1", "not set"),
+            "generation-config",
+        ),
     ],
 )
 def test_a_setting_that_differs_is_named_with_both_values_and_the_option_that_changes_it(
@@ -111,11 +167,16 @@ def test_of_many_settings_eight_are_named_and_the_others_counted() -> None:
 def test_a_producer_with_more_heads_serves_another_model(layers: int) -> None:
     """Every head that is wanted is there, but it is not the same head."""
     few, many = (
-        engine(*(tensor(layer=f"layers.{n}", heads=Range(0, heads)) for n in range(layers))) for heads in (2, 4)
+        engine(*(tensor(layer=f"layers.{n}", heads=Range(0, heads)) for n in range(layers)))
+        for heads in (2, 4)
     )
     (reason,) = reasons(many, few)
     more = ", as have 2 more tensors up to layers.2/kv" if layers == 3 else ""
-    assert (reason.field, reason.producer, reason.consumer) == ("tensor layers.0/kv", f"4 heads{more}", "2 heads")
+    assert (reason.field, reason.producer, reason.consumer) == (
+        "tensor layers.0/kv",
+        f"4 heads{more}",
+        "2 heads",
+    )
     plan_transfer(few, 0, few)
 
 
@@ -145,14 +206,19 @@ def test_heads_that_no_producer_worker_describes_are_refused() -> None:
     partial = other(whole, workers=whole.workers[:2] + whole.workers[3:])
     found = reasons(partial, sharded("D", layers=1))
     assert [(reason.field, reason.producer) for reason in found] == [
-        ("tensor layers.0/k", "no worker holds head 2, nor those of 1 more tensors up to layers.0/v"),
+        (
+            "tensor layers.0/k",
+            "no worker holds head 2, nor those of 1 more tensors up to layers.0/v",
+        ),
     ]
     assert "let every producer worker describe itself" in found[0].change
 
 
 def test_tokens_that_no_producer_worker_holds_are_refused_by_their_rank() -> None:
     whole = sharded(tp=2, dcp=2, model="mla", layers=1)
-    (reason,) = reasons(other(whole, workers=whole.workers[:1]), sharded("D", model="mla", layers=1))
+    (reason,) = reasons(
+        other(whole, workers=whole.workers[:1]), sharded("D", model="mla", layers=1)
+    )
     assert reason.producer == "no worker holds head 0 of the tokens of context-parallel rank 1"
 
 
@@ -186,7 +252,10 @@ def test_every_worker_of_the_consumer_hears_the_reasons_of_all() -> None:
 
 def test_the_same_difference_on_every_rank_is_reported_once() -> None:
     consumer = sharded("D", tp=4, layers=1)
-    sizes = [worker([other(one, cell_bytes=4) for one in of.tensors], of.place) for of in consumer.workers]
+    sizes = [
+        worker([other(one, cell_bytes=4) for one in of.tensors], of.place)
+        for of in consumer.workers
+    ]
     found = reasons(other(consumer, engine_id="P", workers=tuple(sizes)), consumer)
     assert [reason.field for reason in found] == ["layers.0/k.cell_bytes", "layers.0/v.cell_bytes"]
 

@@ -27,7 +27,9 @@ from tests.plan.samples import tensor, tokens_of
 @st.composite
 def shares(draw: st.DrawFn) -> Interleave:
     ranks = draw(st.integers(1, 6))
-    return Interleave(ranks=ranks, rank=draw(st.integers(0, ranks - 1)), run_tokens=draw(st.integers(1, 6)))
+    return Interleave(
+        ranks=ranks, rank=draw(st.integers(0, ranks - 1)), run_tokens=draw(st.integers(1, 6))
+    )
 
 
 @given(shares(), st.integers(0, 120))
@@ -56,14 +58,21 @@ def test_the_worked_example_of_a_unit() -> None:
     assert (found.positions(found.local), found.positions(found.remote)) == (2, 3)
 
 
-@pytest.mark.parametrize(("here", "there", "unit"), [(16, 16, 16), (32, 16, 16), (16, 64, 16), (5, 7, 1), (1, 128, 1)])
+@pytest.mark.parametrize(
+    ("here", "there", "unit"), [(16, 16, 16), (32, 16, 16), (16, 64, 16), (5, 7, 1), (1, 128, 1)]
+)
 def test_between_equal_shares_the_unit_is_the_largest_that_divides_both_blocks(
     here: int, there: int, unit: int
 ) -> None:
-    assert map_tokens(0, "full", tensor(block_tokens=here), tensor(block_tokens=there)).unit_tokens == unit
+    assert (
+        map_tokens(0, "full", tensor(block_tokens=here), tensor(block_tokens=there)).unit_tokens
+        == unit
+    )
     half = Interleave(ranks=2, rank=1, run_tokens=3)
     both = tensor(block_tokens=here, interleave=half), tensor(block_tokens=there, interleave=half)
-    assert map_tokens(0, "full", *both).unit_tokens == unit, "an interleave that both have does not matter"
+    assert map_tokens(0, "full", *both).unit_tokens == unit, (
+        "an interleave that both have does not matter"
+    )
 
 
 @given(shares(), shares(), st.integers(1, 12), st.integers(1, 12))
@@ -75,7 +84,10 @@ def test_a_unit_lies_in_one_block_and_one_run_on_both_sides(
     tokens = map_tokens(0, "full", local, remote)
     unit = tokens.unit_tokens
     assert here % unit == there % unit == 0
-    sides = ((tokens.local, tokens_of(tokens.local.share, 400)), (tokens.remote, tokens_of(tokens.remote.share, 400)))
+    sides = (
+        (tokens.local, tokens_of(tokens.local.share, 400)),
+        (tokens.remote, tokens_of(tokens.remote.share, 400)),
+    )
     slots = [{token: slot for slot, token in enumerate(order)} for _, order in sides]
     common = sorted(slots[0].keys() & slots[1].keys())
     whole = slots[0] == slots[1]
@@ -85,7 +97,9 @@ def test_a_unit_lies_in_one_block_and_one_run_on_both_sides(
         )  # the unit's first token, by the local slot
         for (side, _), slot in zip(sides, slots, strict=True):
             assert slot[token] // side.block_tokens == slot[first] // side.block_tokens
-            assert slot[token] - slot[first] == (slots[0][token] - slots[0][first] if whole else token - first)
+            assert slot[token] - slot[first] == (
+                slots[0][token] - slots[0][first] if whole else token - first
+            )
 
 
 def test_a_state_is_one_unit_whatever_its_blocks_are() -> None:
@@ -96,7 +110,9 @@ def test_a_state_is_one_unit_whatever_its_blocks_are() -> None:
 
 
 @given(one=shares(), other=shares())
-def test_the_shared_part_of_the_tokens_is_that_of_a_whole_period(one: Interleave, other: Interleave) -> None:
+def test_the_shared_part_of_the_tokens_is_that_of_a_whole_period(
+    one: Interleave, other: Interleave
+) -> None:
     period = one.ranks * one.run_tokens * other.ranks * other.run_tokens
     both = set(tokens_of(one, period)) & set(tokens_of(other, period))
     assert shared_part(one, other) == pytest.approx(len(both) / period)

@@ -16,7 +16,9 @@ from kvferry.plan.waves import Window, next_window
         (99, [(0, 3, 0, 5)]),
     ],
 )
-def test_windows_cover_the_grid_of_the_example(chunks: int, expected: list[tuple[int, int, int, int]]) -> None:
+def test_windows_cover_the_grid_of_the_example(
+    chunks: int, expected: list[tuple[int, int, int, int]]
+) -> None:
     found, window = [], next_window(3, 5, None, chunks)
     while window is not None:
         found.append(window)

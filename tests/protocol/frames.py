@@ -36,7 +36,20 @@ def hostile_frames(valid: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"the first {length} bytes", valid[:length]
     for byte in (b"\x00", b"\xc0", b"\xff", valid):
         yield "trailing bytes", valid + byte
-    for plain in (None, True, 7, 1.5, "hello", b"hello", [], [1], {}, {"type": "unknown"}, {"type": 7}, {"type": None}):
+    for plain in (
+        None,
+        True,
+        7,
+        1.5,
+        "hello",
+        b"hello",
+        [],
+        [1],
+        {},
+        {"type": "unknown"},
+        {"type": 7},
+        {"type": None},
+    ):
         yield f"{plain!r}", encode_plain(plain)
     yield "a type of 100,000 characters", encode_plain({"type": "x" * 100_000})
     yield "deep arrays", b"\x91" * 100_000
@@ -44,7 +57,10 @@ def hostile_frames(valid: bytes) -> Iterator[tuple[str, bytes]]:
     yield "a deep unknown field", _with_unknown(valid, b"\x91" * 50_000)
     yield "an array that claims 4 billion items", b"\xdd\xff\xff\xff\xff"
     yield "a map that claims 4 billion items", b"\xdf\xff\xff\xff\xff"
-    yield "an unknown field that claims 4 billion items", _with_unknown(valid, b"\xdd\xff\xff\xff\xff")
+    yield (
+        "an unknown field that claims 4 billion items",
+        _with_unknown(valid, b"\xdd\xff\xff\xff\xff"),
+    )
     yield "text that claims 4 GB", b"\xdb\xff\xff\xff\xff"
     yield "text that is not UTF-8", b"\x81\xa4type\xa5\xff\xfe\xfd\xfc\xfb"
     yield "an extension", b"\xd6\xff\x00\x00\x00\x00"

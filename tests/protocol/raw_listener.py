@@ -40,7 +40,9 @@ def answer_of(body: bytes) -> bytes:
     return b"\x01\x00\x02" + struct.pack(">Q", len(body)) + body
 
 
-def end_after_the_request(server: socket.socket, answer: bytes = b"", request: bytes = b"hello") -> None:
+def end_after_the_request(
+    server: socket.socket, answer: bytes = b"", request: bytes = b"hello"
+) -> None:
     """Accept a connection, and end it at once after a request with these bytes, or after its answer."""
     connection, _ = server.accept()
     with connection:

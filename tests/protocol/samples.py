@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask, encode_params
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import (
@@ -24,6 +23,15 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LoadOrder, Prewarm, StepOrders
 from kvferry.protocol.params import RemotePrefill, Ticket
+from kvferry.protocol.prompt_queries import (
+    Answer,
+    Answers,
+    PromptProgress,
+    PromptQuery,
+    Subscribe,
+    Unsubscribe,
+    encode_params,
+)
 
 KEY = bytes(range(32))
 BOOT = "0123456789abcdef" * 2
@@ -133,7 +141,11 @@ def make_orders(request_id: str = "cmpl-1") -> StepOrders:
         holds=(LeaseHold(request_id=request_id, slot=3, epoch=EPOCH, blocks=((1, 2), ())),),
         loads=(
             LoadOrder(
-                request_id=request_id, source=params, local_blocks=((5, 6, 7), ()), first_token=0, stop_token=300
+                request_id=request_id,
+                source=params,
+                local_blocks=((5, 6, 7), ()),
+                first_token=0,
+                stop_token=300,
             ),
         ),
         prewarms=(Prewarm.of(params),),
@@ -141,24 +153,29 @@ def make_orders(request_id: str = "cmpl-1") -> StepOrders:
 
 
 DONE = Done(slot=7, epoch=EPOCH, consumer=BOOT, worker=3, expected=4)
-HELLO = Hello(engine_id="prefill-0", asker="decode-3")
+HELLO = Hello(engine_id="prefill-0", client_id="decode-3")
 LEASES = (LeaseName(slot=7, epoch=EPOCH), LeaseName(slot=8, epoch="f" * 15))
 REQUESTS: tuple[Hello | Renew | Release, ...] = (
     HELLO,
     Renew(boot=BOOT, leases=LEASES),
     Release(boot=BOOT, leases=LEASES[:1]),
 )
-QUESTIONS = tuple(Question(number=n, key=f"cmpl-{n}", num_tokens=300, digest="ab" * 16) for n in (5, 6))
-ASKS: tuple[Ask | Unask, ...] = (Ask(asker="decode-3", questions=QUESTIONS), Unask(asker="decode-3", numbers=(5, 6)))
+QUESTIONS = tuple(
+    PromptQuery(number=n, key=f"cmpl-{n}", num_tokens=300, digest="ab" * 16) for n in (5, 6)
+)
+ASKS: tuple[Subscribe | Unsubscribe, ...] = (
+    Subscribe(client_id="decode-3", queries=QUESTIONS),
+    Unsubscribe(client_id="decode-3", numbers=(5, 6)),
+)
 ANSWERS = Answers(
     answers=(
         Answer(
             number=5,
-            progress=Progress.TICKET,
+            progress=PromptProgress.TICKET,
             params=encode_params(make_params(ticket=make_ticket(opens_within_s=10.0)).to_json()),
             cached_tokens=256,
         ),
-        Answer(number=6, progress=Progress.OVER, reason="no_lease"),
+        Answer(number=6, progress=PromptProgress.OVER, reason="no_lease"),
     ),
     siblings=(5601, 5602),
 )

@@ -55,14 +55,18 @@ def ask(server: socket.socket) -> Iterator[Ask]:
         yield lambda *secrets: threads.submit(fetch, secrets)
 
 
-def test_without_a_secret_a_connection_that_is_cut_twice_is_made_again(server: socket.socket, ask: Ask) -> None:
+def test_without_a_secret_a_connection_that_is_cut_twice_is_made_again(
+    server: socket.socket, ask: Ask
+) -> None:
     asked = ask()
     cut(server, 2)
     end_after_the_request(server, ANSWER)
     assert asked.result() == make_description()
 
 
-def test_without_a_secret_a_listener_that_cuts_every_connection_is_refused(server: socket.socket, ask: Ask) -> None:
+def test_without_a_secret_a_listener_that_cuts_every_connection_is_refused(
+    server: socket.socket, ask: Ask
+) -> None:
     asked = ask()
     cut(server, 3)
     with pytest.raises(PeerRefused, match=f"most likely because it has a secret.*{VARIABLE}"):
@@ -91,7 +95,9 @@ def test_a_listener_that_answers_without_end_is_cut_off(
         asked.result()
 
 
-def test_a_listener_costs_little_memory_however_long_a_description_may_be(server: socket.socket, ask: Ask) -> None:
+def test_a_listener_costs_little_memory_however_long_a_description_may_be(
+    server: socket.socket, ask: Ask
+) -> None:
     """Empty frames take 32 times their bytes in ZMQ's memory: 72 MB of them, as many as a description may have, 2.3 GB.
     What TCP holds at both ends is not in it."""
     asked = ask()
@@ -116,11 +122,15 @@ def test_an_answer_of_many_empty_frames_is_refused_at_its_third_and_never_holds_
         client.call_soon(lambda: asyncio.ensure_future(turn()))
         threads.submit(end_after_the_request, server, answer)
         with pytest.raises(HandshakeFailed, match="another number of frames than one"):
-            client.fetch_description("127.0.0.1", server.getsockname()[1], "prefill-0", "decode-0", NEVER_S)
+            client.fetch_description(
+                "127.0.0.1", server.getsockname()[1], "prefill-0", "decode-0", NEVER_S
+            )
     assert max(after - before for before, after in pairwise(turns_s)) < 0.1
 
 
-def test_a_request_whose_connection_ends_is_sent_again_at_once(server: socket.socket, ask: Ask) -> None:
+def test_a_request_whose_connection_ends_is_sent_again_at_once(
+    server: socket.socket, ask: Ask
+) -> None:
     """The listener has restarted."""
     asked = ask()
     end_after_the_request(server)
@@ -134,7 +144,9 @@ def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_i
     asked = ask()
     for _ in range(clients._MOST_ENDS):
         end_after_the_request(server)
-    with pytest.raises(HandshakeFailed, match=f":{server.getsockname()[1]} ended 3 connections without an answer$"):
+    with pytest.raises(
+        HandshakeFailed, match=f":{server.getsockname()[1]} ended 3 connections without an answer$"
+    ):
         asked.result(NEVER_S / 2)
 
 
@@ -148,15 +160,21 @@ def test_nothing_is_sent_over_the_plain_connection_that_finds_out_why_no_secret_
         asked.result()
 
 
-def test_a_listener_that_cuts_the_plain_connection_too_has_another_secret(server: socket.socket, ask: Ask) -> None:
+def test_a_listener_that_cuts_the_plain_connection_too_has_another_secret(
+    server: socket.socket, ask: Ask
+) -> None:
     asked = ask(OLD, NEW)
     cut(server, 3)
     with pytest.raises(PeerRefused) as refused:
         asked.result()
-    assert f"none of the secrets listed here ({OLD.fingerprint}, {NEW.fingerprint})" in str(refused.value)
+    assert f"none of the secrets listed here ({OLD.fingerprint}, {NEW.fingerprint})" in str(
+        refused.value
+    )
 
 
-def test_a_listener_without_a_secret_is_known_by_the_first_connection_with_one(server: socket.socket, ask: Ask) -> None:
+def test_a_listener_without_a_secret_is_known_by_the_first_connection_with_one(
+    server: socket.socket, ask: Ask
+) -> None:
     asked = ask(OLD, NEW)
     assert b"hello" not in answer_unasked(server, ANSWER)
     with pytest.raises(PeerRefused, match="it has no secret"):
@@ -167,4 +185,10 @@ def test_delays_double_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch)
     assert len({backoff_s(1, 1.0, 8.0) for _ in range(10)}) > 1
     assert all(0.5 <= backoff_s(1, 1.0, 8.0) <= 1.5 for _ in range(100))
     monkeypatch.setattr("kvferry.protocol.side_channel.connection.random.uniform", lambda *_: 1.0)
-    assert [backoff_s(failures, 1.0, 5.0) for failures in (1, 2, 3, 4, 1000)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert [backoff_s(failures, 1.0, 5.0) for failures in (1, 2, 3, 4, 1000)] == [
+        1.0,
+        2.0,
+        4.0,
+        5.0,
+        5.0,
+    ]

@@ -25,7 +25,14 @@ DESCRIPTION = make_description(
         make_worker(
             agent="the-agents-name",
             agent_metadata=METADATA,
-            tensors=(make_tensor(group=0, element_bytes=2, element_stride=32, interleave=Interleave(ranks=4, rank=3)),),
+            tensors=(
+                make_tensor(
+                    group=0,
+                    element_bytes=2,
+                    element_stride=32,
+                    interleave=Interleave(ranks=4, rank=3),
+                ),
+            ),
         ),
     )
 )
@@ -87,7 +94,12 @@ WRONG: list[tuple[str, object, str, str]] = [
     ("mac_key", "x", "mac_key", "one of kvferry_description, engine_id"),
     ("engine_ids", "x", "engine_ids", "did you mean engine_id? one of"),
     ("groups.0.window", 5, "groups[0].window", "did you mean window_tokens? one of"),
-    ("workers.0.tensors.0.interleave.rnk", 1, "workers[0].tensors[0].interleave.rnk", "did you mean rank?"),
+    (
+        "workers.0.tensors.0.interleave.rnk",
+        1,
+        "workers[0].tensors[0].interleave.rnk",
+        "did you mean rank?",
+    ),
 ]
 
 

@@ -17,7 +17,10 @@ from kvferry.protocol.digests import GrowingChain, Media, Prompt, digest_chain, 
 GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
     "one token": (Prompt([0]), ("05e26e3217c991d575fa665cab550ebb",)),
     "a chunk": (Prompt(range(256)), ("73a1e7b23976225ab9921d8a34e0d7d8",)),
-    "a chunk and one": (Prompt(range(257)), ("73a1e7b23976225ab9921d8a34e0d7d8", "2292421c25a15da1b0ad3dc74ea882f6")),
+    "a chunk and one": (
+        Prompt(range(257)),
+        ("73a1e7b23976225ab9921d8a34e0d7d8", "2292421c25a15da1b0ad3dc74ea882f6"),
+    ),
     "large ids": (Prompt([2**32 - 1, 0, 128000]), ("a99617f5fbaf748c7e66a8f2197fb322",)),
     "adapter and salt": (
         Prompt(range(300), lora="sql-expert", salt="tenant-é"),
@@ -26,7 +29,11 @@ GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
     "updated weights": (Prompt(range(3), weights="step-7"), ("97640809885ab0b478bbfaef1ffe9a51",)),
     "media across a border": (
         Prompt(range(600), media=(Media(250, 10, "cafe"), Media(500, 20, "f00d"))),
-        ("041467fcbd72fe6ffd71ca0b89986a11", "7b3ebb52a743668c30a5342df7dc4d23", "0c19775773edf2914fc06dd9e7d12922"),
+        (
+            "041467fcbd72fe6ffd71ca0b89986a11",
+            "7b3ebb52a743668c30a5342df7dc4d23",
+            "0c19775773edf2914fc06dd9e7d12922",
+        ),
     ),
 }
 
@@ -42,7 +49,9 @@ def framed_hash(*parts: bytes) -> bytes:
 
 def slow_chain(prompt: Prompt) -> list[str]:
     """The definition in the module's docstring, read literally and token by token."""
-    lora, salt = (b"" if text is None else b"=" + text.encode() for text in (prompt.lora, prompt.salt))
+    lora, salt = (
+        b"" if text is None else b"=" + text.encode() for text in (prompt.lora, prompt.salt)
+    )
     weights = [b"=" + prompt.weights.encode()] if prompt.weights else []
     digest = framed_hash(b"identity", lora, salt, *weights)
     chain = []
@@ -63,7 +72,9 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda head: head 
     st.integers(0, 3), max_size=600
 )
 NAMES = st.none() | st.text(max_size=6)
-MEDIA = st.lists(st.builds(Media, st.integers(0, 600), st.integers(1, 300), st.text(max_size=4)), max_size=3).map(tuple)
+MEDIA = st.lists(
+    st.builds(Media, st.integers(0, 600), st.integers(1, 300), st.text(max_size=4)), max_size=3
+).map(tuple)
 PROMPTS = st.builds(Prompt, TOKENS, NAMES, NAMES, MEDIA, st.text(max_size=4))
 
 
@@ -75,14 +86,18 @@ def test_golden_vectors(name: str) -> None:
 
 
 @given(PROMPTS)
-@example(Prompt(range(600), media=(Media(200, 56, "ends at a border"), Media(512, 3, "starts at one"))))
+@example(
+    Prompt(range(600), media=(Media(200, 56, "ends at a border"), Media(512, 3, "starts at one")))
+)
 @example(Prompt(range(600), media=(Media(0, 600, "covers all"), Media(600, 9, "after the end"))))
 def test_the_chain_is_what_its_docstring_says(prompt: Prompt) -> None:
     assert list(digest_chain(prompt)) == slow_chain(prompt)
 
 
 @given(PROMPTS, st.data())
-def test_a_prefix_is_digested_as_if_the_rest_were_not_there(prompt: Prompt, data: st.DataObject) -> None:
+def test_a_prefix_is_digested_as_if_the_rest_were_not_there(
+    prompt: Prompt, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(0, len(prompt.tokens)))
     prefix = replace(prompt, tokens=prompt.tokens[:count])
     assert digest_chain(prompt, count) == digest_chain(prefix)
@@ -100,7 +115,9 @@ def test_a_chain_that_grows_is_the_same(prompt: Prompt, data: st.DataObject) -> 
 
 
 @given(PROMPTS, st.data())
-def test_a_chain_goes_on_from_what_is_known_of_a_longer_prompt(prompt: Prompt, data: st.DataObject) -> None:
+def test_a_chain_goes_on_from_what_is_known_of_a_longer_prompt(
+    prompt: Prompt, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(0, len(prompt.tokens)))
     shorter = GrowingChain(replace(prompt, tokens=prompt.tokens[:count]))
     shorter.grow(data.draw(st.integers(0, count)))
@@ -108,7 +125,9 @@ def test_a_chain_goes_on_from_what_is_known_of_a_longer_prompt(prompt: Prompt, d
     assert shorter.digests(count) == digest_chain(prompt, count)
 
 
-def test_tokens_that_a_chain_has_grown_over_are_not_digested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_a_chain_has_grown_over_are_not_digested_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     digested: list[int] = []
     as_uint32, chain = digests._as_uint32, GrowingChain(Prompt(range(1000)))
 
@@ -139,7 +158,11 @@ def model_of_shared_tokens(local: Prompt, remote: Prompt) -> int:
     """Longest boundary up to which everything that decides the cache is equal, compared value by value."""
 
     def decisive(prompt: Prompt, start: int, stop: int) -> object:
-        media = [item for item in prompt.media if item.offset < stop and start < item.offset + item.length]
+        media = [
+            item
+            for item in prompt.media
+            if item.offset < stop and start < item.offset + item.length
+        ]
         return list(prompt.tokens[start:stop]), media
 
     if (local.lora, local.salt) != (remote.lora, remote.salt):
@@ -148,7 +171,9 @@ def model_of_shared_tokens(local: Prompt, remote: Prompt) -> int:
     total = len(remote.tokens)
     for start in range(0, total, 256):
         stop = min(start + 256, total)
-        if len(local.tokens) < stop or decisive(local, start, stop) != decisive(remote, start, stop):
+        if len(local.tokens) < stop or decisive(local, start, stop) != decisive(
+            remote, start, stop
+        ):
             break
         shared = stop
     return shared
@@ -157,11 +182,17 @@ def model_of_shared_tokens(local: Prompt, remote: Prompt) -> int:
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Prompt, Prompt]:
     """A prompt, and one that often shares a prefix with it."""
-    remote = draw(st.builds(Prompt, st.lists(st.integers(0, 1), min_size=1, max_size=900), NAMES, NAMES, MEDIA))
+    remote = draw(
+        st.builds(
+            Prompt, st.lists(st.integers(0, 1), min_size=1, max_size=900), NAMES, NAMES, MEDIA
+        )
+    )
     cut = draw(st.integers(0, len(remote.tokens)))
     tail = draw(st.lists(st.integers(0, 1), max_size=400))
     tokens = [*remote.tokens[:cut], *tail] if draw(st.booleans()) else [*remote.tokens, *tail]
-    identity = draw(st.sampled_from([(remote.lora, remote.salt), (remote.lora, None), ("", remote.salt)]))
+    identity = draw(
+        st.sampled_from([(remote.lora, remote.salt), (remote.lora, None), ("", remote.salt)])
+    )
     media = remote.media if draw(st.booleans()) else draw(MEDIA)
     return Prompt(tokens, *identity, media), remote
 
@@ -172,7 +203,9 @@ def pairs(draw: st.DrawFn) -> tuple[Prompt, Prompt]:
 @example((Prompt([1] * 257), Prompt([1] * 256)))
 def test_shared_tokens_agrees_with_a_comparison_value_by_value(pair: tuple[Prompt, Prompt]) -> None:
     local, remote = pair
-    assert shared_tokens(local, digest_chain(remote), len(remote.tokens)) == model_of_shared_tokens(local, remote)
+    assert shared_tokens(local, digest_chain(remote), len(remote.tokens)) == model_of_shared_tokens(
+        local, remote
+    )
 
 
 def different(prompts: Sequence[Prompt]) -> bool:
@@ -182,4 +215,6 @@ def different(prompts: Sequence[Prompt]) -> bool:
 
 
 def test_a_hostile_name_with_a_lone_surrogate_is_digested_too() -> None:
-    assert different([Prompt([1], lora="\ud800"), Prompt([1], lora="?"), Prompt([1], salt="\ud800")])
+    assert different(
+        [Prompt([1], lora="\ud800"), Prompt([1], lora="?"), Prompt([1], salt="\ud800")]
+    )

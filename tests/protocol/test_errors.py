@@ -65,7 +65,10 @@ def test_a_huge_or_hostile_value_is_shown_short_and_soon(name: str) -> None:
 
 
 @given(
-    st.recursive(st.none() | st.integers() | st.text(st.characters()), lambda inner: st.lists(inner) | st.tuples(inner))
+    st.recursive(
+        st.none() | st.integers() | st.text(st.characters()),
+        lambda inner: st.lists(inner) | st.tuples(inner),
+    )
 )
 def test_any_value_is_shown_in_one_bounded_line_that_can_be_encoded(value: object) -> None:
     shown = shorten(value)
@@ -77,5 +80,9 @@ def test_any_value_is_shown_in_one_bounded_line_that_can_be_encoded(value: objec
 @pytest.mark.parametrize("error", [InvalidParams, ForeignParams, InvalidMessage, InvalidConfig])
 def test_an_input_error_names_field_value_and_expectation(error: type[InputError]) -> None:
     refused = error("kvferry.lease_slot", -1, "a slot")
-    assert (refused.field, refused.shown_value, refused.expected) == ("kvferry.lease_slot", "-1", "a slot")
+    assert (refused.field, refused.shown_value, refused.expected) == (
+        "kvferry.lease_slot",
+        "-1",
+        "a slot",
+    )
     assert str(refused) == f"{error.what}: kvferry.lease_slot is -1; expected a slot"

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.protocol.asks import decode_answers
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -29,6 +28,7 @@ from kvferry.protocol.handshake import (
     decode_worker,
     encode,
 )
+from kvferry.protocol.prompt_queries import decode_answers
 from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused, wrong_values
 from tests.protocol.samples import (
     ANSWERS,
@@ -61,7 +61,9 @@ def test_the_bytes_of_a_hello_are_these() -> None:
     """Engines of two versions meet on these bytes; a change needs a new `CHANNEL_VERSION`."""
     fields = b"\xa4type\xa5hello\xa7version\x02\xa9engine_id\xa9prefill-0\xa5asker\xa8decode-3"
     assert encode(HELLO) == b"\x86" + fields + b"\xa4asks\xc2\xa2at\xc0"
-    assert decode_request(b"\x85" + fields + b"\xa4asks\xc2") == HELLO, "as an earlier version sends it"
+    assert decode_request(b"\x85" + fields + b"\xa4asks\xc2") == HELLO, (
+        "as an earlier version sends it"
+    )
     assert decode_request(b"\x84" + fields) == HELLO, "that of an engine without questions"
 
 
@@ -75,7 +77,9 @@ def test_the_bytes_of_a_renewal_and_a_release_are_these() -> None:
 def test_unknown_fields_are_ignored_at_every_level() -> None:
     def extended(value: Any) -> Any:
         if isinstance(value, dict):
-            inner = {key: extended(inner) if key != "params" else inner for key, inner in value.items()}
+            inner = {
+                key: extended(inner) if key != "params" else inner for key, inner in value.items()
+            }
             return {"before": [{}], **inner, "after": 2**63}
         if isinstance(value, list):
             return [extended(inner) for inner in value]
@@ -104,8 +108,12 @@ def test_a_hello_of_another_version_is_understood_so_that_it_can_be_refused_by_n
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda message: type(message).__name__)
-def test_a_reply_of_another_version_is_refused_by_its_version(reply: EngineDescription | Refused) -> None:
-    error = refused(decode_reply, encode(msgspec.structs.replace(reply, version=CHANNEL_VERSION + 1)))
+def test_a_reply_of_another_version_is_refused_by_its_version(
+    reply: EngineDescription | Refused,
+) -> None:
+    error = refused(
+        decode_reply, encode(msgspec.structs.replace(reply, version=CHANNEL_VERSION + 1))
+    )
     assert error.field == "version"
 
 
@@ -122,8 +130,8 @@ WRONG_REQUEST: dict[str, list[object]] = {
     "leases.0.epoch": [..., None, "", "0" * 15, "f" * 16, "F" * 15, "f" * 15 + "\n", 7],
 }
 WRONG_ASK: dict[str, list[object]] = {
-    "asker": TEXTS,
-    "questions": [..., None, [], {}, "x", [7], [None]],
+    "client_id": TEXTS,
+    "queries": [..., None, [], {}, "x", [7], [None]],
     "questions.1.number": [..., None, -1, 2**53, 1.5, "7", True],
     "questions.1.key": [..., None, "", 7, "x" * 257, "a\nb", "a\n", "\N{SNOWMAN}"],
     "questions.1.num_tokens": [..., *SIZES],
@@ -169,14 +177,14 @@ WRONG_ENGINE: dict[str, list[object]] = {
 @pytest.mark.parametrize(
     ("decode", "valid", "wrong"),
     [
-        (decode_request, encode(HELLO), {"version": SIZES, "engine_id": TEXTS, "asker": TEXTS}),
+        (decode_request, encode(HELLO), {"version": SIZES, "engine_id": TEXTS, "client_id": TEXTS}),
         (decode_request, encode(REQUESTS[1]), WRONG_REQUEST),
         (decode_request, encode(REQUESTS[2]), WRONG_REQUEST),
         (decode_request, encode(ASKS[0]), WRONG_ASK),
         (
             decode_request,
             encode(ASKS[1]),
-            {"asker": TEXTS, "numbers": [..., None, [], [-1], ["5"], [1] * 257]},
+            {"client_id": TEXTS, "numbers": [..., None, [], [-1], ["5"], [1] * 257]},
         ),
         (decode_answers, encode(ANSWERS), WRONG_ANSWERS),
         (decode_reply, encode(make_description()), WRONG_ENGINE),
@@ -197,7 +205,9 @@ def test_the_largest_allowed_renewal_fits_into_a_request() -> None:
     assert len(encode(renew)) <= MAX_REQUEST_BYTES
     assert decode_request(encode(renew)) == renew
     for kind in (Renew, Release):
-        error = refused(decode_request, encode(kind(boot=BOOT, leases=(lease,) * (MAX_RENEWALS + 1))))
+        error = refused(
+            decode_request, encode(kind(boot=BOOT, leases=(lease,) * (MAX_RENEWALS + 1)))
+        )
         assert error.field == "leases"
 
 
@@ -210,10 +220,29 @@ def test_a_memory_bomb_is_refused_without_its_memory() -> None:
 
 def test_the_fields_of_a_description_are_these() -> None:
     plain = decode_plain(encode(make_description()))
-    assert list(plain) == ["type", "version", "engine_id", "boot", "mac_key", "facts", "topology", "groups", "workers"]
+    assert list(plain) == [
+        "type",
+        "version",
+        "engine_id",
+        "boot",
+        "mac_key",
+        "facts",
+        "topology",
+        "groups",
+        "workers",
+    ]
     assert plain["type"] == "engine"
     assert list(plain["workers"][0]) == [
-        *("place", "agent", "agent_metadata", "memory", "device", "lease_table", "tensors", "stream_rows"),
+        *(
+            "place",
+            "agent",
+            "agent_metadata",
+            "memory",
+            "device",
+            "lease_table",
+            "tensors",
+            "stream_rows",
+        ),
     ]
     tensor = plain["workers"][0]["tensors"][0]
     assert tensor == msgspec.to_builtins(make_tensor())

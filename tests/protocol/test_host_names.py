@@ -42,7 +42,9 @@ async def find(names: HostNames, hosts: Sequence[str]) -> list[str | None]:
     return await asyncio.gather(*(names.address(host) for host in hosts))
 
 
-def test_calls_during_a_look_up_share_it_and_later_ones_look_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_during_a_look_up_share_it_and_later_ones_look_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
 
     def look_up(host: str) -> str:
@@ -59,7 +61,9 @@ def test_calls_during_a_look_up_share_it_and_later_ones_look_up_again(monkeypatc
     assert asked == ["peer", "peer"]
 
 
-def test_without_a_free_thread_a_look_up_fails_and_a_later_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_free_thread_a_look_up_fails_and_a_later_one_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none_left(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -107,7 +111,9 @@ def test_a_name_that_was_found_before_is_looked_up_however_many_names_a_client_h
     async def run() -> None:
         names = HostNames()
         assert await names.address("producer") == "10.0.0.9"
-        waiting = asyncio.ensure_future(find(names, [f"slow-{number}" for number in range(MAX_LOOKUPS)]))
+        waiting = asyncio.ensure_future(
+            find(names, [f"slow-{number}" for number in range(MAX_LOOKUPS)])
+        )
         await asyncio.sleep(0)
         assert await find(names, ["made-up", "producer"]) == [None, "10.0.0.9"]
         answer.set()

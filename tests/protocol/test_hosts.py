@@ -101,9 +101,12 @@ def test_an_address_has_one_spelling(host: str, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "name"), [("P0.Example.", "p0.example"), ("node_1", "node_1"), ("xn--p1ai", "xn--p1ai")]
+    ("host", "name"),
+    [("P0.Example.", "p0.example"), ("node_1", "node_1"), ("xn--p1ai", "xn--p1ai")],
 )
-def test_a_name_is_read_without_a_look_up(host: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_read_without_a_look_up(
+    host: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(socket, "getaddrinfo")
     assert read_host(host) == one_spelling(host) == name
 
@@ -151,13 +154,19 @@ def test_this_hosts_addresses_are_those_of_its_interfaces_and_loopback() -> None
         assert address in own or not is_this_host(ipaddress.ip_address(address)), address
 
 
-@pytest.mark.parametrize("question", ["_source_towards", "_is_routed_to_itself"])
+@pytest.mark.parametrize("query", ["_source_towards", "_is_routed_to_itself"])
 def test_either_question_to_the_kernel_is_enough_and_neither_knows_another_host(
-    question: str, monkeypatch: pytest.MonkeyPatch
+    query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {"_source_towards": "_is_routed_to_itself", "_is_routed_to_itself": "_source_towards"}[question]
+    other = {"_source_towards": "_is_routed_to_itself", "_is_routed_to_itself": "_source_towards"}[
+        query
+    ]
     monkeypatch.setattr(this_host, other, lambda address: None)
-    own = [text for text in addresses_of_interfaces() if ":" not in text and not text.startswith("127.")]
+    own = [
+        text
+        for text in addresses_of_interfaces()
+        if ":" not in text and not text.startswith("127.")
+    ]
     for text in own[:1]:
         assert is_this_host(ipaddress.ip_address(text))
     assert not is_this_host(ipaddress.ip_address("203.0.113.7"))
@@ -182,26 +191,38 @@ def test_names_of_this_host_are_its_own_and_those_its_file_gives_it(
     )
     monkeypatch.setattr(this_host, "HOSTS_FILE", str(file))
     monkeypatch.setattr(socket, "gethostname", lambda: "Worker_7")
-    assert names_of_this_host() == {"localhost", "worker_7", "node-1.example", "node-1", "ip6-localhost"}
+    assert names_of_this_host() == {
+        "localhost",
+        "worker_7",
+        "node-1.example",
+        "node-1",
+        "ip6-localhost",
+    }
     monkeypatch.setattr(this_host, "HOSTS_FILE", str(tmp_path / "missing"))
     assert names_of_this_host() == {"localhost", "worker_7"}
 
 
 @pytest.mark.parametrize("host", [*NOT_ONE_HOST, BYPASS, "*", "", "a b"], ids=ascii)
-def test_a_producer_that_would_announce_no_host_does_not_start_and_names_the_variable(host: str) -> None:
+def test_a_producer_that_would_announce_no_host_does_not_start_and_names_the_variable(
+    host: str,
+) -> None:
     with pytest.raises(InvalidConfig, match=f"{HOST_VARIABLE} is .*that decoders reach"):
         check_announced(host)
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "127.0.0.1", "::1", "[fd00::1]", "10.1.2.3", "169.254.1.2", "node_1.example."]
+    "host",
+    ["localhost", "127.0.0.1", "::1", "[fd00::1]", "10.1.2.3", "169.254.1.2", "node_1.example."],
 )
 def test_a_producer_may_announce_any_other_host(host: str) -> None:
     check_announced(host)
 
 
 @pytest.mark.parametrize(
-    ("host", "is_own"), [("localhost", True), ("127.0.0.1", True), ("[::1]", True), ("10.1.2.3", False), ("p0", False)]
+    ("host", "is_own"),
+    [("localhost", True), ("127.0.0.1", True), ("[::1]", True), ("10.1.2.3", False), ("p0", False)],
 )
-def test_who_finds_no_producer_on_its_own_host_is_told_of_the_variable(host: str, is_own: bool) -> None:
+def test_who_finds_no_producer_on_its_own_host_is_told_of_the_variable(
+    host: str, is_own: bool
+) -> None:
     assert (HOST_VARIABLE in advice(host)) == is_own

@@ -12,12 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import ForeignParams, InvalidParams
-from kvferry.protocol.params import SHORTEST_LEASE_S, RemoteDecode, RemotePrefill, Ticket, read_params, read_turn
+from kvferry.protocol.params import (
+    SHORTEST_LEASE_S,
+    RemoteDecode,
+    RemotePrefill,
+    Ticket,
+    read_params,
+    read_turn,
+)
 from tests.protocol.samples import make_params, make_ticket, params_of_length
 
 NAMES = st.text(
     st.characters(
-        min_codepoint=32, exclude_characters=[chr(code) for code in range(127, 160)], exclude_categories=["Cs"]
+        min_codepoint=32,
+        exclude_characters=[chr(code) for code in range(127, 160)],
+        exclude_categories=["Cs"],
     ),
     min_size=1,
     max_size=512,
@@ -56,7 +65,9 @@ def remote_prefills(draw: st.DrawFn) -> RemotePrefill:
     )
 
 
-def through_a_router(params: RemotePrefill, order: random.Random, *, floats: bool) -> dict[str, Any]:
+def through_a_router(
+    params: RemotePrefill, order: random.Random, *, floats: bool
+) -> dict[str, Any]:
     """The object after a router has decoded and encoded it, with another order of keys and other number types."""
 
     def shuffled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -64,7 +75,9 @@ def through_a_router(params: RemotePrefill, order: random.Random, *, floats: boo
         return dict(pairs)
 
     parse_int = float if floats else int
-    decoded = json.loads(json.dumps(params.to_json()), parse_int=parse_int, object_pairs_hook=shuffled)
+    decoded = json.loads(
+        json.dumps(params.to_json()), parse_int=parse_int, object_pairs_hook=shuffled
+    )
     arrived = json.loads(json.dumps(decoded))
     assert isinstance(arrived, dict)
     return arrived
@@ -152,7 +165,10 @@ def test_what_routers_send_to_the_producer_asks_for_a_remote_decode() -> None:
 
 def test_an_answers_params_say_the_opposite_of_a_prompts_and_hold_the_same() -> None:
     prompt, answer = make_params().to_json(), make_params().to_json(is_turn=True)
-    assert {key for key in prompt if prompt[key] != answer[key]} == {"do_remote_prefill", "do_remote_decode"}
+    assert {key for key in prompt if prompt[key] != answer[key]} == {
+        "do_remote_prefill",
+        "do_remote_decode",
+    }
     assert (answer["do_remote_prefill"], answer["do_remote_decode"]) == (False, True)
     assert read_params(answer) == RemoteDecode()
     assert read_turn(answer) == make_params()
@@ -179,7 +195,11 @@ def test_asking_for_both_at_once_is_refused() -> None:
 
 def test_unknown_keys_are_ignored_in_both_objects() -> None:
     raw = make_params().to_json()
-    raw |= {"remote_prefill_cached_tokens": 12, "later": {"nested": [1]}, "remote_blocks_expiry_time": 1.5e9}
+    raw |= {
+        "remote_prefill_cached_tokens": 12,
+        "later": {"nested": [1]},
+        "remote_blocks_expiry_time": 1.5e9,
+    }
     raw["kvferry"] |= {"later": "field", "later_number": 1.5}
     assert read_params(raw) == make_params()
 

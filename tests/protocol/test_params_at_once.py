@@ -40,8 +40,37 @@ class One(enum.IntEnum):
 
 
 HASHABLE: list[object] = [
-    *(None, True, False, 0, 1, -1, 7.0, -0.0, 0.05, 0.049999, 1.5, 1e300, float("nan"), float("inf"), 10**400),
-    *(2.0**53, 2**53 + 2, 65535, 65536, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**40, 2**40 + 1, 86400 * 7, 86400 * 7 + 1),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        7.0,
+        -0.0,
+        0.05,
+        0.049999,
+        1.5,
+        1e300,
+        float("nan"),
+        float("inf"),
+        10**400,
+    ),
+    *(
+        2.0**53,
+        2**53 + 2,
+        65535,
+        65536,
+        2**24 - 1,
+        2**24,
+        2**31 - 1,
+        2**31,
+        2**40,
+        2**40 + 1,
+        86400 * 7,
+        86400 * 7 + 1,
+    ),
     *(
         "",
         "x",
@@ -59,12 +88,35 @@ HASHABLE: list[object] = [
     ),
 ]
 NESTED: list[object] = [
-    *([], {}, [[]], ((1,), (2,)), [(1, 2)], {1}, frozenset([1]), [[1.0, 2], [3]], [[True]], [[Whole(3)]], [None]),
-    *(["a1" * 16] * 2, ("a1" * 16,) * 2, [0.0, 1], [0] * 64, [0] * 65, [[]] * 64, [[]] * 65, {"version": 1}),
+    *(
+        [],
+        {},
+        [[]],
+        ((1,), (2,)),
+        [(1, 2)],
+        {1},
+        frozenset([1]),
+        [[1.0, 2], [3]],
+        [[True]],
+        [[Whole(3)]],
+        [None],
+    ),
+    *(
+        ["a1" * 16] * 2,
+        ("a1" * 16,) * 2,
+        [0.0, 1],
+        [0] * 64,
+        [0] * 65,
+        [[]] * 64,
+        [[]] * 65,
+        {"version": 1},
+    ),
     *(Objects(), MappingProxyType({}), object()),
 ]
 SIGNED = sign_params(make_params(), KEY).to_json()
-KEYS = st.sampled_from([*SIGNED, *SIGNED["kvferry"], "later", "\ud800", 1, None, "", Named("tp_size"), b"tp_size"])
+KEYS = st.sampled_from(
+    [*SIGNED, *SIGNED["kvferry"], "later", "\ud800", 1, None, "", Named("tp_size"), b"tp_size"]
+)
 VALUES = (
     st.sampled_from([*HASHABLE, *NESTED])
     | st.integers()
@@ -102,7 +154,9 @@ def turn_round(held: dict[Any, Any], _: object, __: object) -> None:
     held.update(reversed(pairs))
 
 
-CHANGES = st.tuples(st.booleans(), st.sampled_from([drop, replace, freeze, turn_round]), KEYS, VALUES)
+CHANGES = st.tuples(
+    st.booleans(), st.sampled_from([drop, replace, freeze, turn_round]), KEYS, VALUES
+)
 
 
 def outcome(read: Read, raw: Mapping[str, Any]) -> str:
@@ -132,7 +186,11 @@ def test_any_params_are_read_as_if_there_were_no_quick_way(
     for is_inside, change, key, value in changes:
         ticket = raw.get("kvferry")
         change(ticket if is_inside and isinstance(ticket, dict) else raw, key, value)
-    for arrived in (raw, MappingProxyType(raw), raw | {"do_remote_prefill": False, "do_remote_decode": True}):
+    for arrived in (
+        raw,
+        MappingProxyType(raw),
+        raw | {"do_remote_prefill": False, "do_remote_decode": True},
+    ):
         for read in (read_params, read_turn):
             found = outcome(read, arrived)
             assert found == part_by_part(read, arrived)

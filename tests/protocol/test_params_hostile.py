@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.asks import encode_params
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import (
     MAX_BLOCKS,
@@ -21,6 +20,7 @@ from kvferry.protocol.params import (
     read_params,
     read_turn,
 )
+from kvferry.protocol.prompt_queries import encode_params
 from tests.protocol.frames import deep
 from tests.protocol.samples import make_params
 
@@ -40,7 +40,22 @@ TEXTS: list[object] = [
     "\x00",
     "\x7f",
 ]
-SMALL_INTEGERS: list[object] = [ABSENT, None, "1", "", 0, -1, 65537, 2**53 + 2, 10**400, 1.5, 1e300, True, [1], {}]
+SMALL_INTEGERS: list[object] = [
+    ABSENT,
+    None,
+    "1",
+    "",
+    0,
+    -1,
+    65537,
+    2**53 + 2,
+    10**400,
+    1.5,
+    1e300,
+    True,
+    [1],
+    {},
+]
 FLAGS: list[object] = [0, 1, 1.0, "true", "", [], {}]
 
 MALFORMED_HEX: dict[str, list[object]] = {
@@ -48,7 +63,11 @@ MALFORMED_HEX: dict[str, list[object]] = {
         *(ABSENT, None, "", 7, [], {}),
         *(digits[:-1], digits + "0", digits.upper(), digits + "\n", " " + digits),
     ]
-    for name, digits in (("boot", "ab" * 16), ("lease_epoch", "abcdef012345678"), ("mac", "ab" * 32))
+    for name, digits in (
+        ("boot", "ab" * 16),
+        ("lease_epoch", "abcdef012345678"),
+        ("mac", "ab" * 32),
+    )
 }
 
 WRONG: dict[str, list[object]] = MALFORMED_HEX | {
@@ -61,7 +80,20 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
     "tp_size": SMALL_INTEGERS,
     "pp_size": [wrong for wrong in SMALL_INTEGERS if wrong is not ABSENT],
     "dcp_size": [wrong for wrong in SMALL_INTEGERS if wrong is not ABSENT],
-    "remote_num_tokens": [ABSENT, None, "300", 0, -1, 2**40 + 1, 10**400, 1.5, float("nan"), True, [], {}],
+    "remote_num_tokens": [
+        ABSENT,
+        None,
+        "300",
+        0,
+        -1,
+        2**40 + 1,
+        10**400,
+        1.5,
+        float("nan"),
+        True,
+        [],
+        {},
+    ],
     "remote_block_ids": [
         *(ABSENT, None, "1", 1, 1.5, True, {}, [], {"0": [1]}, [[]] * (MAX_GROUPS + 1)),
         *(
@@ -90,11 +122,52 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
         10**400,
     ],
     "kvferry.digests": [
-        *(ABSENT, None, "a1" * 16, 1, {}, [], ["a1" * 16], ["a1" * 16] * 3, ["a1" * 16, 5], ["a1" * 16, None]),
-        *(["a1" * 16, "A1" * 16], ["a1" * 16, "a1" * 15], ["a1" * 16, "a1" * 16 + "\n"], [["a1" * 16], ["b2" * 16]]),
+        *(
+            ABSENT,
+            None,
+            "a1" * 16,
+            1,
+            {},
+            [],
+            ["a1" * 16],
+            ["a1" * 16] * 3,
+            ["a1" * 16, 5],
+            ["a1" * 16, None],
+        ),
+        *(
+            ["a1" * 16, "A1" * 16],
+            ["a1" * 16, "a1" * 15],
+            ["a1" * 16, "a1" * 16 + "\n"],
+            [["a1" * 16], ["b2" * 16]],
+        ),
     ],
-    "kvferry.held_from": [None, 0, {}, "0", [-1], [0.5], [2**41], ["0"], [None], [[0]], [0] * 65, [0] * 10**5, [1e300]],
-    "kvferry.opens_within_s": [None, "1", -0.001, 60.1, float("nan"), float("inf"), 10**400, True, [], {}],
+    "kvferry.held_from": [
+        None,
+        0,
+        {},
+        "0",
+        [-1],
+        [0.5],
+        [2**41],
+        ["0"],
+        [None],
+        [[0]],
+        [0] * 65,
+        [0] * 10**5,
+        [1e300],
+    ],
+    "kvferry.opens_within_s": [
+        None,
+        "1",
+        -0.001,
+        60.1,
+        float("nan"),
+        float("inf"),
+        10**400,
+        True,
+        [],
+        {},
+    ],
     "kvferry.stream_row": ["1", -1, 64, 1.5, True, 2**63, 10**400, [], {}],
 }
 
@@ -148,16 +221,22 @@ def test_block_ids_are_bounded_by_the_prompt_that_they_are_for(kind: type) -> No
     with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
         read_params(one_more, prompt_tokens)
     with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
-        decode_params(encode_params(with_wrong("remote_block_ids", [[1] * (most + 1)])), prompt_tokens)
+        decode_params(
+            encode_params(with_wrong("remote_block_ids", [[1] * (most + 1)])), prompt_tokens
+        )
     with pytest.raises(InvalidParams, match="bytes"):
-        decode_params(encode_params(with_wrong("remote_block_ids", [[1] * 50 * most])), prompt_tokens)
+        decode_params(
+            encode_params(with_wrong("remote_block_ids", [[1] * 50 * most])), prompt_tokens
+        )
     with pytest.raises(InvalidParams, match="digests"):
         read_params(with_wrong("kvferry.digests", ["a1" * 16] * (most + 1)), prompt_tokens)
     with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
         read_turn(one_more, prompt_tokens)
 
 
-@pytest.mark.parametrize("raw", ["do_remote_prefill", b"", 7, 1.5, True, False, [], [{"do_remote_prefill": True}], {1}])
+@pytest.mark.parametrize(
+    "raw", ["do_remote_prefill", b"", 7, 1.5, True, False, [], [{"do_remote_prefill": True}], {1}]
+)
 def test_params_that_are_no_object_are_refused(raw: object) -> None:
     with pytest.raises(InvalidParams, match="an object"):
         read_params(raw)
@@ -167,7 +246,10 @@ def ten_million(size: int = 10_000_000) -> list[tuple[str, Callable[[], object]]
     ids = list(range(1000)) * (size // 1000)
     return [
         ("remote_block_ids", lambda: with_wrong("remote_block_ids", [ids])),
-        ("remote_block_ids", lambda: with_wrong("remote_block_ids", [ids[: MAX_BLOCKS // 2 + 1]] * 2)),
+        (
+            "remote_block_ids",
+            lambda: with_wrong("remote_block_ids", [ids[: MAX_BLOCKS // 2 + 1]] * 2),
+        ),
         ("remote_block_ids", lambda: with_wrong("remote_block_ids", ids)),
         ("remote_block_ids", lambda: with_wrong("remote_block_ids", [[]] * size)),
         ("kvferry.digests", lambda: with_wrong("kvferry.digests", ["a1" * 16] * size)),
@@ -175,8 +257,16 @@ def ten_million(size: int = 10_000_000) -> list[tuple[str, Callable[[], object]]
         ("remote_host", lambda: with_wrong("remote_host", ids)),
         ("remote_host", lambda: with_wrong("remote_host", "x" * size)),
         ("kvferry", lambda: with_wrong("kvferry", dict.fromkeys(range(size // 10)))),
-        ("kvferry", lambda: with_wrong("kvferry", make_params().to_json()["kvferry"] | dict.fromkeys(range(10**6)))),
-        ("kv_transfer_params", lambda: make_params().to_json() | {str(key): key for key in range(MAX_KEYS)}),
+        (
+            "kvferry",
+            lambda: with_wrong(
+                "kvferry", make_params().to_json()["kvferry"] | dict.fromkeys(range(10**6))
+            ),
+        ),
+        (
+            "kv_transfer_params",
+            lambda: make_params().to_json() | {str(key): key for key in range(MAX_KEYS)},
+        ),
         ("kv_transfer_params", lambda: ids),
     ]
 
@@ -196,7 +286,11 @@ def test_ten_million_of_anything_are_refused_within_50_ms_without_being_walked()
 
 
 def test_a_value_that_looks_like_an_error_message_does_not_become_another_fields_name() -> None:
-    for forged in ("x` - at `$.remote_host`", "x - at `$.remote_host`", "Object missing required field `mac`"):
+    for forged in (
+        "x` - at `$.remote_host`",
+        "x - at `$.remote_host`",
+        "Object missing required field `mac`",
+    ):
         with pytest.raises(InvalidParams) as refused:
             read_params(with_wrong("transfer_mode", forged))
         assert refused.value.field == "transfer_mode"

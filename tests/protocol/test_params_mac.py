@@ -88,23 +88,31 @@ def test_a_change_of_any_covered_field_fails_the_check(path: str) -> None:
 
 
 SPELLINGS: dict[str, Any] = {
-    "unknown keys": lambda raw: raw | {"host": "10.6.6.6", "remote_hosts": ["10.6.6.6"], "block_ids": [[1]]},
+    "unknown keys": lambda raw: (
+        raw | {"host": "10.6.6.6", "remote_hosts": ["10.6.6.6"], "block_ids": [[1]]}
+    ),
     "unknown keys of the ticket": lambda raw: (
         raw | {"kvferry": raw["kvferry"] | {"slot": 9, "remote_host": "10.6.6.6"}}
     ),
     "JSON": lambda raw: json.loads(json.dumps(raw)),
     "JSON whose numbers are floats": lambda raw: json.loads(json.dumps(raw), parse_int=float),
-    "a lease time that is an integer": lambda raw: raw | {"kvferry": raw["kvferry"] | {"lease_s": 30}},
+    "a lease time that is an integer": lambda raw: (
+        raw | {"kvferry": raw["kvferry"] | {"lease_s": 30}}
+    ),
     "a lease time that rounds to as many milliseconds": lambda raw: (
         raw | {"kvferry": raw["kvferry"] | {"lease_s": 30.0004}}
     ),
-    "no transfer mode": lambda raw: {key: value for key, value in raw.items() if key != "transfer_mode"},
+    "no transfer mode": lambda raw: {
+        key: value for key, value in raw.items() if key != "transfer_mode"
+    },
     "another order": lambda raw: dict(reversed(raw.items())),
 }
 
 
 @pytest.mark.parametrize("how", SPELLINGS)
-def test_what_the_mac_does_not_cover_cannot_change_what_is_read_or_from_which_engine(how: str) -> None:
+def test_what_the_mac_does_not_cover_cannot_change_what_is_read_or_from_which_engine(
+    how: str,
+) -> None:
     signed = sign_params(make_params(), KEY)
     arrived = read_params(SPELLINGS[how](signed.to_json()))
     assert isinstance(arrived, RemotePrefill)
@@ -115,7 +123,9 @@ def test_what_the_mac_does_not_cover_cannot_change_what_is_read_or_from_which_en
 
 
 @given(st.floats(SHORTEST_LEASE_S, 86400 * 7))
-def test_any_lease_time_keeps_its_mac_through_a_router_that_prints_fifteen_digits(lease_s: float) -> None:
+def test_any_lease_time_keeps_its_mac_through_a_router_that_prints_fifteen_digits(
+    lease_s: float,
+) -> None:
     signed = sign_params(make_params(ticket=make_ticket(lease_s=round(lease_s, 3))), KEY)
     raw = signed.to_json()
     raw["kvferry"]["lease_s"] = float(f"{raw['kvferry']['lease_s']:.15g}")
@@ -160,7 +170,9 @@ def packed(value: object) -> bytes:
         if value < 1 << 7:
             return bytes([value])
         code, size = next(
-            (code, size) for code, size in ((0xCC, 1), (0xCD, 2), (0xCE, 4), (0xCF, 8)) if value < 1 << 8 * size
+            (code, size)
+            for code, size in ((0xCC, 1), (0xCD, 2), (0xCE, 4), (0xCF, 8))
+            if value < 1 << 8 * size
         )
         return bytes([code]) + value.to_bytes(size, "big")
     if isinstance(value, str):
@@ -170,7 +182,9 @@ def packed(value: object) -> bytes:
         code, size = (0xD9, 1) if len(raw) < 1 << 8 else (0xDA, 2)
         return bytes([code]) + len(raw).to_bytes(size, "big") + raw
     assert isinstance(value, tuple)
-    head = bytes([0x90 | len(value)]) if len(value) < 16 else b"\xdc" + len(value).to_bytes(2, "big")
+    head = (
+        bytes([0x90 | len(value)]) if len(value) < 16 else b"\xdc" + len(value).to_bytes(2, "big")
+    )
     return head + b"".join(map(packed, value))
 
 
@@ -178,8 +192,19 @@ def slow_mac(params: RemotePrefill, key: bytes) -> str:
     """HMAC as RFC 2104 has it, over what the module says that is covered."""
     ticket = params.kvferry
     own = (ticket.version, ticket.boot, params.remote_engine_id, params.remote_request_id)
-    where = (params.remote_host, params.remote_port, params.tp_size, params.pp_size, params.dcp_size)
-    what = (params.remote_block_ids, params.remote_num_tokens, ticket.lease_slot, ticket.lease_epoch)
+    where = (
+        params.remote_host,
+        params.remote_port,
+        params.tp_size,
+        params.pp_size,
+        params.dcp_size,
+    )
+    what = (
+        params.remote_block_ids,
+        params.remote_num_tokens,
+        ticket.lease_slot,
+        ticket.lease_epoch,
+    )
     lasts = (round(ticket.lease_s * 1000), ticket.digests, ticket.held_from)
     row = () if ticket.stream_row is None else (ticket.stream_row,)
     mac = slow_hmac(packed(("kvferry-ticket-1", *own, *where, *what, *lasts, *row)), key)

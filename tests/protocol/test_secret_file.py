@@ -61,7 +61,9 @@ def test_a_file_that_only_its_user_and_group_may_read_is_taken(path: Path, mode:
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o620, 0o660, 0o666, 0o777])
-def test_a_file_that_others_may_read_or_change_is_refused_with_what_to_type(path: Path, mode: int) -> None:
+def test_a_file_that_others_may_read_or_change_is_refused_with_what_to_type(
+    path: Path, mode: int
+) -> None:
     reported = refusal(write(path, listing(OLD), mode))
     assert f"mode {mode:04o}" in reported
     command = reported[reported.index("chmod ") :]
@@ -115,20 +117,28 @@ BAD = {
     "no random bytes": (b"00" * 32, "line 1, which is not random"),
     "a repeated word": (b"deadbeef" * 8, "line 1, which is not random"),
     "a long one": (os.urandom(513).hex().encode(), "513 bytes in line 1"),
-    "too many": (listing(*(secret(str(n)) for n in range(MAX_SECRETS + 1))).encode(), f"more than {MAX_SECRETS}"),
+    "too many": (
+        listing(*(secret(str(n)) for n in range(MAX_SECRETS + 1))).encode(),
+        f"more than {MAX_SECRETS}",
+    ),
     "a large file": (b"#" * (MAX_FILE_BYTES + 1), f"more than {MAX_FILE_BYTES} bytes"),
 }
 
 
 @pytest.mark.parametrize(("content", "said"), BAD.values(), ids=BAD)
-def test_what_is_no_secret_is_refused_by_its_line_and_never_shown(path: Path, content: bytes, said: str) -> None:
+def test_what_is_no_secret_is_refused_by_its_line_and_never_shown(
+    path: Path, content: bytes, said: str
+) -> None:
     reported = refusal(write(path, content))
     assert said in reported
     for word in content.split():
         assert len(word) < 8 or word.decode("latin1") not in reported
 
 
-@given(st.binary(max_size=400) | st.text(st.sampled_from("0aF=+/# \n\r\t\0"), max_size=400).map(str.encode))
+@given(
+    st.binary(max_size=400)
+    | st.text(st.sampled_from("0aF=+/# \n\r\t\0"), max_size=400).map(str.encode)
+)
 def test_whatever_is_in_the_file_there_are_secrets_or_a_typed_error(content: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
@@ -141,7 +151,9 @@ def test_whatever_is_in_the_file_there_are_secrets_or_a_typed_error(content: byt
     assert secrets
 
 
-def test_without_the_variable_there_are_no_secrets_and_an_empty_one_stops_the_start(path: Path) -> None:
+def test_without_the_variable_there_are_no_secrets_and_an_empty_one_stops_the_start(
+    path: Path,
+) -> None:
     assert secrets_from_environment({}) == ()
     assert secrets_from_environment({VARIABLE: write(path, listing(OLD, NEW))}) == (OLD, NEW)
     with pytest.raises(InvalidConfig, match="unset it"):
@@ -168,13 +180,20 @@ VECTORS = {
         bytes(range(0xB0, 0x100)),
         "b11e398dc80327a1c8e7f78c596a49344f012eda2d4efad8a050cc4c19afa97c",
     ),
-    "A.3": (bytes([0x0B]) * 22, b"", b"", "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"),
+    "A.3": (
+        bytes([0x0B]) * 22,
+        b"",
+        b"",
+        "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d",
+    ),
 }
 """Secret, salt, label and the first 32 bytes of the output, by the number of the test case in RFC 5869."""
 
 
 @pytest.mark.parametrize(("secret", "salt", "label", "key"), VECTORS.values(), ids=VECTORS)
-def test_the_first_block_is_that_of_the_rfc(secret: bytes, salt: bytes, label: bytes, key: str) -> None:
+def test_the_first_block_is_that_of_the_rfc(
+    secret: bytes, salt: bytes, label: bytes, key: str
+) -> None:
     assert derive_key(secret, salt=salt, label=label).hex() == key
     assert len(key) == 2 * KEY_BYTES
 

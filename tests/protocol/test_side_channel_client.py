@@ -16,7 +16,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, NothingListens, PeerRefused
+from kvferry.protocol.errors import (
+    HandshakeFailed,
+    InputError,
+    KvferryError,
+    NothingListens,
+    PeerRefused,
+)
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
 from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel.client import SideChannelClient
@@ -30,7 +36,9 @@ NEVER_S = 60.0
 
 
 @contextlib.contextmanager
-def answering(*frames: bytes, host: str = "127.0.0.1", port: int = 0) -> Iterator[tuple[int, list[bytes]]]:
+def answering(
+    *frames: bytes, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[tuple[int, list[bytes]]]:
     """A server that answers one request with `frames`; yields its port and the requests it received."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = context.socket(zmq.REP)
@@ -74,15 +82,19 @@ def alive() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_the_description_comes_as_it_was_sent_and_the_asker_names_itself(client: SideChannelClient, host: str) -> None:
+def test_the_description_comes_as_it_was_sent_and_the_asker_names_itself(
+    client: SideChannelClient, host: str
+) -> None:
     description = make_description()
     with answering(encode(description)) as (port, asked):
         assert fetch(client, port, host) == description
-    assert decode_request(asked[0]) == Hello(engine_id="prefill-0", asker="decode-0", at=0)
+    assert decode_request(asked[0]) == Hello(engine_id="prefill-0", client_id="decode-0", at=0)
 
 
 def test_a_refusal_is_raised_with_its_field(client: SideChannelClient) -> None:
-    refused = Refused(field="engine", value="starting", expected="an engine whose workers are ready")
+    refused = Refused(
+        field="engine", value="starting", expected="an engine whose workers are ready"
+    )
     with (
         answering(encode(refused)) as (port, _),
         pytest.raises(PeerRefused, match="engine is starting; expected"),
@@ -93,15 +105,19 @@ def test_a_refusal_is_raised_with_its_field(client: SideChannelClient) -> None:
 GARBAGE = {
     "empty": b"",
     "text": b"HTTP/1.1 400 Bad Request",
-    "another message": encode(Hello(engine_id="a", asker="b")),
-    "a description of a later version": encode(msgspec.structs.replace(make_description(), version=3)),
+    "another message": encode(Hello(engine_id="a", client_id="b")),
+    "a description of a later version": encode(
+        msgspec.structs.replace(make_description(), version=3)
+    ),
     "half a description": encode(make_description())[:100],
     "deeply nested": b"\x91" * 100_000,
 }
 
 
 @pytest.mark.parametrize("frame", GARBAGE.values(), ids=GARBAGE)
-def test_an_answer_that_is_none_of_the_protocols_is_an_input_error(client: SideChannelClient, frame: bytes) -> None:
+def test_an_answer_that_is_none_of_the_protocols_is_an_input_error(
+    client: SideChannelClient, frame: bytes
+) -> None:
     with answering(frame) as (port, _), pytest.raises(InputError):
         fetch(client, port)
 
@@ -147,7 +163,9 @@ def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideCha
             assert fetch(client, server.getsockname()[1]) == make_description()
 
 
-@pytest.mark.parametrize("host", ["", "*", "a b", "\N{SNOWMAN}", "127.0.0.1/24", "tcp://127.0.0.1", "x" * 300])
+@pytest.mark.parametrize(
+    "host", ["", "*", "a b", "\N{SNOWMAN}", "127.0.0.1/24", "tcp://127.0.0.1", "x" * 300]
+)
 def test_a_host_that_is_none_is_a_failed_handshake(client: SideChannelClient, host: str) -> None:
     with pytest.raises(KvferryError):
         fetch(client, 1, host, timeout_s=0.2)
@@ -180,7 +198,9 @@ def test_files_bound_the_number_of_connections_and_not_the_sockets_that_zmq_give
     port = server.bind_to_random_port("tcp://127.0.0.1")
 
     async def connect() -> list[Connection]:
-        return await asyncio.gather(*(client.connect("127.0.0.1", port, 1000) for _ in range(count)))
+        return await asyncio.gather(
+            *(client.connect("127.0.0.1", port, 1000) for _ in range(count))
+        )
 
     async def close(connections: list[Connection]) -> None:
         for each in connections:

@@ -37,7 +37,9 @@ def test_what_can_be_shown_is_unchanged(text: str) -> None:
 @given(st.text())
 def test_no_text_leaves_a_character_that_is_not_printable(text: str) -> None:
     shown = visible(text)
-    assert not any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") for c in shown)
+    assert not any(
+        unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") for c in shown
+    )
 
 
 @given(st.dictionaries(st.text(), st.text()))
@@ -92,5 +94,7 @@ def test_without_a_handler_warnings_still_reach_standard_error_once() -> None:
         "import logging; from kvferry.protocol.visible import escape_logs; escape_logs();"
         "log = logging.getLogger('kvferry.test'); log.warning('req=%s', 'a' + chr(0x202e)); log.info('not shown')"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert (ended.stdout, ended.stderr) == ("", "req=a\\u202e\n")

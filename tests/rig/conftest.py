@@ -10,7 +10,9 @@ from tests.rig.memory import WorkerMemory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the caches of tests/rig are")
+    parser.addoption(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where the caches of tests/rig are"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

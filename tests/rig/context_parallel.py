@@ -44,11 +44,15 @@ class ContextParallelEngine(RigEngine):
     def compute(self, request: Request, numbers: Numbers) -> None:
         (group,) = self.description.groups
         steps = _steps(request, group.block_tokens)
-        workers = sorted(enumerate(self.side.shards.places()), key=lambda at: (at[1].pp, at[1].tp, at[1].pcp))
+        workers = sorted(
+            enumerate(self.side.shards.places()), key=lambda at: (at[1].pp, at[1].tp, at[1].pcp)
+        )
         for _, replicas in groupby(workers, key=lambda at: (at[1].pp, at[1].tp)):
             own = [index for index, _ in replicas]
             tensors = self.memories[own[0]].kv.tensors
-            answers: list[list[Written]] = self._pool.run(len(own), compute_steps, tensors, numbers, steps)
+            answers: list[list[Written]] = self._pool.run(
+                len(own), compute_steps, tensors, numbers, steps
+            )
             whole = [_computed_by_one(step, tensors, numbers) for step in steps]
             for index, written in zip(own, answers, strict=True):
                 caches = self.memories[index].kv
@@ -56,17 +60,25 @@ class ContextParallelEngine(RigEngine):
                 _restore(caches, _contents_after(caches, written))
                 if not all(map(torch.equal, caches.storages, wanted)):
                     self.unequal.append(index)
-            self.computed_rows = [tuple(x.computed for x in of_step) for of_step in zip(*answers, strict=True)]
+            self.computed_rows = [
+                tuple(x.computed for x in of_step) for of_step in zip(*answers, strict=True)
+            ]
         for index, heads in self.spoil.items():
             for tensor in self.memories[index].kv.tensors:
                 for head in range(tensor.heads.start, tensor.heads.stop):
                     if (tensor.name, head) in heads:
-                        _cells(self.memories[index].kv, tensor)[:, :, head - tensor.heads.start] ^= 0xFF
+                        _cells(self.memories[index].kv, tensor)[
+                            :, :, head - tensor.heads.start
+                        ] ^= 0xFF
 
     def everything(self) -> Read:
         """All heads of all tensors of all workers."""
         return {
-            index: {(x.name, head) for x in memory.kv.tensors for head in range(x.heads.start, x.heads.stop)}
+            index: {
+                (x.name, head)
+                for x in memory.kv.tensors
+                for head in range(x.heads.start, x.heads.stop)
+            }
             for index, memory in enumerate(self.memories)
         }
 
@@ -76,7 +88,9 @@ def read_by(plans: Sequence[TransferPlan]) -> Read:
     found: Read = defaultdict(set)
     for route in (route for plan in plans for route in plan.routes):
         for one in route.slices:
-            found[route.worker] |= {(one.remote.name, head) for head in range(one.heads.start, one.heads.stop)}
+            found[route.worker] |= {
+                (one.remote.name, head) for head in range(one.heads.start, one.heads.stop)
+            }
     return found
 
 
@@ -93,7 +107,9 @@ def _steps(request: Request, block_tokens: int) -> list[Step]:
     assert prefill, "the cache has blocks for the other requests"
 
     def slots(ids: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-        return tuple(ids[at // block_tokens] * block_tokens + at % block_tokens for at in range(start, stop))
+        return tuple(
+            ids[at // block_tokens] * block_tokens + at % block_tokens for at in range(start, stop)
+        )
 
     steps = []
     for number, (start, stop) in enumerate(((0, first), (first, total - 1), (total - 1, total))):
@@ -104,14 +120,20 @@ def _steps(request: Request, block_tokens: int) -> list[Step]:
                 requests=(1, 0, 2),
                 scheduled=(1, stop - start, beside),
                 computed=(at, start, 7 - beside),
-                slots=slots(decode, at, at + 1) + slots(blocks, start, stop) + slots(prefill, 0, beside),
+                slots=slots(decode, at, at + 1)
+                + slots(blocks, start, stop)
+                + slots(prefill, 0, beside),
             )
         )
     return steps
 
 
 def _computed_by_one(step: Step, tensors: tuple[PagedTensor, ...], numbers: Numbers) -> Written:
-    positions = [done + at for count, done in zip(step.scheduled, step.computed, strict=True) for at in range(count)]
+    positions = [
+        done + at
+        for count, done in zip(step.scheduled, step.computed, strict=True)
+        for at in range(count)
+    ]
     requests = np.repeat(np.array(step.requests, np.int64), step.scheduled)
     rows = token_rows(tensors, numbers, np.array(positions, np.int64), requests)
     return Written(rows, np.array(step.slots, np.int64), len(rows))

@@ -47,14 +47,18 @@ class Written:
     computed: int
 
 
-def token_rows(tensors: Sequence[PagedTensor], numbers: Numbers, positions: Ints, requests: Ints) -> Bytes:
+def token_rows(
+    tensors: Sequence[PagedTensor], numbers: Numbers, positions: Ints, requests: Ints
+) -> Bytes:
     """The K and V of tokens: a function of layer, kind, head and position, another one for every request.
 
     Returns:
         uint8 `[tokens, row_bytes]`: tensor by tensor, head by head.
     """
     none = np.zeros(0, np.int64)
-    names = [byte_names(tensor, Cells(none, none, positions[:, None]), numbers) for tensor in tensors]
+    names = [
+        byte_names(tensor, Cells(none, none, positions[:, None]), numbers) for tensor in tensors
+    ]
     found = noise(np.concatenate([one.reshape(len(positions), -1) for one in names], axis=1))
     return np.asarray(found ^ (requests * 0x35 % 256).astype(np.uint8)[:, None])
 

@@ -16,7 +16,11 @@ from tests.harness.cache_engine import CacheEngine
 from tests.rig.memory import Bytes, Numbers, WorkerMemory
 
 SETTINGS = WorkerSettings(
-    lease_slots=8, handshake_timeout_s=60.0, load_timeout_s=120.0, max_loads=8, staging_pool_bytes=1 << 16
+    lease_slots=8,
+    handshake_timeout_s=60.0,
+    load_timeout_s=120.0,
+    max_loads=8,
+    staging_pool_bytes=1 << 16,
 )
 
 

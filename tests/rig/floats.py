@@ -24,7 +24,11 @@ _DTYPES = {
     "float8_e4m3": torch.float8_e4m3fn,
 }
 _PATTERNS = np.arange(128)
-_VALUES = np.where(_PATTERNS & 64, -1.0, 1.0) * 2.0 ** ((_PATTERNS >> 3 & 7) - 3) * (1 + (_PATTERNS & 7) / 8)
+_VALUES = (
+    np.where(_PATTERNS & 64, -1.0, 1.0)
+    * 2.0 ** ((_PATTERNS >> 3 & 7) - 3)
+    * (1 + (_PATTERNS & 7) / 8)
+)
 
 
 def _stored(dtype: torch.dtype) -> Bytes:
@@ -52,5 +56,9 @@ def stored_bytes(tensor: PagedTensor, names: Ints, patterns: Bytes) -> Bytes:
     """The bytes in a tensor's memory for named bytes whose elements have these patterns."""
     stored = _STORED[tensor.format.dtype]
     scales = np.array([SCALES.index(scale) for scale in tensor.scales or (1.0,)])
-    head = head_of(names) - tensor.heads.start if len(scales) > 1 else np.zeros(names.shape, np.int64)
-    return np.asarray(stored[scales[head], patterns % len(_PATTERNS), byte_of(names) % stored.shape[2]])
+    head = (
+        head_of(names) - tensor.heads.start if len(scales) > 1 else np.zeros(names.shape, np.int64)
+    )
+    return np.asarray(
+        stored[scales[head], patterns % len(_PATTERNS), byte_of(names) % stored.shape[2]]
+    )

@@ -35,14 +35,24 @@ class Moved:
 
 @contextlib.contextmanager
 def rig_of(
-    pair: Pair, settings: WorkerSettings = SETTINGS, make_producer: Callable[..., RigEngine] = RigEngine
+    pair: Pair,
+    settings: WorkerSettings = SETTINGS,
+    make_producer: Callable[..., RigEngine] = RigEngine,
 ) -> Iterator[tuple[RigEngine, RigEngine]]:
     """Producer and consumer of a pair, on NIXL; no thread of theirs is left behind."""
     number = next(_numbers)
     floats = pair.producer.cache_dtype != pair.consumer.cache_dtype
     with contextlib.ExitStack() as stack:
         engines = [
-            make(f"{letter}{number}", pair.model, side, NixlFabric, settings, seed=2 * number + index, floats=floats)
+            make(
+                f"{letter}{number}",
+                pair.model,
+                side,
+                NixlFabric,
+                settings,
+                seed=2 * number + index,
+                floats=floats,
+            )
             for index, (letter, make, side) in enumerate(
                 (("P", make_producer, pair.producer), ("C", RigEngine, pair.consumer))
             )
@@ -54,13 +64,19 @@ def rig_of(
     until_threads_end()
 
 
-def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: str = "request") -> Moved:
+def hand_over(
+    pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: str = "request"
+) -> Moved:
     """Prefill the pair's request on the producer and load it on the consumer.
 
     Raises:
         AssertionError: the load is not good, a byte of either side is wrong, or a report is missing or repeated.
     """
-    request, numbers, before = pair.request, number_names(consumer.description), consumer.snapshots()
+    request, numbers, before = (
+        pair.request,
+        number_names(consumer.description),
+        consumer.snapshots(),
+    )
 
     def check() -> None:
         for index, (memory, snapshot) in enumerate(zip(consumer.memories, before, strict=True)):

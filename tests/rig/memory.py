@@ -56,7 +56,9 @@ class WorkerMemory:
 
     def snapshot(self) -> Bytes:
         """The memory as it is now, guards included."""
-        return np.concatenate([np.empty(0, np.uint8), *(part.cpu().numpy() for part in self._parts)])
+        return np.concatenate(
+            [np.empty(0, np.uint8), *(part.cpu().numpy() for part in self._parts)]
+        )
 
     def fill(self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
         """Write the values of the request's tokens, as a prefill would; everything else stays noise."""
@@ -77,7 +79,9 @@ class WorkerMemory:
             found[own] = stored_bytes(tensor, names[own], patterns)
         return found
 
-    def check_loaded(self, before: Bytes, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
+    def check_loaded(
+        self, before: Bytes, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers
+    ) -> None:
         """Check every byte: the request's have arrived, its loaded blocks hold nothing else, and no other has changed.
 
         Raises:
@@ -88,7 +92,12 @@ class WorkerMemory:
         _expect(target.required & (now != right), target, "is wrong", numbers)
         _expect(target.tail & (now != 0), target, "is behind the request and not zero", numbers)
         neither = target.optional & (now != right) & (now != 0)
-        _expect(neither & target.loaded, target, "is before the window, and neither right nor zero", numbers)
+        _expect(
+            neither & target.loaded,
+            target,
+            "is before the window, and neither right nor zero",
+            numbers,
+        )
         changed = now != before
         free = (target.optional & ~neither) | (target.late & (now == 0))
         others = ~(target.required | target.tail | free)
@@ -98,4 +107,6 @@ class WorkerMemory:
 def _expect(wrong: npt.NDArray[np.bool_], target: Wanted, what: str, numbers: Numbers) -> None:
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        raise AssertionError(f"{spell(int(target.names[at]), numbers)} {what}; {int(wrong.sum())} bytes in all")
+        raise AssertionError(
+            f"{spell(int(target.names[at]), numbers)} {what}; {int(wrong.sum())} bytes in all"
+        )

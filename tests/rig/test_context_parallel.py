@@ -37,17 +37,26 @@ class Scene:
     readers: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def scene(model: Model, pcp: int, *readers: tuple[tuple[int, int], ...], tp: int = 1, here: int = 16) -> Scene:
+def scene(
+    model: Model, pcp: int, *readers: tuple[tuple[int, int], ...], tp: int = 1, here: int = 16
+) -> Scene:
     """The consumer has a tensor parallel rank for every one of `readers`, blocks of `here` tokens, and NHD caches."""
     there = side(model, pcp=pcp, tp=tp)
-    return Scene(pair(model, there, side(model, tp=len(readers), block=here, layout="NHD"), tokens=TOKENS), readers)
+    return Scene(
+        pair(model, there, side(model, tp=len(readers), block=here, layout="NHD"), tokens=TOKENS),
+        readers,
+    )
 
 
 SCENES = {
     "pcp 2 to tp 1": scene(attention(), 2, ((0, 0),)),
     "pcp 2 to tp 2": scene(attention(), 2, ((0, 0),), ((1, 0),)),
-    "pcp 4 to tp 4, other blocks": scene(attention(), 4, ((0, 0),), ((1, 0),), ((2, 0),), ((3, 0),), here=24),
-    "pcp 2 and tp 2 to tp 4": scene(attention(), 2, ((0, 0),), ((1, 0),), ((0, 1),), ((1, 1),), tp=2),
+    "pcp 4 to tp 4, other blocks": scene(
+        attention(), 4, ((0, 0),), ((1, 0),), ((2, 0),), ((3, 0),), here=24
+    ),
+    "pcp 2 and tp 2 to tp 4": scene(
+        attention(), 2, ((0, 0),), ((1, 0),), ((0, 1),), ((1, 1),), tp=2
+    ),
     "mla, pcp 2 to tp 2": scene(latent(), 2, ((0, 0),), ((1, 0),)),
     "mla, pcp 4 to tp 2": scene(latent(), 4, ((0, 0),), ((1, 0),)),
 }
@@ -67,17 +76,29 @@ def planned(producer: RigEngine, consumer: RigEngine) -> Read:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(pool: RankPool, name: str) -> None:
+def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(
+    pool: RankPool, name: str
+) -> None:
     """All heads that no route reads are made wrong, so only the heads of the plan can have been read."""
     made = SCENES[name].pair
-    with rig_of(made, make_producer=functools.partial(ContextParallelEngine, pool)) as (producer, consumer):
+    with rig_of(made, make_producer=functools.partial(ContextParallelEngine, pool)) as (
+        producer,
+        consumer,
+    ):
         assert isinstance(producer, ContextParallelEngine)
         read = planned(producer, consumer)
-        producer.spoil = {index: heads - read[index] for index, heads in producer.everything().items()}
+        producer.spoil = {
+            index: heads - read[index] for index, heads in producer.everything().items()
+        }
         hand_over(made, producer, consumer)
         plans = plan_engine(consumer.description, producer.description)
-    readers = tuple(tuple((route.place.pcp, route.place.tp) for route in plan.routes if route.slices) for plan in plans)
+    readers = tuple(
+        tuple((route.place.pcp, route.place.tp) for route in plan.routes if route.slices)
+        for plan in plans
+    )
     assert readers == SCENES[name].readers
-    assert not producer.unequal, "every replica holds all tokens of all requests, and nothing else has changed"
+    assert not producer.unequal, (
+        "every replica holds all tokens of all requests, and nothing else has changed"
+    )
     ranks = made.producer.shards.topology.pcp
     assert producer.computed_rows == [(rows,) * ranks for rows in ROWS[ranks]]

@@ -48,35 +48,52 @@ def pipeline(producer: int, consumer: int) -> Scene:
 
 def tensor(heads: int, producer: int, consumer: int, copies: int = 1) -> Scene:
     model = attention(heads=heads)
-    return Scene(pair(model, side(model, tp=producer), side(model, tp=consumer), tokens=45), 48, copies)
+    return Scene(
+        pair(model, side(model, tp=producer), side(model, tp=consumer), tokens=45), 48, copies
+    )
 
 
 def context(model: Model, producer: int, consumer: int) -> Scene:
-    there, here = side(model, tp=producer, dcp=producer, run=4), side(model, tp=consumer, dcp=consumer, run=2)
+    there, here = (
+        side(model, tp=producer, dcp=producer, run=4),
+        side(model, tp=consumer, dcp=consumer, run=2),
+    )
     return Scene(pair(model, there, here, tokens=45), 46 if consumer > 1 else 48)
 
 
 def blocks(producer: int, consumer: int, read_tokens: int, layout: str = "HND") -> Scene:
     model = attention(heads=2)
-    there, here = side(model, block=producer, layout=layout), side(model, block=consumer, layout=layout)
+    there, here = (
+        side(model, block=producer, layout=layout),
+        side(model, block=consumer, layout=layout),
+    )
     return Scene(pair(model, there, here, tokens=99), read_tokens)
 
 
 def layouts(producer: str, consumer: str, size: int = 8) -> Scene:
     model = attention(size=size)
-    return Scene(pair(model, side(model, layout=producer), side(model, layout=consumer), tokens=45), 48)
+    return Scene(
+        pair(model, side(model, layout=producer), side(model, layout=consumer), tokens=45), 48
+    )
 
 
 def replicas(producer: int, consumer: int) -> Scene:
     model = attention()
-    return Scene(pair(model, side(model, pcp=producer), side(model, pcp=consumer, tp=2), tokens=45), 48, consumer)
+    return Scene(
+        pair(model, side(model, pcp=producer), side(model, pcp=consumer, tp=2), tokens=45),
+        48,
+        consumer,
+    )
 
 
 def states(producer: int, consumer: int, *, overlaid: bool) -> Scene:
     """Of a window of 20 tokens of 45, the blocks of the tokens 16 to 47; a state of (6 + 2 + 2)·6 + 4·20 bytes."""
     model = hybrid()
     made = pair(
-        model, side(model, tp=producer, overlaid=overlaid), side(model, tp=consumer, overlaid=overlaid), tokens=45
+        model,
+        side(model, tp=producer, overlaid=overlaid),
+        side(model, tp=consumer, overlaid=overlaid),
+        tokens=45,
     )
     return Scene(made, 48, other_bytes=(6 + 2 + 2) * 6 + 4 * 20 + 32 * 2 * 16)
 
@@ -102,7 +119,9 @@ SCENES = {
     "dcp 2 to 1": context(attention(), 2, 1),
     "dcp 1 to 2": context(attention(), 1, 2),
     "mla, dcp 3 to 2": context(latent(), 3, 2),
-    "mla, tp 4 to 2": Scene(pair(latent(), side(latent(), tp=4), side(latent(), tp=2), tokens=45), 48, copies=2),
+    "mla, tp 4 to 2": Scene(
+        pair(latent(), side(latent(), tp=4), side(latent(), tp=2), tokens=45), 48, copies=2
+    ),
     "blocks of 32 to 64, cpu": blocks(32, 64, 128, "cpu"),
     "blocks of 128 to 32, cpu": blocks(128, 32, 128, "cpu"),
     "blocks of 16 to 24": blocks(16, 24, 104),
@@ -124,15 +143,22 @@ SCENES = {
 @pytest.mark.parametrize("name", SCENES)
 def test_every_byte_arrives(name: str, pool: str) -> None:
     scene = SCENES[name]
-    with rig_of(scene.pair, replace(SETTINGS, staging_pool_bytes=POOLS[pool])) as (producer, consumer):
+    with rig_of(scene.pair, replace(SETTINGS, staging_pool_bytes=POOLS[pool])) as (
+        producer,
+        consumer,
+    ):
         moved = hand_over(scene.pair, producer, consumer)
     if pool == "direct":
         assert moved.num_bytes == scene.num_bytes
         assert not moved.staged_bytes
     else:
-        assert moved.num_bytes >= scene.num_bytes, "what is staged may bring more of a block than is needed"
+        assert moved.num_bytes >= scene.num_bytes, (
+            "what is staged may bring more of a block than is needed"
+        )
         in_place = moved.num_bytes - moved.staged_bytes
-        assert not moved.staged_bytes or in_place < scene.num_bytes, "what is staged is not read in place as well"
+        assert not moved.staged_bytes or in_place < scene.num_bytes, (
+            "what is staged is not read in place as well"
+        )
 
 
 def test_one_request_after_the_other_between_the_same_engines() -> None:

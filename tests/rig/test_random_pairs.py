@@ -47,12 +47,21 @@ def run(
     seen: Counter[str] = Counter()
 
     @seed(run_seed)
-    @settings(max_examples=draws, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=draws,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
     @given(cases)
     def hold(case: tuple[Pair, int]) -> None:
         pair, pool = case
         # What cannot work does not become workable by a conversion.
-        plain = Drawn(replace(pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer)))
+        plain = Drawn(
+            replace(
+                pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer)
+            )
+        )
         assume(feasible(plain.consumer.description, plain.producer.description))
         with rig_of(pair, replace(SETTINGS, staging_pool_bytes=pool)) as (producer, consumer):
             moved = hand_over(pair, producer, consumer)
@@ -79,17 +88,24 @@ def without_dtype(side: Side) -> Side:
 def converted(draw: st.DrawFn) -> tuple[Pair, int]:
     """A pair whose 16-bit caches are kept in two dtypes; only elements of their own size can be converted."""
     pair, (there, here) = draw(pairs()), draw(CONVERSIONS)
-    orders = [tuple(replace(order, wide=frozenset()) for order in x.orders) for x in (pair.producer, pair.consumer)]
+    orders = [
+        tuple(replace(order, wide=frozenset()) for order in x.orders)
+        for x in (pair.producer, pair.consumer)
+    ]
     producer = replace(pair.producer, cache_dtype=there, scales=draw(SCALES), orders=orders[0])
     consumer = replace(pair.consumer, cache_dtype=here, scales=draw(SCALES), orders=orders[1])
     return replace(pair, producer=producer, consumer=consumer), 1 << 16
 
 
-def test_any_pair_that_can_work_is_byte_exact_through_nixl(run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_pair_that_can_work_is_byte_exact_through_nixl(
+    run_seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = run(run_seed, capsys, DRAWS, st.tuples(pairs(), POOLS))
     assert 0 < seen["staged bytes"] < seen["bytes"], "some are staged, and some are not"
 
 
-def test_any_pair_of_two_cache_dtypes_arrives_converted(run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_pair_of_two_cache_dtypes_arrives_converted(
+    run_seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = run(run_seed, capsys, CONVERTED_DRAWS, converted())
     assert seen["staged bytes"], "what is converted goes through the pool"

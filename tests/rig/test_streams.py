@@ -29,7 +29,11 @@ from tests.rig.test_named_pairs import POOLS, SCENES
 from tests.rig.test_random_pairs import without_dtype
 from tests.waiting import step_until
 
-STREAMED = [name for name in SCENES if any(group.policy == "full" for group in SCENES[name].pair.model.groups)]
+STREAMED = [
+    name
+    for name in SCENES
+    if any(group.policy == "full" for group in SCENES[name].pair.model.groups)
+]
 REQUEST = "request"
 DRAWS = 20
 
@@ -53,7 +57,11 @@ def has_read(load: StreamedLoad, tokens: int) -> bool:
     if peer is None or (peer.routes and blocks is None):
         return False
     grows = blocks is not None and blocks._spans.keys() & blocks._growing
-    return not grows or stop <= load.order.first_token or any(chunk[0] >= stop for chunk in load.record.chunks)
+    return (
+        not grows
+        or stop <= load.order.first_token
+        or any(chunk[0] >= stop for chunk in load.record.chunks)
+    )
 
 
 def listed_blocks(
@@ -65,7 +73,11 @@ def listed_blocks(
     for ids, span, grown in zip(request.remote, spans, grows, strict=True):
         count = -(-request.num_tokens // span)
         whole = (NULL_BLOCK,) * (count - len(ids)) + ids[-count:]
-        first = 0 if grown else draw.randint(0, next(index for index, block in enumerate(whole) if block))
+        first = (
+            0
+            if grown
+            else draw.randint(0, next(index for index, block in enumerate(whole) if block))
+        )
         lists.append(whole[first:])
         held_from.append(first * span)
     return lists, tuple(held_from)
@@ -75,7 +87,9 @@ def early_step(pair: Pair) -> int:
     """Of so many tokens a multiple can be read early: they fill blocks of all groups that hold every token."""
     groups = cache_groups(pair.model, pair.producer)
     shards = pair.producer.shards
-    return math.lcm(*(span_of(shards, x.policy, x.block_tokens) for x in groups if x.holds_every_token))
+    return math.lcm(
+        *(span_of(shards, x.policy, x.block_tokens) for x in groups if x.holds_every_token)
+    )
 
 
 def have_read(consumer: RigEngine, tokens: int) -> bool:
@@ -93,7 +107,9 @@ def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> tuple[list
         AssertionError: a byte is wrong, or nothing was read although it could be.
     """
     request, num_groups = pair.request, len(pair.model.groups)
-    worker_settings = replace(SETTINGS, staging_pool_bytes=pool_bytes, row_blocks=(200,) * num_groups)
+    worker_settings = replace(
+        SETTINGS, staging_pool_bytes=pool_bytes, row_blocks=(200,) * num_groups
+    )
     with rig_of(pair, worker_settings) as (producer, consumer):
         groups, shards = producer.description.groups, producer.side.shards
         spans = [span_of(shards, group.policy, group.block_tokens) for group in groups]
@@ -110,16 +126,22 @@ def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> tuple[list
         params = producer.signed(lease, ((),) * num_groups, request.num_tokens, stream.row)
         ticket = msgspec.structs.replace(params.kvferry, held_from=held_from)
         params = sign_params(msgspec.structs.replace(params, kvferry=ticket), producer.mac_key)
-        consumer.order_load(REQUEST, params, request.first_token, request.stop_token, lambda _: request.local)
+        consumer.order_load(
+            REQUEST, params, request.first_token, request.stop_token, lambda _: request.local
+        )
         consumer.step()
         loads, records = partial(loads_of, consumer), consumer.seen.load_records
-        step_until(lambda: len(loads()) + len(records) == len(consumer.workers), "all have begun", consumer)
+        step_until(
+            lambda: len(loads()) + len(records) == len(consumer.workers), "all have begun", consumer
+        )
         has_states = any(group.policy == "state" for group in groups)
         done = read = 0
 
         def listed(tokens: int, *, is_last: bool) -> tuple[tuple[int, ...], ...]:
             sides = zip(lists, spans, grows, strict=True)
-            return tuple(ids[: -(-tokens // span)] if grown else ids * is_last for ids, span, grown in sides)
+            return tuple(
+                ids[: -(-tokens // span)] if grown else ids * is_last for ids, span, grown in sides
+            )
 
         while done < request.num_tokens:
             done = min(done + draw.randint(1, 30), request.num_tokens)
@@ -150,20 +172,31 @@ def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> tuple[list
 
 
 @pytest.mark.slow
-def test_any_pair_is_byte_exact_part_by_part(run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_pair_is_byte_exact_part_by_part(
+    run_seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Pairs with a cache that grows with the prompt, windows and states beside it too. `KVFERRY_SEED=N` draws them
     again."""
     seen: Counter[str] = Counter()
 
     @seed(run_seed)
-    @settings(max_examples=DRAWS, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=DRAWS,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
     @given(pairs(), st.sampled_from((0, 1 << 16)), st.integers(0, 1 << 16))
     def hold(pair: Pair, pool: int, number: int) -> None:
         policies = {group.policy for group in pair.model.groups}
-        pair = replace(pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer))
+        pair = replace(
+            pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer)
+        )
         request = pair.request
         assume(
-            "full" in policies and (request.num_tokens - 1) // early_step(pair) * early_step(pair) > request.first_token
+            "full" in policies
+            and (request.num_tokens - 1) // early_step(pair) * early_step(pair)
+            > request.first_token
         )
         drawn = Drawn(pair)
         assume(feasible(drawn.consumer.description, drawn.producer.description))

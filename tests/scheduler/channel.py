@@ -10,7 +10,14 @@ from contextlib import contextmanager
 
 import zmq
 
-from kvferry.protocol.handshake import CHANNEL_VERSION, EngineDescription, Hello, Refused, decode_reply, encode
+from kvferry.protocol.handshake import (
+    CHANNEL_VERSION,
+    EngineDescription,
+    Hello,
+    Refused,
+    decode_reply,
+    encode,
+)
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
@@ -61,7 +68,10 @@ def free_port(host: str = HOST) -> int:
 
 @contextmanager
 def listening(
-    counters: Counters | None = None, secrets: Secrets = (), *, description: EngineDescription | None = None
+    counters: Counters | None = None,
+    secrets: Secrets = (),
+    *,
+    description: EngineDescription | None = None,
 ) -> Iterator[tuple[RecordingListener, int]]:
     """A listener on a free port, closed at the end; it is starting where there is no description."""
     port = free_port()
@@ -99,7 +109,7 @@ def ask(
 ) -> EngineDescription | Refused:
     """One handshake over a socket of its own."""
     with client(port, zmq.REQ, host=host) as sock:
-        sock.send(encode(Hello(engine_id=engine_id, asker="test", version=version)))
+        sock.send(encode(Hello(engine_id=engine_id, client_id="test", version=version)))
         return decode_reply(sock.recv())
 
 
@@ -109,4 +119,6 @@ BEFORE: set[threading.Thread] = set()
 
 def threads_named(name: str) -> list[threading.Thread]:
     """Running threads with this name, except those that existed before the test."""
-    return [thread for thread in threading.enumerate() if thread.name == name and thread not in BEFORE]
+    return [
+        thread for thread in threading.enumerate() if thread.name == name and thread not in BEFORE
+    ]

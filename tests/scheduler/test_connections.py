@@ -22,7 +22,7 @@ from tests.scheduler.channel import HOST, ask, client, listening
 from tests.waiting import wait_until
 
 MOST = 8
-HELLO = encode(Hello(engine_id="prefill-0", asker="test"))
+HELLO = encode(Hello(engine_id="prefill-0", client_id="test"))
 
 
 def has_ended(connection: socket.socket) -> bool:
@@ -39,7 +39,9 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 def _wait_for(counters: Counters, count: int) -> None:
-    wait_until(lambda: counters.total("side_channel_refusals", "too_many") >= count, "one more gives way")
+    wait_until(
+        lambda: counters.total("side_channel_refusals", "too_many") >= count, "one more gives way"
+    )
 
 
 def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay() -> None:
@@ -73,7 +75,9 @@ def known(counters: Counters) -> Iterator[Connections]:
     context.destroy(linger=0)
 
 
-def test_a_reused_file_number_of_another_connection_is_left_alone(known: Connections, counters: Counters) -> None:
+def test_a_reused_file_number_of_another_connection_is_left_alone(
+    known: Connections, counters: Counters
+) -> None:
     """The event of a connection's end may come late, when its file number is in use again."""
     known.most = 1
     server = socket.create_server((HOST, 0))
@@ -83,7 +87,9 @@ def test_a_reused_file_number_of_another_connection_is_left_alone(known: Connect
     known.accepted(file)
     other, peer = socket.socketpair()
     other_file = other.detach()
-    with mock.patch("kvferry.protocol.side_channel.tcp.os.dup", side_effect=lambda _: socket.dup(other_file)):
+    with mock.patch(
+        "kvferry.protocol.side_channel.tcp.os.dup", side_effect=lambda _: socket.dup(other_file)
+    ):
         known.accepted(1 << 20)
     assert counters.total("side_channel_refusals", "too_many") == 1
     peer.setblocking(False)
@@ -92,7 +98,9 @@ def test_a_reused_file_number_of_another_connection_is_left_alone(known: Connect
         one.close()
 
 
-def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_bytes(known: Connections) -> None:
+def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_bytes(
+    known: Connections,
+) -> None:
     """NIXL receives more over TCP than any message of the side channel may have."""
     server = socket.create_server((HOST, 0))
     first, second = (socket.create_connection(server.getsockname()) for _ in range(2))
@@ -100,7 +108,9 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
     known.accepted(file)
     os.dup2(other, file)
     second.setblocking(False)
-    with mock.patch("kvferry.protocol.side_channel.tcp.TcpConnection.unfinished_bytes", return_value=1 << 30):
+    with mock.patch(
+        "kvferry.protocol.side_channel.tcp.TcpConnection.unfinished_bytes", return_value=1 << 30
+    ):
         assert known.end_endless() == 0
     assert not has_ended(second)
     for one in (first, second, server, socket.socket(fileno=file), socket.socket(fileno=other)):
@@ -117,13 +127,17 @@ def test_unfinished_messages_of_one_host_cost_no_other_its_connection(known: Con
         known.accepted(file)
         files.append(file)
         connection.sendall(bytes(num_bytes))
-        wait_until(lambda: known._known[file].unfinished_bytes() == num_bytes, "its bytes have arrived")
+        wait_until(
+            lambda: known._known[file].unfinished_bytes() == num_bytes, "its bytes have arrived"
+        )
         return connection
 
     files: list[int] = []
     honest = sent("127.0.0.2", 16 << 10)
     hostile = [sent(HOST, 4 << 10) for _ in range(24)]
-    with mock.patch("kvferry.scheduler.side_channel.connections.MAX_UNFINISHED_IN_ALL_BYTES", 64 << 10):
+    with mock.patch(
+        "kvferry.scheduler.side_channel.connections.MAX_UNFINISHED_IN_ALL_BYTES", 64 << 10
+    ):
         num_ended = known.end_endless()
         assert num_ended == 12, "16 KiB and 24 times 4 KiB came, of 64 KiB"
         assert known.end_endless() == 0
@@ -134,8 +148,13 @@ def test_unfinished_messages_of_one_host_cost_no_other_its_connection(known: Con
 
 
 @pytest.mark.parametrize(("files", "most"), [(1024, 512), (1 << 20, MAX_CONNECTIONS)])
-def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(files: int, most: int) -> None:
-    with mock.patch.object(resource, "getrlimit", return_value=(files, 1 << 20)), listening() as (listener, _):
+def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(
+    files: int, most: int
+) -> None:
+    with (
+        mock.patch.object(resource, "getrlimit", return_value=(files, 1 << 20)),
+        listening() as (listener, _),
+    ):
         assert listener._socket._connections.most == most
 
 
@@ -145,7 +164,9 @@ def connections(port: int) -> list[socket.socket]:
     for file in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             copy = socket.socket(fileno=os.dup(int(file)))
-            if copy.family is socket.AF_INET and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if copy.family is socket.AF_INET and not copy.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 found.append(copy)
             else:
                 copy.close()
@@ -158,7 +179,9 @@ def connections(port: int) -> list[socket.socket]:
 
 def test_the_kernel_keeps_watch_over_idle_connections_at_both_ends(renewer: LeaseRenewer) -> None:
     with listening() as (listener, port):
-        renewer.submit([ReleaseLease(RemoteLease(HOST, port, BOOT, LeaseName(slot=1, epoch=EPOCH), 3600.0))])
+        renewer.submit(
+            [ReleaseLease(RemoteLease(HOST, port, BOOT, LeaseName(slot=1, epoch=EPOCH), 3600.0))]
+        )
         listener.inbox.get(timeout=30.0)
         both = connections(port)
         for end in both:

@@ -28,7 +28,9 @@ from tests.protocol.samples import make_ticket, params_of_length
 def source_of(lease: int, tokens: int = 300) -> RemotePrefill:
     """Params under the n-th lease."""
     params = params_of_length(tokens, remote_host=f"10.0.0.{lease % 2}")
-    ticket = make_ticket(lease_slot=lease, lease_epoch=f"{lease + 1:015x}", digests=params.kvferry.digests)
+    ticket = make_ticket(
+        lease_slot=lease, lease_epoch=f"{lease + 1:015x}", digests=params.kvferry.digests
+    )
     return params_of_length(tokens, remote_host=params.remote_host, kvferry=ticket)
 
 
@@ -69,14 +71,18 @@ class ConsumerHistories(RuleBasedStateMachine):
         self.orders: set[str] = set()
 
     def some(self, data: st.DataObject, *states: str) -> str:
-        return data.draw(st.sampled_from([name for name, one in self.model.items() if one.state in states]))
+        return data.draw(
+            st.sampled_from([name for name, one in self.model.items() if one.state in states])
+        )
 
     def has(self, *states: str) -> bool:
         return any(one.state in states for one in self.model.values())
 
     def claimed(self, source: RemotePrefill) -> bool:
         key = RemoteLease.of(source).key
-        waiting = [one for one in self.model.values() if one.state in ("offered", "loading", "aborted")]
+        waiting = [
+            one for one in self.model.values() if one.state in ("offered", "loading", "aborted")
+        ]
         return any(RemoteLease.of(one.source).key == key for one in waiting)
 
     def over(self, source: RemotePrefill) -> bool:
@@ -144,12 +150,17 @@ class ConsumerHistories(RuleBasedStateMachine):
     def allocate_without_loading(self, data: st.DataObject) -> None:
         request_id = self.some(data, "offered", "loaded", "failed", "declined")
         one = self.model[request_id]
-        reasons = {why: self.counters.total("local_recomputes", why) for why in ("not_wanted", "below_threshold")}
+        reasons = {
+            why: self.counters.total("local_recomputes", why)
+            for why in ("not_wanted", "below_threshold")
+        }
         self.ledger.allocated(request_id, 0, ((1,),))
         if one.state == "offered":
             one.state = "declined"
             self.expect(ReleaseLease, one.source)
-            reasons["not_wanted" if one.matched else "below_threshold"] += one.asked_with < one.shared
+            reasons["not_wanted" if one.matched else "below_threshold"] += (
+                one.asked_with < one.shared
+            )
         assert reasons == {why: self.counters.total("local_recomputes", why) for why in reasons}
 
     @precondition(lambda self: self.has("loading", "aborted"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvferry.scheduler.producer.lease import SCAN_S, Deadlines, Lease
+from kvferry.scheduler.producer.lease import SCAN_S, Deadlines, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
 
@@ -15,12 +15,16 @@ LEASE_S = 30.0
 STEP_S = 1e-3
 
 
-def test_leases_that_expire_one_by_one_are_not_all_visited_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_that_expire_one_by_one_are_not_all_visited_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They were held a step apart, and no consumer reads them."""
     visits: list[float] = []
     find_due = Deadlines.due
 
-    def counted(deadlines: Deadlines, held: Iterable[Lease], clock_s: float) -> list[Lease]:
+    def counted(
+        deadlines: Deadlines, held: Iterable[ProducerLease], clock_s: float
+    ) -> list[ProducerLease]:
         visits.append(clock_s)
         return find_due(deadlines, held, clock_s)
 

@@ -25,7 +25,9 @@ def test_the_last_leases_are_known_and_no_others(added: list[LeaseKey], limit: i
         if key not in model:
             model = [*model, key][-limit:]
         assert len(ended) == len(model)
-        assert all((one in ended) == (one in model) for one in [*added, ("0" * 32, 0, "0" * 14 + "1")])
+        assert all(
+            (one in ended) == (one in model) for one in [*added, ("0" * 32, 0, "0" * 14 + "1")]
+        )
 
 
 def test_the_memory_does_not_grow_with_the_leases_that_were_forgotten() -> None:

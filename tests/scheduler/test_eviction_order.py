@@ -12,7 +12,7 @@ from hypothesis import given
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.block_references import BlockReferences
 from kvferry.scheduler.producer.eviction_order import Demand, Rank, candidates, evict, rank_of
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
@@ -31,7 +31,9 @@ class Pool:
         return sum(block in blocks for blocks in [*self.leases.values(), *self.running])
 
     def live(self) -> set[int]:
-        return set().union(*(blocks for name, blocks in self.leases.items() if name not in self.ended))
+        return set().union(
+            *(blocks for name, blocks in self.leases.items() if name not in self.ended)
+        )
 
     def used(self) -> set[int]:
         return set().union(*self.running)
@@ -108,7 +110,11 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     references = counting(pool.owners)
     turns = (Rank.IDLE_TURN, Rank.CLAIMED_TURN)
     made = {
-        name: Lease(name, LeaseUse.TURN if ranks[name] in turns else LeaseUse.PROMPT, block_ids=tuple(blocks))
+        name: ProducerLease(
+            name,
+            LeaseUse.TURN if ranks[name] in turns else LeaseUse.PROMPT,
+            block_ids=tuple(blocks),
+        )
         for name, blocks in pool.leases.items()
     }
     for lease in made.values():
@@ -116,12 +122,14 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     demand = Demand(pool.free(), need, reserve, cap, slots_short, lasts)
     ended: list[str] = []
 
-    def end(lease: Lease, how: str) -> None:
+    def end(lease: ProducerLease, how: str) -> None:
         assert how == "evicted"
         ended.append(lease.request_id)
         references.end(lease)
 
-    in_order = [(ranks[name], made[name]) for name in sorted(names, key=lambda name: (ranks[name], name))]
+    in_order = [
+        (ranks[name], made[name]) for name in sorted(names, key=lambda name: (ranks[name], name))
+    ]
     assert references.num_leased() == pool.leased()
     is_met = evict(in_order, references, references.num_leased(), demand, end)
     assert (is_met, ended) == (order_by_definition(pool, ranks, demand), pool.ended)
@@ -136,7 +144,11 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
 
 def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_counts() -> None:
     references = counting({1: 2, 2: 1, 3: 0}.__getitem__)
-    leases = [Lease("a", block_ids=(1, 2)), Lease("b", block_ids=(1,)), Lease("c", block_ids=(3,))]
+    leases = [
+        ProducerLease("a", block_ids=(1, 2)),
+        ProducerLease("b", block_ids=(1,)),
+        ProducerLease("c", block_ids=(3,)),
+    ]
     for lease in leases[:2]:
         references.keep(lease)
     references.check_integrity()
@@ -148,14 +160,16 @@ def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_count
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("by", [-1, 1, 0])
 def test_counts_that_differ_from_the_blocks_of_the_leases_are_reported(ends: bool, by: int) -> None:
-    references, lease = BlockReferences(), Lease("a", block_ids=(1, 2))
+    references, lease = BlockReferences(), ProducerLease("a", block_ids=(1, 2))
     references.keep(lease)
     if ends:
         references.end(lease)
     references.check_integrity()
     counts = references._ending if ends else references._held
     counts[2 if by else 3] += by  # a block that no lease keeps has no entry, not even a zero
-    with pytest.raises(LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by lease"):
+    with pytest.raises(
+        LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by lease"
+    ):
         references.check_integrity()
 
 
@@ -178,7 +192,7 @@ HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
 def test_a_lease_is_ranked_by_its_use_its_age_and_whether_a_consumer_has_renewed_it(
     use: LeaseUse, age_heartbeats: float, renewed: bool, rank: Rank | None
 ) -> None:
-    lease = Lease("r", use, held_s=100.0)
+    lease = ProducerLease("r", use, held_s=100.0)
     now_s = 100.0 + age_heartbeats * HEARTBEAT_S
     lease.claimed_until_s = now_s + 1.0 if renewed else now_s
     assert rank_of(lease, now_s, HEARTBEAT_S) is rank
@@ -188,7 +202,12 @@ def test_the_longest_held_goes_first_and_one_that_is_read_goes_last() -> None:
     ledger = ProducerLedger(8, LEASE_S, Counters(), turn_s=480.0)
     leases = {}
     for now_s, (name, use) in enumerate(
-        {"p1": LeaseUse.PROMPT, "p2": LeaseUse.PROMPT, "t1": LeaseUse.TURN, "p3": LeaseUse.PROMPT}.items()
+        {
+            "p1": LeaseUse.PROMPT,
+            "p2": LeaseUse.PROMPT,
+            "t1": LeaseUse.TURN,
+            "p3": LeaseUse.PROMPT,
+        }.items()
     ):
         ledger.open(name, use)
         leases[name] = ledger.finish(name, block_ids=(now_s,))

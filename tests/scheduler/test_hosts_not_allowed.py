@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.protocol.asks import Answer, Progress
 from kvferry.protocol.orders import Prewarm
+from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from kvferry.protocol.side_channel import allowed_hosts
-from kvferry.scheduler.consumer.questions import Producer, StartAsking
+from kvferry.scheduler.consumer.pending_queries import Producer, StartQuery
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RenewLease
-from kvferry.scheduler.side_channel.asker import Asker
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
+from kvferry.scheduler.side_channel.query_client import QueryClient
 from kvferry.scheduler.state import Counters
-from tests.scheduler.test_asker import question
+from tests.scheduler.test_query_client import query
 from tests.scheduler.test_renewer import lease
 from tests.waiting import wait_until
 
@@ -40,8 +40,13 @@ def test_renewals_and_releases_are_counted_and_not_sent(
     renewer: LeaseRenewer, counters: Counters, foreign: socket.socket
 ) -> None:
     port = foreign.getsockname()[1]
-    renewer.submit([RenewLease(lease(port, host=FOREIGN)), ReleaseLease(lease(port, 2, host=FOREIGN))])
-    wait_until(lambda: counters.total("side_channel_errors") >= 1, "the message that is not sent is counted")
+    renewer.submit(
+        [RenewLease(lease(port, host=FOREIGN)), ReleaseLease(lease(port, 2, host=FOREIGN))]
+    )
+    wait_until(
+        lambda: counters.total("side_channel_errors") >= 1,
+        "the message that is not sent is counted",
+    )
 
 
 def test_a_question_is_answered_as_if_nobody_knew_the_prompt(
@@ -49,9 +54,11 @@ def test_a_question_is_answered_as_if_nobody_knew_the_prompt(
 ) -> None:
     answers: queue.SimpleQueue[tuple[Producer, Answer]] = queue.SimpleQueue()
     producer = (FOREIGN, foreign.getsockname()[1])
-    asker = Asker(renewer.client, "decode-0", counters, lambda *answer: answers.put(answer))
-    asker.submit([StartAsking(producer, question(7))])
-    assert answers.get(timeout=30) == (producer, Answer(number=7, progress=Progress.UNKNOWN))
+    client_id = QueryClient(
+        renewer.client, "decode-0", counters, lambda *answer: answers.put(answer)
+    )
+    client_id.submit([StartQuery(producer, query(7))])
+    assert answers.get(timeout=30) == (producer, Answer(number=7, progress=PromptProgress.UNKNOWN))
 
 
 def test_a_producer_to_prewarm_is_not_asked_and_the_log_says_which_key_is_missing(
@@ -59,7 +66,12 @@ def test_a_producer_to_prewarm_is_not_asked_and_the_log_says_which_key_is_missin
 ) -> None:
     found: list[Prewarm] = []
     PeerPrewarmer(
-        renewer.client, [(FOREIGN, foreign.getsockname()[1])], "decode-0", "e" * 32, found.append, 5.0
+        renewer.client,
+        [(FOREIGN, foreign.getsockname()[1])],
+        "decode-0",
+        "e" * 32,
+        found.append,
+        5.0,
     ).start()
     wait_until(lambda: "neither a secret nor allowed_hosts" in caplog.text, "the reason is logged")
     assert found == []

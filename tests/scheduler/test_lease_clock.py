@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.protocol.awake_clock import AwakeClock
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
-from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
@@ -38,7 +38,7 @@ class Clocked:
         for _ in range(round(seconds / pace_s)):
             self.step(pace_s)
 
-    def finish(self) -> Lease:
+    def finish(self) -> ProducerLease:
         lease = self.ledger.finish("a")
         assert lease is not None
         return lease
@@ -118,7 +118,9 @@ def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:
     assert release_idle_turns(clocked.ledger, "shutdown") == 1
 
 
-def test_after_a_stop_of_the_process_one_heartbeat_has_passed_whichever_thread_winds_first() -> None:
+def test_after_a_stop_of_the_process_one_heartbeat_has_passed_whichever_thread_winds_first() -> (
+    None
+):
     clock = AwakeClock(HEARTBEAT_S)
     for now_s in (100.0, 101.0, 1000.0, 1000.0, 1000.5, 999.0, 1000.6):
         clock.wind(now_s)
@@ -147,7 +149,10 @@ def test_an_idle_engine_loses_no_time_because_its_listener_winds_the_clock() -> 
     clock = AwakeClock(0.02)
     listener = SideChannelListener(HOST, free_port(), Counters(), clock=clock)
     try:
-        wait_until(lambda: clock.awake_s >= 10 * clock.heartbeat_s, "ten heartbeats have passed without a step")
+        wait_until(
+            lambda: clock.awake_s >= 10 * clock.heartbeat_s,
+            "ten heartbeats have passed without a step",
+        )
     finally:
         listener.close()
 
@@ -157,9 +162,9 @@ def test_a_renewal_counts_from_its_arrival_and_not_from_the_step_that_applies_it
     lease = clocked.finish()
     clocked.step()
     received_s = 0.0
-    for tick in range(1, 20):
-        shown_s = clocked.ledger.clock.wind(clocked.now_s + tick * HEARTBEAT_S / 2)
-        received_s = shown_s if tick == 8 else received_s
+    for run_due in range(1, 20):
+        shown_s = clocked.ledger.clock.wind(clocked.now_s + run_due * HEARTBEAT_S / 2)
+        received_s = shown_s if run_due == 8 else received_s
     assert received_s == 20.0
     assert clocked.ledger.renew(lease.name, received_s)
     clocked.step(49.9)

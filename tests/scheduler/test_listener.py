@@ -16,7 +16,6 @@ import pytest
 import zmq
 
 from kvferry.protocol import handshake
-from kvferry.protocol.asks import MAX_ANSWERS_BYTES, MAX_QUESTIONS, Ask, Question, decode_answers
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import (
@@ -29,17 +28,32 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
+from kvferry.protocol.prompt_queries import (
+    MAX_ANSWERS_BYTES,
+    MAX_QUERIES,
+    PromptQuery,
+    Subscribe,
+    decode_answers,
+)
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.client import SideChannelClient
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
 from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
-from tests.scheduler.channel import HOST, RecordingListener, ask, client, free_port, listening, threads_named
+from tests.scheduler.channel import (
+    HOST,
+    RecordingListener,
+    ask,
+    client,
+    free_port,
+    listening,
+    threads_named,
+)
 from tests.waiting import wait_until
 
 LEASES = (LeaseName(slot=1, epoch=EPOCH),)
-HELLO = encode(Hello(engine_id="prefill-0", asker="test"))
+HELLO = encode(Hello(engine_id="prefill-0", client_id="test"))
 THREAD = "kvferry-listener"
 
 
@@ -61,11 +75,16 @@ def test_a_long_description_is_fetched_in_parts_as_one_handshake(
     served: tuple[RecordingListener, int], counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "MAX_PART_BYTES", 100)
-    with SideChannelClient() as asker:
-        assert asker.fetch_description(HOST, served[1], "prefill-0", "test", 30.0) == make_description()
+    with SideChannelClient() as client_id:
+        assert (
+            client_id.fetch_description(HOST, served[1], "prefill-0", "test", 30.0)
+            == make_description()
+        )
     assert counters.total("handshakes_served") == 1
     with client(served[1]) as sock:
-        sock.send_multipart([b"", encode(Hello(engine_id="prefill-0", asker="test", at=1 << 20))])
+        sock.send_multipart(
+            [b"", encode(Hello(engine_id="prefill-0", client_id="test", at=1 << 20))]
+        )
         assert decode_reply(sock.recv_multipart()[1]) == Refused(
             field="at", value=str(1 << 20), expected=f"less than {len(encode(make_description()))}"
         )
@@ -82,18 +101,30 @@ def test_before_the_workers_are_ready_a_hello_is_refused_as_starting(counters: C
 
 @pytest.mark.parametrize(
     ("engine_id", "version", "field", "value", "expected"),
-    [("prefill-9", 2, "engine_id", "prefill-9", "prefill-0"), ("prefill-0", 1, "version", "1", "2")],
+    [
+        ("prefill-9", 2, "engine_id", "prefill-9", "prefill-0"),
+        ("prefill-0", 1, "version", "1", "2"),
+    ],
 )
 def test_an_unworkable_hello_is_refused_by_the_name_of_its_field(
-    served: tuple[RecordingListener, int], engine_id: str, version: int, field: str, value: str, expected: str
+    served: tuple[RecordingListener, int],
+    engine_id: str,
+    version: int,
+    field: str,
+    value: str,
+    expected: str,
 ) -> None:
-    assert ask(served[1], engine_id, version) == Refused(field=field, value=value, expected=expected)
+    assert ask(served[1], engine_id, version) == Refused(
+        field=field, value=value, expected=expected
+    )
 
 
 def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Counters) -> None:
     """So a flood of invented names keeps no renewal out, and costs the next step nothing."""
     mine, port = LeaseName(slot=2, epoch=EPOCH), free_port()
-    listener = SideChannelListener(HOST, port, counters, knows=lambda boot, name: (boot, name) == (BOOT, mine))
+    listener = SideChannelListener(
+        HOST, port, counters, knows=lambda boot, name: (boot, name) == (BOOT, mine)
+    )
     try:
         with client(port) as sock:
             guesses = tuple(LeaseName(slot=2, epoch=f"{guess:015x}") for guess in range(1, 1001))
@@ -102,7 +133,9 @@ def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Co
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(*guesses, mine)))])
             wait_until(lambda: counters.total("renewals_unknown") == 2000, "everything has arrived")
             wait_until(lambda: not listener.inbox.empty(), "what is known waits")
-        assert [(received.boot, received.name) for received in listener.inbox.take()] == [(BOOT, mine)]
+        assert [(received.boot, received.name) for received in listener.inbox.take()] == [
+            (BOOT, mine)
+        ]
         assert counters.total("releases_unknown") == 1
     finally:
         listener.close()
@@ -110,32 +143,38 @@ def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Co
 
 def test_tickets_that_do_not_fit_into_one_frame_come_in_several(counters: Counters) -> None:
     """As the prompts of many requests with one long prefix. Its peer closes a connection that brings a longer one."""
-    asked, port, prompt = AskedPrompts(), free_port(), Prompt(tokens=[1, 2, 3])
+    asked, port, prompt = PromptDirectory(), free_port(), Prompt(tokens=[1, 2, 3])
     params = {"remote_block_ids": [[1 << 30] * (MAX_ANSWERS_BYTES // 20)]}
-    questions = tuple(Question(number=n, key=str(n), num_tokens=3, digest=digest_chain(prompt)[-1]) for n in range(6))
-    for question in questions:
-        asked.arrived(question.key, question.key, prompt, 3)
-        asked.ticket(question.key, params)
-    listener = SideChannelListener(HOST, port, counters, asked=asked)
+    queries = tuple(
+        PromptQuery(number=n, key=str(n), num_tokens=3, digest=digest_chain(prompt)[-1])
+        for n in range(6)
+    )
+    for query in queries:
+        asked.arrived(query.key, query.key, prompt, 3)
+        asked.ticket(query.key, params)
+    listener = SideChannelListener(HOST, port, counters, directory=asked)
     with contextlib.closing(listener), client(port) as sock:
-        sock.send_multipart([b"", encode(Ask(asker="d", questions=questions))])
+        sock.send_multipart([b"", encode(Subscribe(client_id="d", queries=queries))])
         found: list[int] = []
-        while len(found) < len(questions):
+        while len(found) < len(queries):
             found += [answer.number for answer in decode_answers(sock.recv_multipart()[1]).answers]
         assert found == list(range(6))
 
 
 def test_more_changes_than_fit_into_one_message_come_in_several(counters: Counters) -> None:
-    asked, port, count = AskedPrompts(), free_port(), MAX_QUESTIONS + 10
+    asked, port, count = PromptDirectory(), free_port(), MAX_QUERIES + 10
     (digest,) = digest_chain(Prompt(tokens=[1, 2, 3]))
-    questions = [Question(number=n, key=str(n), num_tokens=3, digest=digest) for n in range(count)]
-    with contextlib.closing(SideChannelListener(HOST, port, counters, asked=asked)), client(port) as sock:
-        for part in (questions[:MAX_QUESTIONS], questions[MAX_QUESTIONS:]):
-            sock.send_multipart([b"", encode(Ask(asker="d", questions=tuple(part)))])
+    queries = [PromptQuery(number=n, key=str(n), num_tokens=3, digest=digest) for n in range(count)]
+    with (
+        contextlib.closing(SideChannelListener(HOST, port, counters, directory=asked)),
+        client(port) as sock,
+    ):
+        for part in (queries[:MAX_QUERIES], queries[MAX_QUERIES:]):
+            sock.send_multipart([b"", encode(Subscribe(client_id="d", queries=tuple(part)))])
             decode_answers(sock.recv_multipart()[1])
         wake, asked.wake = asked.wake, lambda: None
-        for question in questions:
-            asked.arrived(question.key, question.key, Prompt(tokens=[1, 2, 3]), 3)
+        for query in queries:
+            asked.arrived(query.key, query.key, Prompt(tokens=[1, 2, 3]), 3)
         wake()
         found: set[int] = set()
         while len(found) < count:
@@ -156,7 +195,9 @@ def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(
             sock.send_multipart([b"", encode(message)])
         assert [listener.inbox.get(timeout=10) for _ in messages] == messages
         sock.send_multipart([b"", HELLO])
-        assert sock.recv_multipart() == [b"", encode(make_description())], "something else was answered before"
+        assert sock.recv_multipart() == [b"", encode(make_description())], (
+            "something else was answered before"
+        )
 
 
 def test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered(
@@ -209,7 +250,11 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
     ],
 )
 def test_a_start_that_fails_closes_what_it_opened(
-    part: str, failed: Exception, raised: type[Exception], counters: Counters, monkeypatch: pytest.MonkeyPatch
+    part: str,
+    failed: Exception,
+    raised: type[Exception],
+    counters: Counters,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with listening():  # what ZMQ opens once a process
         before = os.listdir("/proc/self/fd")
@@ -220,7 +265,9 @@ def test_a_start_that_fails_closes_what_it_opened(
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "", "256.0.0.1"])
-def test_an_address_of_another_machine_is_a_configuration_error(host: str, counters: Counters) -> None:
+def test_an_address_of_another_machine_is_a_configuration_error(
+    host: str, counters: Counters
+) -> None:
     with pytest.raises(InvalidConfig, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
         RecordingListener(host, free_port(), counters)
     assert not threads_named(THREAD)
@@ -250,15 +297,26 @@ def test_a_name_is_listened_on_where_its_consumers_look_for_it(
     if family == "IPv6" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     address = {"IPv4": "127.0.0.3", "IPv6": "::1"}[family]
-    found = [(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+    found = [
+        (
+            socket.AF_INET6 if ":" in address else socket.AF_INET,
+            socket.SOCK_STREAM,
+            6,
+            "",
+            (address, 0),
+        )
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     port = free_port(address)
     listener = RecordingListener("node-6.example", port, counters)
     try:
         listener.publish(make_description())
         assert listener.address == address
-        with SideChannelClient((), AllowedHosts.of(["node-6.example"])) as asker:
-            assert asker.fetch_description("node-6.example", port, "prefill-0", "d", 10.0) == make_description()
+        with SideChannelClient((), AllowedHosts.of(["node-6.example"])) as client_id:
+            assert (
+                client_id.fetch_description("node-6.example", port, "prefill-0", "d", 10.0)
+                == make_description()
+            )
     finally:
         listener.close()
 

@@ -21,14 +21,18 @@ def source(slot: int, **changes: object) -> RemotePrefill:
     return make_params(ticket=make_ticket(lease_slot=slot), **changes)
 
 
-def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_and_not_again_by_the_one_after() -> None:
+def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_and_not_again_by_the_one_after() -> (
+    None
+):
     counters = Counters()
     leases, loads = ProducerLedger(4, 6.0, counters), ConsumerLedger(counters)
     assert loads.offer("d1", source(1), 300, 5.0) is None
     assert loads.offer("d2", source(2), 300, 5.0) is None
     assert loads.offer("d3", source(3, remote_port=77), 300, 5.0) is None
     orders = next_orders(leases, loads, BOOT, 5.0)
-    assert [(prewarm.engine_id, prewarm.host, prewarm.port, prewarm.boot) for prewarm in orders.prewarms] == [
+    assert [
+        (prewarm.engine_id, prewarm.host, prewarm.port, prewarm.boot) for prewarm in orders.prewarms
+    ] == [
         ("prefill-0", "10.0.0.1", 5600, BOOT),
         ("prefill-0", "10.0.0.1", 77, BOOT),
     ]
@@ -37,9 +41,12 @@ def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_an
 
 
 @pytest.mark.parametrize(
-    ("slot", "shared", "why"), [(1, 300, "lease_in_use"), (2, 0, "other_prompt"), (3, 300, "lease_over")]
+    ("slot", "shared", "why"),
+    [(1, 300, "lease_in_use"), (2, 0, "other_prompt"), (3, 300, "lease_over")],
 )
-def test_a_request_that_is_computed_here_prewarms_no_producer(slot: int, shared: int, why: str) -> None:
+def test_a_request_that_is_computed_here_prewarms_no_producer(
+    slot: int, shared: int, why: str
+) -> None:
     loads = ConsumerLedger(Counters())
     assert loads.offer("first", source(1), 300, 0.0) is None
     loads.decline(source(3))
@@ -64,11 +71,15 @@ def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_produc
     assert loads.prewarms.take() == (PRODUCER,)
 
 
-def test_remembered_producers_and_prewarms_of_one_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_producers_and_prewarms_of_one_step_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Clients choose the names. A producer left out is queued by the next request that needs it."""
     monkeypatch.setattr(meetings, "MAX_NAMED", 100)
     prewarms = PrewarmQueue()
-    named = [Prewarm.of(make_params(remote_host=f"10.0.1.{number}")) for number in range(MAX_WAITING + 1)]
+    named = [
+        Prewarm.of(make_params(remote_host=f"10.0.1.{number}")) for number in range(MAX_WAITING + 1)
+    ]
     for one in named:
         prewarms.expect(one, 0.0)
     assert prewarms.take() == tuple(named[:MAX_WAITING])
@@ -111,7 +122,8 @@ def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a
 def test_static_producers_are_all_prewarmed_even_beyond_the_limit_of_one_step() -> None:
     prewarms = PrewarmQueue()
     named = [
-        msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_static=True) for number in range(2 * MAX_WAITING)
+        msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_static=True)
+        for number in range(2 * MAX_WAITING)
     ]
     for one in named:
         prewarms.expect(one, 0.0)

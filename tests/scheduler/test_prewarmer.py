@@ -50,7 +50,9 @@ def found() -> Found:
 def look_for(found: Found) -> Iterator[Callable[..., None]]:
     made: list[SideChannelClient] = []
 
-    def build(addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()) -> None:
+    def build(
+        addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()
+    ) -> None:
         made.append(SideChannelClient(secrets))
         PeerPrewarmer(made[-1], addresses, ME, MY_BOOT, found.producers.put, timeout_s).start()
 
@@ -64,7 +66,9 @@ def look_for(found: Found) -> Iterator[Callable[..., None]]:
 def listen() -> Iterator[Callable[..., RecordingListener]]:
     made: list[RecordingListener] = []
 
-    def build(port: int, description: EngineDescription | None = None, secrets: Secrets = ()) -> RecordingListener:
+    def build(
+        port: int, description: EngineDescription | None = None, secrets: Secrets = ()
+    ) -> RecordingListener:
         made.append(RecordingListener(HOST, port, Counters(), secrets))
         if description is not None:
             made[-1].publish(description)
@@ -80,7 +84,9 @@ def life(number: int, engine_id: str = "prefill-0") -> EngineDescription:
 
 
 def prewarm(port: int, description: EngineDescription, host: str = HOST) -> Prewarm:
-    return Prewarm(host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_static=True)
+    return Prewarm(
+        host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_static=True
+    )
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost"])
@@ -109,7 +115,9 @@ def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_
     assert f"prewarming {HOST}:{port}: did not answer within 0.2 s" in caplog.text
 
 
-def test_a_producer_that_restarts_is_found_again_with_its_new_life(listen: Any, look_for: Any, found: Found) -> None:
+def test_a_producer_that_restarts_is_found_again_with_its_new_life(
+    listen: Any, look_for: Any, found: Found
+) -> None:
     port = free_port()
     first = listen(port, life(1))
     look_for([(HOST, port)])
@@ -140,7 +148,9 @@ def test_hosts_that_never_answer_and_names_that_are_never_found_delay_no_other(
 
 
 @pytest.mark.parametrize("name", ["prefill-0", ME], ids=["another id", "the same id"])
-def test_this_very_engine_is_left_out_and_no_other(listen: Any, look_for: Any, found: Found, name: str) -> None:
+def test_this_very_engine_is_left_out_and_no_other(
+    listen: Any, look_for: Any, found: Found, name: str
+) -> None:
     mine, other = free_port(), free_port()
     listen(mine, msgspec.structs.replace(life(1, ME), boot=MY_BOOT))
     look_for([(HOST, mine), (HOST, other)])
@@ -158,13 +168,22 @@ def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_reporte
     listen(plain, life(3))
     look_for([(HOST, locked), (HOST, plain), (HOST, port)], secrets=(NEW, OLD))
     assert found.next() == prewarm(port, life(1))
-    wait_until(lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text, "it is logged")
-    wait_until(lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged")
+    wait_until(
+        lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text,
+        "it is logged",
+    )
+    wait_until(
+        lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged"
+    )
     assert found.producers.empty()
 
 
 def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
-    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    listen: Any,
+    look_for: Any,
+    found: Found,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failing = iter(range(2))
 

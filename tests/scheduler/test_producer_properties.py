@@ -48,7 +48,9 @@ class ProducerHistories(RuleBasedStateMachine):
         self.epochs = 0
         self.requests = 0
         self.counters = Counters()
-        self.ledger = ProducerLedger(SLOTS, LEASE_S, self.counters, draw_epoch=self.draw_epoch, turn_s=TURN_S)
+        self.ledger = ProducerLedger(
+            SLOTS, LEASE_S, self.counters, draw_epoch=self.draw_epoch, turn_s=TURN_S
+        )
         self.table = LeaseTable(SLOTS)
         self.held: dict[str, LeaseName] = {}
         self.reported: list[str] = []
@@ -67,7 +69,9 @@ class ProducerHistories(RuleBasedStateMachine):
         return Epoch(self.epochs)
 
     def some(self, data: st.DataObject, *phases: str) -> str:
-        return data.draw(st.sampled_from([name for name, lease in self.model.items() if lease.phase in phases]))
+        return data.draw(
+            st.sampled_from([name for name, lease in self.model.items() if lease.phase in phases])
+        )
 
     def has(self, *phases: str) -> bool:
         return any(lease.phase in phases for lease in self.model.values())
@@ -108,7 +112,9 @@ class ProducerHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data(), use=st.sampled_from(LeaseUse))
     def intend_again(self, data: st.DataObject, use: LeaseUse) -> None:
-        assert not self.ledger.intend(self.some(data, "intended", "computing", "held", "ending"), use)
+        assert not self.ledger.intend(
+            self.some(data, "intended", "computing", "held", "ending"), use
+        )
 
     @precondition(lambda self: self.has("computing"))
     @rule(data=st.data())
@@ -123,7 +129,11 @@ class ProducerHistories(RuleBasedStateMachine):
         assert held is not None
         lease = self.model[request_id]
         assert int(held.name.epoch, 16) == lease.epoch
-        lease.phase, lease.slot, lease.deadline_s = "held", held.slot, self.clock_s + FIRST_S[lease.use]
+        lease.phase, lease.slot, lease.deadline_s = (
+            "held",
+            held.slot,
+            self.clock_s + FIRST_S[lease.use],
+        )
         self.must_hold.add(request_id)
 
     @precondition(lambda self: self.has("intended", "computing"))
@@ -168,7 +178,9 @@ class ProducerHistories(RuleBasedStateMachine):
         if unknown:
             name = data.draw(st.sampled_from(unknown))
             assert not self.ledger.release(self.name_of(name))
-            assert self.model[name].phase == "computing" or not self.ledger.renew(self.name_of(name))
+            assert self.model[name].phase == "computing" or not self.ledger.renew(
+                self.name_of(name)
+            )
 
     def is_unknown(self, lease: Modelled) -> bool:
         """Whether nobody may release it."""
@@ -210,7 +222,9 @@ class ProducerHistories(RuleBasedStateMachine):
         """As a worker, in the order that `kvferry.protocol.orders` prescribes."""
         ending = {end.slot for end in orders.ends}
         for opened in orders.opens:
-            assert self.table.words[opened.slot] == EMPTY or opened.slot in ending, "a slot was reused without an end"
+            assert self.table.words[opened.slot] == EMPTY or opened.slot in ending, (
+                "a slot was reused without an end"
+            )
             self.table.open(opened)
         for hold in orders.holds:
             self.held[hold.request_id] = LeaseName(slot=hold.slot, epoch=hold.epoch)
@@ -244,7 +258,11 @@ class ProducerHistories(RuleBasedStateMachine):
     @rule(data=st.data())
     def all_consumers_are_done(self, data: st.DataObject) -> None:
         name = self.held[data.draw(st.sampled_from(sorted(self.held)))]
-        self.report_once(self.table.done(Done(slot=name.slot, epoch=name.epoch, consumer=BOOT, worker=0, expected=1)))
+        self.report_once(
+            self.table.done(
+                Done(slot=name.slot, epoch=name.epoch, consumer=BOOT, worker=0, expected=1)
+            )
+        )
 
     @precondition(lambda self: self.reported)
     @rule()
@@ -269,7 +287,9 @@ class ProducerHistories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Without further messages everything is free within a lease, or a turn's time, and one step."""
-        for name in [name for name, lease in self.model.items() if lease.phase in ("intended", "computing")]:
+        for name in [
+            name for name, lease in self.model.items() if lease.phase in ("intended", "computing")
+        ]:
             self.ledger.abandon(name)
             self.forget(self.model.pop(name))
         turns = any(lease.use is LeaseUse.TURN for lease in self.model.values())

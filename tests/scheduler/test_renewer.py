@@ -14,7 +14,12 @@ from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.consumer.remote_prompt import ForgetLease, ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_prompt import (
+    ForgetLease,
+    ReleaseLease,
+    RemoteLease,
+    RenewLease,
+)
 from kvferry.scheduler.side_channel import heartbeat
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
@@ -30,7 +35,9 @@ SHORT_S = 1.0
 LONG_S = 3600.0
 
 
-def lease(port: int, slot: int = 1, *, lease_s: float = SHORT_S, host: str = HOST, boot: str = BOOT) -> RemoteLease:
+def lease(
+    port: int, slot: int = 1, *, lease_s: float = SHORT_S, host: str = HOST, boot: str = BOOT
+) -> RemoteLease:
     return RemoteLease(host, port, boot, LeaseName(slot=slot, epoch=f"{slot + 1:015x}"), lease_s)
 
 
@@ -41,7 +48,9 @@ def received(listener: RecordingListener) -> list[Renew | Release]:
     return messages
 
 
-def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped(renewer: LeaseRenewer) -> None:
+def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped(
+    renewer: LeaseRenewer,
+) -> None:
     with listening() as (listener, port):
         start_s = time.monotonic()
         renewer.submit([RenewLease(lease(port))])
@@ -90,7 +99,9 @@ def test_each_lease_of_a_producer_is_renewed_at_its_own_interval_however_short_a
         for _ in range(6):
             renewal = listener.inbox.get(timeout=10)
             assert {name.slot for name in renewal.leases} == {500, 501}
-        assert counters.total("heartbeats") <= 2 * (1 + (time.monotonic() - start_s) * HEARTBEATS_PER_LEASE)
+        assert counters.total("heartbeats") <= 2 * (
+            1 + (time.monotonic() - start_s) * HEARTBEATS_PER_LEASE
+        )
 
 
 def test_a_turn_looks_at_no_lease_that_is_not_due(renewer: LeaseRenewer) -> None:
@@ -117,13 +128,18 @@ def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_
         wait_until(lambda: counters.total("side_channel_errors") == 1, "the renewal has failed")
         renewer.submit([ReleaseLease(lease(port, 2))])
         assert listener.inbox.get(timeout=10) == _release(port, 2)
-        assert counters.total("side_channel_errors") <= 3, "one each turn, and a release costs two at most"
+        assert counters.total("side_channel_errors") <= 3, (
+            "one each turn, and a release costs two at most"
+        )
 
 
 def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: LeaseRenewer) -> None:
     with listening() as (listener, port):
         renewer.submit([RenewLease(lease(port, 1, lease_s=LONG_S))])
-        wait_until(lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
+        wait_until(
+            lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf,
+            "it has not been taken",
+        )
         start_s = time.monotonic()
         renewer.submit([RenewLease(lease(port, 2))])
         renewal = listener.inbox.get(timeout=10)
@@ -137,7 +153,10 @@ def test_submissions_that_wait_for_the_renewer_are_bounded(
     monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat._MOST_WAITING", 100)
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
-    wait_until(lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
+    wait_until(
+        lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf,
+        "it has not been taken",
+    )
     for slot in range(2, 102):
         renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
     wait_until(renewer._submitted.empty, "too much waits")
@@ -145,7 +164,10 @@ def test_submissions_that_wait_for_the_renewer_are_bounded(
 
 @pytest.mark.parametrize("sleeps_until_s", [math.inf, 0.0], ids=["asleep", "a renewal was due"])
 def test_what_is_submitted_just_after_the_thread_has_taken_the_rest_is_not_left_waiting(
-    renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch, sleeps_until_s: float
+    renewer: LeaseRenewer,
+    counters: Counters,
+    monkeypatch: pytest.MonkeyPatch,
+    sleeps_until_s: float,
 ) -> None:
     take_all = renewer._take_all
     with listening() as (_, port):
@@ -179,7 +201,9 @@ def test_closing_sends_everything_that_was_submitted(
         assert [listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)] == list(range(30))
 
 
-def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None], secrets: Secrets = ()) -> None:
+def renewed_on_time(
+    renewer: LeaseRenewer, disturb: Callable[[], None], secrets: Secrets = ()
+) -> None:
     """A good producer's lease is renewed within its time, whatever happens to others."""
     with listening(secrets=secrets) as (listener, port):
         renewer.submit([RenewLease(lease(port, lease_s=3.0))])
@@ -210,7 +234,9 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
     monkeypatch.setattr(host_names, "look_up", never)
     renewer = LeaseRenewer(counters, allowed=AllowedHosts.of(["*"]))
     try:
-        lost = [lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)]
+        lost = [
+            lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)
+        ]
         renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in lost))
         assert set(looking) == {f"slow-{number}.example" for number in range(3)}
         assert len(looking) == 3, "a name is looked up twice at once"
@@ -220,19 +246,24 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
 
 
 @pytest.mark.parametrize(
-    "host", ["no such host", "256.256.256.256", "*", "a" * 300, "é" * 70 + ".example", "host;1.2.3.4"]
+    "host",
+    ["no such host", "256.256.256.256", "*", "a" * 300, "é" * 70 + ".example", "host;1.2.3.4"],
 )
 def test_a_hostile_host_is_counted_and_the_renewer_lives_on(
     renewer: LeaseRenewer, counters: Counters, host: str
 ) -> None:
     renewer.submit([RenewLease(lease(5600, host=host)), ReleaseLease(lease(5600, host=host))])
-    wait_until(lambda: counters.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30)
+    wait_until(
+        lambda: counters.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30
+    )
     with listening() as (listener, port):
         renewer.submit([ReleaseLease(lease(port))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
 
 
-@pytest.mark.parametrize("secrets", [((), ()), ((OLD,), (NEW,))], ids=["plain", "with the next secret"])
+@pytest.mark.parametrize(
+    "secrets", [((), ()), ((OLD,), (NEW,))], ids=["plain", "with the next secret"]
+)
 def test_a_producer_that_restarts_at_its_address_is_renewed_again(
     secrets: tuple[Secrets, Secrets], counters: Counters
 ) -> None:

@@ -31,7 +31,14 @@ from kvferry.scheduler.state import Counters
 from tests.harness.handshake import fetch_description
 from tests.protocol.samples import BOOT, make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
-from tests.scheduler.channel import HOST, RecordingListener, client, free_port, listening, threads_named
+from tests.scheduler.channel import (
+    HOST,
+    RecordingListener,
+    client,
+    free_port,
+    listening,
+    threads_named,
+)
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -39,7 +46,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 30.0
 """Every refusal must come long before it."""
 
-HELLO = encode(Hello(engine_id="prefill-0", asker="test"))
+HELLO = encode(Hello(engine_id="prefill-0", client_id="test"))
 NAME = LeaseName(slot=1, epoch=f"{2:015x}")
 LISTS: list[Secrets] = [(), (OLD,), (NEW,), (OLD, NEW), (NEW, OLD), (OTHER, NEW)]
 
@@ -54,7 +61,10 @@ def protected(
 def handshake(port: int, secrets: Secrets) -> bool:
     """Whether it succeeds; a refusal must be a typed error."""
     try:
-        return fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, secrets) == make_description()
+        return (
+            fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, secrets)
+            == make_description()
+        )
     except PeerRefused:
         return False
 
@@ -74,7 +84,9 @@ def release_lease(port: int) -> ReleaseLease:
 
 @pytest.mark.parametrize("theirs", LISTS)
 @pytest.mark.parametrize("ours", LISTS)
-def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(theirs: Secrets, ours: Secrets) -> None:
+def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(
+    theirs: Secrets, ours: Secrets
+) -> None:
     """Handshakes and releases alike; a refusal comes before the deadline."""
     counters = Counters()
     renewer = LeaseRenewer(counters, ours)
@@ -87,7 +99,11 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(thei
                 assert listener.inbox.get(timeout=TIMEOUT_S) == Release(boot=BOOT, leases=(NAME,))
                 assert counters.total("side_channel_errors") == 0
             else:
-                wait_until(lambda: counters.total("side_channel_errors") == 1, "the lost message is counted", TIMEOUT_S)
+                wait_until(
+                    lambda: counters.total("side_channel_errors") == 1,
+                    "the lost message is counted",
+                    TIMEOUT_S,
+                )
                 assert listener.inbox.empty()
     finally:
         renewer.close()
@@ -100,7 +116,11 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(thei
         ((OLD,), (), "and there is none here"),
         ((), (OLD,), "it has no secret, and there is one here"),
         ((OLD,), (NEW,), f"none of the secrets listed here ({NEW.fingerprint})"),
-        ((OLD, NEW), (NEW, OTHER), f"none of the secrets listed here ({NEW.fingerprint}, {OTHER.fingerprint})"),
+        (
+            (OLD, NEW),
+            (NEW, OTHER),
+            f"none of the secrets listed here ({NEW.fingerprint}, {OTHER.fingerprint})",
+        ),
     ],
     ids=["missing", "superfluous", "another", "the wrong order"],
 )
@@ -137,7 +157,9 @@ def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(counters: Counters
     other_peer = KeyPair.of(os.urandom(32))
     with protected((OLD, NEW), counters) as (listener, port), client(port) as sock:
         ask_with(sock, port, other_peer)
-        wait_until(lambda: counters.total("side_channel_refusals", "other_secret") == 1, "it is refused")
+        wait_until(
+            lambda: counters.total("side_channel_refusals", "other_secret") == 1, "it is refused"
+        )
         assert sock.poll(0) == 0
         assert handshake(port, (OLD,)), "others are served"
         assert counters.total("handshakes_served") == 1
@@ -160,9 +182,9 @@ def impostor(keys: KeyPair | None) -> Iterator[tuple[int, list[bytes]]]:
     def serve() -> None:
         while not over.is_set():
             if sock.poll(20):
-                asker, *frames = sock.recv_multipart()
+                client_id, *frames = sock.recv_multipart()
                 reported.append(frames[-1])
-                sock.send_multipart([asker, b"", encode(make_description())])
+                sock.send_multipart([client_id, b"", encode(make_description())])
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -174,7 +196,9 @@ def impostor(keys: KeyPair | None) -> Iterator[tuple[int, list[bytes]]]:
         context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("kind", ["plain", "any keys", "keys of another secret", "the asker's keys"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "any keys", "keys of another secret", "the asker's keys"]
+)
 def test_an_impostor_of_the_listener_receives_nothing_and_its_answers_are_ignored(
     kind: str, counters: Counters
 ) -> None:
@@ -190,7 +214,11 @@ def test_an_impostor_of_the_listener_receives_nothing_and_its_answers_are_ignore
             with pytest.raises(PeerRefused):
                 fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, (OLD, NEW))
             renewer.submit([release_lease(port)])
-            wait_until(lambda: counters.total("side_channel_errors") == 1, "the release is given up", TIMEOUT_S)
+            wait_until(
+                lambda: counters.total("side_channel_errors") == 1,
+                "the release is given up",
+                TIMEOUT_S,
+            )
             assert reported == []
     finally:
         renewer.close()
@@ -205,7 +233,11 @@ RAW = {
     "noise": b"\xff" * 1000,
     "an older version": b"\x01\x00\x01\x00xxxx",
     "a plain greeting": GREETING + b"NULL".ljust(20, b"\0") + bytes(32),
-    "a greeting and noise": GREETING + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xc8\x05HELLO" + b"\xff" * 300,
+    "a greeting and noise": GREETING
+    + b"CURVE".ljust(20, b"\0")
+    + bytes(32)
+    + b"\x04\xc8\x05HELLO"
+    + b"\xff" * 300,
     "half a greeting": GREETING,
 }
 
@@ -234,10 +266,19 @@ def test_a_zmq_without_encryption_stops_the_start_by_name(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "frames",
-    [[], [b""], [b"", b"1.0"], [b"", b"2.0", b"1", b"", b"", b"", b"CURVE", b"x"], [b"", b"1.0", b"1"], [b"\xff"] * 50],
+    [
+        [],
+        [b""],
+        [b"", b"1.0"],
+        [b"", b"2.0", b"1", b"", b"", b"", b"CURVE", b"x"],
+        [b"", b"1.0", b"1"],
+        [b"\xff"] * 50,
+    ],
     ids=str,
 )
-def test_a_malformed_zap_request_is_dropped_or_denied(frames: list[bytes], counters: Counters) -> None:
+def test_a_malformed_zap_request_is_dropped_or_denied(
+    frames: list[bytes], counters: Counters
+) -> None:
     with protected((OLD,), counters) as (listener, port):
         sock = listener._socket._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)

@@ -34,11 +34,15 @@ def test_messages_that_wait_for_a_connection_are_bounded_and_sent_in_order_once_
     renewer: LeaseRenewer, counters: Counters
 ) -> None:
     port, more = free_port(), 10
-    renewer.submit(ReleaseLease(lease(port, slot)) for slot in range(sender.QUEUED_MESSAGES + 1 + more))
+    renewer.submit(
+        ReleaseLease(lease(port, slot)) for slot in range(sender.QUEUED_MESSAGES + 1 + more)
+    )
     wait_until(lambda: counters.total("side_channel_errors") >= more, "the others are dropped")
     listener = RecordingListener(HOST, port, Counters())
     try:
-        slots = [listener.inbox.get(timeout=10).leases[0].slot for _ in range(sender.QUEUED_MESSAGES)]
+        slots = [
+            listener.inbox.get(timeout=10).leases[0].slot for _ in range(sender.QUEUED_MESSAGES)
+        ]
     finally:
         listener.close()
     assert slots == list(range(sender.QUEUED_MESSAGES))
@@ -69,7 +73,9 @@ def test_a_producer_takes_four_files_as_docs_operations_says(renewer: LeaseRenew
     with listening() as (listener, port):
         before = len(os.listdir("/proc/self/fd"))
         boots = [f"{number:032x}" for number in range(producers)]
-        renewer.submit(RenewLease(lease(port, lease_s=LONG_S, boot=boot), at_once=True) for boot in boots)
+        renewer.submit(
+            RenewLease(lease(port, lease_s=LONG_S, boot=boot), at_once=True) for boot in boots
+        )
         assert {listener.inbox.get(timeout=10).boot for _ in boots} == set(boots)
         assert len(os.listdir("/proc/self/fd")) - before <= producers * (4 + of_the_listener) + 2
 
@@ -100,7 +106,10 @@ def test_the_peer_that_was_unused_for_longest_is_closed_first(
             for number in (0, 1, 0, 2):
                 renewer.submit([ReleaseLease(lease(port, boot=boots[number]))])
                 assert listener.inbox.get(timeout=10).boot == boots[number]
-            wait_until(lambda: [boot for _, _, boot in renewer._sender._peers] == [boots[0], boots[2]], "one is closed")
+            wait_until(
+                lambda: [boot for _, _, boot in renewer._sender._peers] == [boots[0], boots[2]],
+                "one is closed",
+            )
     finally:
         renewer.close()
 
@@ -139,11 +148,16 @@ def test_closed_ports_of_a_host_neither_delay_its_new_producers_nor_close_the_co
             assert listener.inbox.get(timeout=10) == _release(port, 1)
             wait_until(lambda: renewer._sender._places._idle, "the connection is idle")
             (kept,) = renewer._sender._places._idle
-            renewer.submit(ReleaseLease(lease(dead, boot=f"{number:032x}")) for number in range(100))
+            renewer.submit(
+                ReleaseLease(lease(dead, boot=f"{number:032x}")) for number in range(100)
+            )
             renewer.submit([ReleaseLease(lease(new_port))])
             assert new_listener.inbox.get(timeout=5) == _release(new_port, 1)
             assert not kept.connection.has_ended
-            wait_until(lambda: counters.total("leases_given_back") == 2, "what was sent is counted, and no more")
+            wait_until(
+                lambda: counters.total("leases_given_back") == 2,
+                "what was sent is counted, and no more",
+            )
     finally:
         renewer.close()
 
@@ -201,8 +215,8 @@ def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fil
     ended = producer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
         renewer.submit([ReleaseLease(lease(producer.bind_to_random_port(f"tcp://{HOST}")))])
-        asker, *_ = producer.recv_multipart()
-        producer.send_multipart([asker, b"", bytes(1 << 20)])
+        client_id, *_ = producer.recv_multipart()
+        producer.send_multipart([client_id, b"", bytes(1 << 20)])
         assert ended.poll(30_000)
     finally:
         context.destroy(linger=0)

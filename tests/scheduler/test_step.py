@@ -51,7 +51,9 @@ def scheduler() -> Iterator[Scheduler]:
     made.listener.close()
 
 
-def test_a_renewal_that_has_arrived_is_applied_before_the_lease_may_expire(scheduler: Scheduler) -> None:
+def test_a_renewal_that_has_arrived_is_applied_before_the_lease_may_expire(
+    scheduler: Scheduler,
+) -> None:
     name = scheduler.hold()
     for _ in range(HEARTBEATS_PER_LEASE - 1):
         scheduler.step(LEASE_S / HEARTBEATS_PER_LEASE)
@@ -64,7 +66,10 @@ def test_messages_to_another_boot_are_counted_and_change_nothing(scheduler: Sche
     scheduler.listener.inbox.put(Release(boot="f" * 32, leases=(name,)))
     scheduler.listener.inbox.put(Renew(boot="f" * 32, leases=(name,)))
     assert not scheduler.step()
-    assert (scheduler.counters.total("releases_unknown"), scheduler.counters.total("renewals_unknown")) == (1, 1)
+    assert (
+        scheduler.counters.total("releases_unknown"),
+        scheduler.counters.total("renewals_unknown"),
+    ) == (1, 1)
 
 
 A, B, C = (LeaseName(slot=slot, epoch=EPOCH) for slot in range(3))
@@ -75,7 +80,10 @@ def test_repeated_renewals_of_a_lease_are_one_entry_with_the_latest_time() -> No
     for second in range(1000):
         assert inbox.put(Renew(boot=BOOT, leases=(A, B)), float(second))
     assert inbox.put(Renew(boot=BOOT, leases=(A,)), 1000.5)
-    assert inbox.take() == [ReceivedLease(Renew, BOOT, B, 999.0), ReceivedLease(Renew, BOOT, A, 1000.5)]
+    assert inbox.take() == [
+        ReceivedLease(Renew, BOOT, B, 999.0),
+        ReceivedLease(Renew, BOOT, A, 1000.5),
+    ]
     assert inbox.take() == []
 
 
@@ -91,7 +99,9 @@ def test_a_release_is_not_lost_to_renewals_nor_the_other_way_round() -> None:
     ]
 
 
-def test_in_a_full_inbox_renewals_replace_those_of_the_same_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_full_inbox_renewals_replace_those_of_the_same_leases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lease_inbox, "MAX_WAITING_LEASES", 2)
     inbox = LeaseInbox()
     assert inbox.put(Renew(boot=BOOT, leases=(A, B, B)), 1.0)

@@ -16,9 +16,9 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch
 from kvferry.protocol.orders import LeaseProgress
-from kvferry.scheduler.producer.lease import Lease, LeaseOrders, LeaseUse
+from kvferry.scheduler.producer.lease import LeaseOrders, LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.streams import Streams
+from kvferry.scheduler.producer.streams import PublishedStreams
 from kvferry.scheduler.state import Counters
 from tests.fakes.device_mark import FakeMark
 from tests.scheduler.test_producer_properties import SLOTS, Modelled, ProducerHistories
@@ -41,7 +41,7 @@ class StreamHistories(ProducerHistories):
     def __init__(self) -> None:
         super().__init__()
         orders = self.ledger._orders
-        self.ledger.streams = Streams(self.ledger.slots, orders, self.counters, rows=ROWS)
+        self.ledger.streams = PublishedStreams(self.ledger.slots, orders, self.counters, rows=ROWS)
         self.rows = [Row() for _ in range(ROWS)]
         self.row_of: dict[int, int] = {}
         self.progress: dict[int, tuple[str, int]] = {}
@@ -52,9 +52,11 @@ class StreamHistories(ProducerHistories):
         self.next_block = 0
 
     def streamed(self, *phases: str) -> list[str]:
-        return [name for name in self.blocks if name in self.model and self.model[name].phase in phases]
+        return [
+            name for name in self.blocks if name in self.model and self.model[name].phase in phases
+        ]
 
-    def lease(self, name: str) -> Lease:
+    def lease(self, name: str) -> ProducerLease:
         lease = self.ledger.running(name)
         assert lease is not None
         return lease
@@ -131,7 +133,9 @@ class StreamHistories(ProducerHistories):
         return LeaseName(slot=self.model[name].slot, epoch=f"{self.origin[name]:015x}")
 
     def is_unknown(self, lease: Modelled) -> bool:
-        return super().is_unknown(lease) and not any(self.model.get(name) is lease for name in self.blocks)
+        return super().is_unknown(lease) and not any(
+            self.model.get(name) is lease for name in self.blocks
+        )
 
     def carry_out(self, orders: LeaseOrders) -> None:
         ended = {end.slot for end in orders.ends}
@@ -194,7 +198,11 @@ class StreamHistories(ProducerHistories):
     def live_rows(self) -> Iterator[tuple[str, Row]]:
         for name in self.streamed("computing", "held"):
             if name not in self.reported:
-                lease = self.lease(name) if self.model[name].phase == "computing" else self.ledger._by_request[name]
+                lease = (
+                    self.lease(name)
+                    if self.model[name].phase == "computing"
+                    else self.ledger._by_request[name]
+                )
                 assert lease.stream is not None
                 yield name, self.rows[lease.stream.row]
 
@@ -215,7 +223,9 @@ TestStreamHistories = StreamHistories.TestCase
 
 
 def test_a_row_that_two_leases_use_is_found() -> None:
-    ledger = ProducerLedger(SLOTS, 30.0, Counters(), draw_epoch=iter(map(Epoch, range(1, 9))).__next__)
+    ledger = ProducerLedger(
+        SLOTS, 30.0, Counters(), draw_epoch=iter(map(Epoch, range(1, 9))).__next__
+    )
     streams = []
     for name in ("a", "b"):
         assert ledger.open(name, LeaseUse.PROMPT)
@@ -230,7 +240,9 @@ def test_a_row_that_two_leases_use_is_found() -> None:
         ledger.check_integrity()
 
 
-def test_a_lease_that_comes_and_goes_in_a_slot_after_one_that_was_preempted_is_not_sent_at_all() -> None:
+def test_a_lease_that_comes_and_goes_in_a_slot_after_one_that_was_preempted_is_not_sent_at_all() -> (
+    None
+):
     """All within one step: the workers know the first lease and must end it, and never hear of the second."""
     ledger = ProducerLedger(1, 30.0, Counters(), draw_epoch=iter(map(Epoch, range(1, 9))).__next__)
     assert ledger.open("a", LeaseUse.PROMPT)
@@ -245,5 +257,7 @@ def test_a_lease_that_comes_and_goes_in_a_slot_after_one_that_was_preempted_is_n
     assert ledger.open("b", LeaseUse.PROMPT)
     ledger.abandon("b")
     orders = ledger.take_orders(0.0)
-    assert [(opened.row, opened.epoch) for opened in orders.opens] == [(stream.row, lease.name.epoch)]
+    assert [(opened.row, opened.epoch) for opened in orders.opens] == [
+        (stream.row, lease.name.epoch)
+    ]
     assert [(end.request_id, end.epoch) for end in orders.ends] == [("a", lease.name.epoch)]

@@ -16,7 +16,9 @@ LOCKED = " ".join(bootstrap.LOCKED)
 
 
 def report(version: str, url: str) -> str:
-    return json.dumps({"install": [{"metadata": {"version": version}, "download_info": {"url": url}}]})
+    return json.dumps(
+        {"install": [{"metadata": {"version": version}, "download_info": {"url": url}}]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,16 @@ class FakeEnvironment(Environment):
 @pytest.mark.parametrize(
     ("runtimes", "asked"),
     [
-        ([], ["create", f"torch=={bootstrap.cpu_torch()}", f"cpu.lock {LOCKED}", f"dev.lock {LOCKED}", ROOT.name]),
+        (
+            [],
+            [
+                "create",
+                f"torch=={bootstrap.cpu_torch()}",
+                f"cpu.lock {LOCKED}",
+                f"dev.lock {LOCKED}",
+                ROOT.name,
+            ],
+        ),
         (["cpu"], ["create", f"dev.lock {LOCKED}"]),
         (["cuda"], ["create", f"dev.lock {LOCKED}"]),
     ],
@@ -89,7 +100,9 @@ def test_development_adds_its_tools_to_what_the_accuracy_test_has_installed(
 
 
 @pytest.mark.parametrize(("first", "second"), [("cpu", "cuda"), ("cuda", "cpu")])
-def test_the_environment_holds_one_runtime_at_a_time(tmp_path: Path, first: str, second: str) -> None:
+def test_the_environment_holds_one_runtime_at_a_time(
+    tmp_path: Path, first: str, second: str
+) -> None:
     """Both have a `vllm`, and pip takes the torch of one for the other's."""
     environment = FakeEnvironment(tmp_path, "2.13.0+cpu")
     bootstrap.make(environment, [first])
@@ -104,7 +117,10 @@ def test_the_environment_holds_one_runtime_at_a_time(tmp_path: Path, first: str,
 
 def test_the_accuracy_test_leaves_the_tools_out_and_their_lock_has_them() -> None:
     assert 'scripts.accuracy "" "$@"\n' in (ROOT / "scripts" / "run_accuracy_test.sh").read_text()
-    pinned = {line.split("==")[0] for line in (bootstrap.REQUIREMENTS / "dev.lock").read_text().splitlines()}
+    pinned = {
+        line.split("==")[0]
+        for line in (bootstrap.REQUIREMENTS / "dev.lock").read_text().splitlines()
+    }
     assert {"pytest", "ruff", "mypy", "import-linter", "mkdocs-material"} <= pinned
 
 

@@ -50,11 +50,15 @@ def test_another_answer_fails(other: Answer, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "near", "far"), [("float32", 5e-4, 2e-3), ("float16", 0.12, 0.13), ("bfloat16", 0.9, 1.1)]
+    ("dtype", "near", "far"),
+    [("float32", 5e-4, 2e-3), ("float16", 0.12, 0.13), ("bfloat16", 0.9, 1.1)],
 )
 def test_log_probabilities_must_be_near(dtype: str, near: float, far: float) -> None:
     for gap, wrong in ((near, False), (far, True)):
-        assert ("same log-probabilities" in judged(replace(RIGHT[1], logprobs=(-0.3, -1.0 - gap)), dtype)) is wrong
+        assert (
+            "same log-probabilities"
+            in judged(replace(RIGHT[1], logprobs=(-0.3, -1.0 - gap)), dtype)
+        ) is wrong
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,8 @@ def test_another_token_is_right_only_where_both_engines_rate_both_tokens_alike(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "hit", "blocks"), [(1, 0, 1), (127, 0, 1), (128, 0, 1), (129, 0, 2), (256, 128, 1), (257, 256, 1)]
+    ("prompt", "hit", "blocks"),
+    [(1, 0, 1), (127, 0, 1), (128, 0, 1), (129, 0, 2), (256, 128, 1), (257, 256, 1)],
 )
 def test_the_formula_counts_whole_blocks_beyond_the_hit(prompt: int, hit: int, blocks: int) -> None:
     assert FORMULA.bytes_of([prompt], hit) == blocks * 128 * 100
@@ -98,12 +103,18 @@ def seen(nixl: int = 12800, planned: int = 12800, local: int = 0, prompt: int = 
         (6400, 129, 96, True),
     ],
 )
-def test_staged_bytes_are_at_least_what_is_needed(found: int, prompt: int, hit: int, allowed: bool) -> None:
+def test_staged_bytes_are_at_least_what_is_needed(
+    found: int, prompt: int, hit: int, allowed: bool
+) -> None:
     formula = Formula(32, 100, "s", at_least=True)
-    assert checks.judge_bytes({"a": seen(found, found, hit, prompt)}, formula, True).passed is allowed
+    assert (
+        checks.judge_bytes({"a": seen(found, found, hit, prompt)}, formula, True).passed is allowed
+    )
 
 
-@pytest.mark.parametrize("wrong", [seen(nixl=0), seen(nixl=12801), seen(nixl=25600), seen(planned=0)])
+@pytest.mark.parametrize(
+    "wrong", [seen(nixl=0), seen(nixl=12801), seen(nixl=25600), seen(planned=0)]
+)
 def test_bytes_must_agree_three_times(wrong: Seen) -> None:
     assert checks.judge_bytes({"a": seen(), "b": seen()}, FORMULA, True).passed
     assert not checks.judge_bytes({"a": seen(), "b": wrong}, FORMULA, True).passed
@@ -127,7 +138,10 @@ def test_where_rounding_decides_it_decides_for_few_prompts_and_moves_no_mean() -
     shifted = replace(RIGHT[1], logprobs=(-0.6, -1.3))
     both = checks.compare([CASES[1]] * 2, {"two": RIGHT[1]}, [shifted, shifted])
     assert both.is_near("bfloat16")
-    assert failed(checks.judge_tokens(both, "bfloat16")) == ["same tokens as one engine", "same log-probabilities"]
+    assert failed(checks.judge_tokens(both, "bfloat16")) == [
+        "same tokens as one engine",
+        "same log-probabilities",
+    ]
     nan = replace(RIGHT[1], logprobs=(float("nan"), -1.0))
     assert not checks.compare([CASES[1]], {"two": RIGHT[1]}, [nan]).is_near("bfloat16")
 
@@ -154,7 +168,9 @@ def test_hits_must_happen_where_they_were_foreseen() -> None:
 
 def test_poison_must_change_every_answer_beyond_rounding_and_be_transferred() -> None:
     def judged_poison(second: Answer, moved: int = 1) -> bool | None:
-        return checks.judge_poison(CASES, EXPECTED, [Answer(tokens=(1, 1)), second], moved, "bfloat16").passed
+        return checks.judge_poison(
+            CASES, EXPECTED, [Answer(tokens=(1, 1)), second], moved, "bfloat16"
+        ).passed
 
     rounded = Answer((7, 9), (-0.3, -0.9), ({7: -0.3}, {9: -0.9, 8: -1.2}))
     assert judged_poison(Answer(tokens=(2, 2)))
@@ -169,7 +185,9 @@ def test_one_leg_after_the_other_the_cache_moves() -> None:
 
 
 def test_some_bytes_are_read_before_a_prefill_has_ended() -> None:
-    planned, early = (parse_metrics(f"vllm:kvferry_{kind}_bytes_total 40\n") for kind in ("planned", "early"))
+    planned, early = (
+        parse_metrics(f"vllm:kvferry_{kind}_bytes_total 40\n") for kind in ("planned", "early")
+    )
     assert checks.judge_streams(early).passed
     assert not checks.judge_streams(planned).passed
 
@@ -181,7 +199,11 @@ def shown(report: Report) -> str:
 
 
 def test_the_table_shows_every_check_and_figure_as_it_is() -> None:
-    report = Report("model [x]", [Check("a", True, "fine [api]"), Check("b", None, "why not")], {"figure": "1 ms"})
+    report = Report(
+        "model [x]",
+        [Check("a", True, "fine [api]"), Check("b", None, "why not")],
+        {"figure": "1 ms"},
+    )
     text = shown(report)
     for part in ("model [x]", "fine [api]", "ok", "NOT RUN", "why not", "figure", "1 ms"):
         assert part in text

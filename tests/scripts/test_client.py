@@ -26,7 +26,10 @@ def streamed(*events: dict[str, Any]) -> httpx.Response:
     return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
 
 
-def with_client(reply: Callable[[httpx.Request], httpx.Response], use: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+def with_client(
+    reply: Callable[[httpx.Request], httpx.Response],
+    use: Callable[[Client], Coroutine[Any, Any, T]],
+) -> T:
     async def run() -> T:
         async with Client("m", 5.0, httpx.MockTransport(reply)) as client:
             return await use(client)
@@ -45,11 +48,18 @@ def ask(case: Case, reply: httpx.Response) -> Answer:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_likeliest_tokens_at_each_place(stream: bool) -> None:
     likeliest = ({4: -0.5, 6: -1.0}, {5: -0.25, 4: -2.0})
-    entries = [[{"token": f"token_id:{token}", "logprob": p} for token, p in place.items()] for place in likeliest]
+    entries = [
+        [{"token": f"token_id:{token}", "logprob": p} for token, p in place.items()]
+        for place in likeliest
+    ]
     content = [{**entry[0], "top_logprobs": entry} for entry in entries]
     chat = {"logprobs": {"content": content}}
     plain = {
-        "logprobs": {"top_logprobs": [{f"token_id:{token}": p for token, p in place.items()} for place in likeliest]}
+        "logprobs": {
+            "top_logprobs": [
+                {f"token_id:{token}": p for token, p in place.items()} for place in likeliest
+            ]
+        }
     }
     for case, choice in ((CHAT, chat), (PLAIN, plain)):
         whole = {"choices": [choice], "usage": {"prompt_tokens": 1}}
@@ -59,7 +69,10 @@ def test_the_likeliest_tokens_at_each_place(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_that_are_not_asked_for_as_ids_are_no_likeliest_ones(stream: bool) -> None:
-    whole = {"choices": [{"logprobs": {"top_logprobs": [{" -": -0.5}, {"7": -0.1}]}}], "usage": {"prompt_tokens": 1}}
+    whole = {
+        "choices": [{"logprobs": {"top_logprobs": [{" -": -0.5}, {"7": -0.1}]}}],
+        "usage": {"prompt_tokens": 1},
+    }
     reply = streamed(whole) if stream else httpx.Response(200, json=whole)
     assert ask(replace(PLAIN, stream=stream), reply).likeliest == ()
 
@@ -67,14 +80,25 @@ def test_tokens_that_are_not_asked_for_as_ids_are_no_likeliest_ones(stream: bool
 def test_a_chat() -> None:
     logprobs = {"content": [{"logprob": -0.5}, {"logprob": -0.25}]}
     choice = {"message": {"content": "a b"}, "token_ids": [4, 5], "logprobs": logprobs}
-    answer = ask(CHAT, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 9}}))
-    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == ((4, 5), (-0.5, -0.25), "a b", 9)
+    answer = ask(
+        CHAT, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 9}})
+    )
+    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == (
+        (4, 5),
+        (-0.5, -0.25),
+        "a b",
+        9,
+    )
 
 
 def test_a_streamed_completion_is_put_together_from_its_pieces() -> None:
     pieces: list[dict[str, Any]] = [
         {"choices": [{"text": " a", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}]},
-        {"choices": [{"text": " b", "token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.25, -1.0]}}]},
+        {
+            "choices": [
+                {"text": " b", "token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.25, -1.0]}}
+            ]
+        },
         {"choices": [], "usage": {"prompt_tokens": 3}},
     ]
     answer = ask(Case("s", (1, 2, 3), stream=True), streamed(*pieces))
@@ -87,11 +111,24 @@ def test_a_streamed_completion_is_put_together_from_its_pieces() -> None:
 def test_a_streamed_chat_is_put_together_from_its_pieces() -> None:
     pieces: list[dict[str, Any]] = [
         {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
-        {"choices": [{"delta": {"content": "a"}, "token_ids": [4], "logprobs": {"content": [{"logprob": -0.5}]}}]},
+        {
+            "choices": [
+                {
+                    "delta": {"content": "a"},
+                    "token_ids": [4],
+                    "logprobs": {"content": [{"logprob": -0.5}]},
+                }
+            ]
+        },
         {"choices": [], "usage": {"prompt_tokens": 9}},
     ]
     answer = ask(Case("s", messages=CHAT.messages, stream=True), streamed(*pieces))
-    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == ((4,), (-0.5,), "a", 9)
+    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == (
+        (4,),
+        (-0.5,),
+        "a",
+        9,
+    )
 
 
 @pytest.mark.parametrize("case", [PLAIN, Case("s", (1,), stream=True)], ids=["whole", "streamed"])
@@ -118,7 +155,9 @@ def test_probabilities_that_are_no_numbers_are_missing() -> None:
     plain = {"token_ids": [7], "logprobs": {"token_logprobs": [None], "top_logprobs": [place]}}
     chat = {"token_ids": [7], "logprobs": {"content": [{"token": "token_id:7", "logprob": None}]}}
     for case, choice, likeliest in ((PLAIN, plain, ({8: -0.1},)), (CHAT, chat, ())):
-        answer = ask(case, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 1}}))
+        answer = ask(
+            case, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 1}})
+        )
         assert (answer.tokens, answer.logprobs, answer.likeliest) == ((7,), (), likeliest)
 
 
@@ -135,5 +174,7 @@ def test_a_stream_that_is_left_early_must_have_begun(reply: httpx.Response) -> N
 def test_a_prompt_that_was_not_prefilled_is_not_decoded_but_an_error() -> None:
     unusable = httpx.Response(200, json={"choices": [{}], "usage": {"prompt_tokens": 1}})
     for reply, error in ((httpx.Response(500, text="no"), "HTTP 500"), (unusable, "no params")):
-        (answer,) = with_client(partial(given, reply), lambda client: client.hand_over_all(URL, URL, [PLAIN]))
+        (answer,) = with_client(
+            partial(given, reply), lambda client: client.hand_over_all(URL, URL, [PLAIN])
+        )
         assert error in answer.error

@@ -33,7 +33,12 @@ def test_a_difference_is_what_was_added() -> None:
     before = parse_metrics(TEXT)
     after = parse_metrics(TEXT.replace("} 40.0", "} 45.0"))
     assert (after - before).total("vllm:prompt_tokens_by_source_total") == 5
-    assert together([before, after]).total("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 85
+    assert (
+        together([before, after]).total(
+            "vllm:prompt_tokens_by_source_total", source="external_kv_transfer"
+        )
+        == 85
+    )
 
 
 def test_the_log_is_read_on_from_where_it_was_read_last(tmp_path: Path) -> None:
@@ -42,7 +47,9 @@ def test_the_log_is_read_on_from_where_it_was_read_last(tmp_path: Path) -> None:
     log = IterationLog(path)
     assert log.computed() == (0, 0)
     with path.open("a") as file:
-        file.write(LINE % (1, 1) + LINE % (2, 30) + "other\n" + (LINE % (1, 5)).partition("kens")[0])
+        file.write(
+            LINE % (1, 1) + LINE % (2, 30) + "other\n" + (LINE % (1, 5)).partition("kens")[0]
+        )
     assert log.computed() == (3, 31)
     with path.open("a") as file:
         file.write("kens, 0 x\n")

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy import devices, fleet
-from scripts.accuracy.devices import free_port_range, free_ports, hand_out_cores, hand_out_gpus, visible_gpus
+from scripts.accuracy.devices import (
+    free_port_range,
+    free_ports,
+    hand_out_cores,
+    hand_out_gpus,
+    visible_gpus,
+)
 from scripts.accuracy.engines import Engine, EngineSpec
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.settings import read_settings
@@ -32,7 +38,11 @@ def test_the_baseline_is_the_decoder_without_a_connector() -> None:
 def test_prefill_and_decode_have_their_roles_block_sizes_and_cores() -> None:
     settings = read_settings({"PREFILL_BLOCK_SIZE": "32", "NUM_PREFILL_INSTANCES": "2"}, gpus=0)
     planned = plan_fleet(settings, "m", {})
-    assert [spec.name for spec in (*planned.prefill, *planned.decode)] == ["prefill-0", "prefill-1", "decode-0"]
+    assert [spec.name for spec in (*planned.prefill, *planned.decode)] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+    ]
     roles = [spec.transfer.role for spec in (*planned.prefill, *planned.decode) if spec.transfer]
     assert roles == ["kv_producer", "kv_producer", "kv_consumer"]
     assert [spec.block_size for spec in planned.prefill] == [32, 32]
@@ -41,20 +51,36 @@ def test_prefill_and_decode_have_their_roles_block_sizes_and_cores() -> None:
 
 
 def test_more_arguments_for_prefill_engines_are_theirs_alone_and_the_users_come_last() -> None:
-    planned = plan_fleet(read_settings({"VLLM_SERVE_EXTRA_ARGS": "--seed,7"}, gpus=0), "m", {}, ("--max-num-seqs", "9"))
-    assert planned.prefill[0].extra_args == planned.poisoner.extra_args == ("--max-num-seqs", "9", "--seed", "7")
+    planned = plan_fleet(
+        read_settings({"VLLM_SERVE_EXTRA_ARGS": "--seed,7"}, gpus=0),
+        "m",
+        {},
+        ("--max-num-seqs", "9"),
+    )
+    assert (
+        planned.prefill[0].extra_args
+        == planned.poisoner.extra_args
+        == ("--max-num-seqs", "9", "--seed", "7")
+    )
     assert planned.decode[0].extra_args == planned.baseline.extra_args == ("--seed", "7")
 
 
 def test_each_side_has_its_own_cache_layout() -> None:
-    planned = plan_fleet(read_settings({"PREFILLER_KV_LAYOUT": "NHD", "DECODER_KV_LAYOUT": "HND"}, gpus=2), "m", {})
-    layouts = [spec.environment(1)["VLLM_KV_CACHE_LAYOUT"] for spec in (planned.prefill[0], planned.decode[0])]
+    planned = plan_fleet(
+        read_settings({"PREFILLER_KV_LAYOUT": "NHD", "DECODER_KV_LAYOUT": "HND"}, gpus=2), "m", {}
+    )
+    layouts = [
+        spec.environment(1)["VLLM_KV_CACHE_LAYOUT"]
+        for spec in (planned.prefill[0], planned.decode[0])
+    ]
     assert layouts == ["NHD", "HND"]
     assert planned.baseline.layout == "HND"
 
 
 def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
-    settings = read_settings({"PREFILLER_PP_SIZE": "2", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=0)
+    settings = read_settings(
+        {"PREFILLER_PP_SIZE": "2", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=0
+    )
     planned = plan_fleet(settings, "m", {})
     assert (len(planned.prefill[0].devices), len(planned.decode[0].devices)) == (4, 2)
     commands = [" ".join(spec.arguments(1)) for spec in (planned.prefill[0], planned.decode[0])]
@@ -62,7 +88,10 @@ def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
     assert ["--pipeline-parallel-size 2" in command for command in commands] == [True, False]
     assert ["--enforce-eager" in command for command in commands] == [False, True]
     assert ['-cc {"mode":2,"backend":"eager"}' in command for command in commands] == [True, False]
-    off = ["TORCH_COMPILE_DISABLE" in spec.environment(1) for spec in (planned.prefill[0], planned.decode[0])]
+    off = [
+        "TORCH_COMPILE_DISABLE" in spec.environment(1)
+        for spec in (planned.prefill[0], planned.decode[0])
+    ]
     assert off == [False, True]
 
 
@@ -96,7 +125,9 @@ def test_nvidia_smi_lists_gpus_with_their_partitions_which_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: A'\necho '  MIG 1g.10gb     Device  0:'\necho 'GPU 1: A'\n")
+    program.write_text(
+        "#!/bin/sh\necho 'GPU 0: A'\necho '  MIG 1g.10gb     Device  0:'\necho 'GPU 1: A'\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert visible_gpus({}) == ("0", "1")
@@ -117,7 +148,9 @@ def test_nvidia_smi_lists_gpus_with_their_partitions_which_are_not_counted(
         ("0,0", "0 0"),
     ],
 )
-def test_only_visible_gpus_count_and_an_unknown_one_ends_the_list(visible: str | None, names: str) -> None:
+def test_only_visible_gpus_count_and_an_unknown_one_ends_the_list(
+    visible: str | None, names: str
+) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_gpus(environment, 4) == tuple(names.split())
     assert visible_gpus(environment, 0) == ()

@@ -22,7 +22,16 @@ from scripts.gpu_check.parts import Planned, parts_for, plan
 from scripts.gpu_check.running import Done, environment_of, judge
 
 SMI = {
-    "gpu": ["index", "name", "memory.total", "memory.free", "driver_version", "compute_cap", "uuid", "memory.used"],
+    "gpu": [
+        "index",
+        "name",
+        "memory.total",
+        "memory.free",
+        "driver_version",
+        "compute_cap",
+        "uuid",
+        "memory.used",
+    ],
     "0": ["0", "H100", "81559", "81000", "570.1", "9.0", "GPU-a", "4"],
     "1": ["1", "H100", "81559", "20000", "570.1", "9.0", "GPU-b", "[N/A]"],
 }
@@ -56,7 +65,10 @@ def test_workers_take_the_gpus_that_have_room_and_share_them_where_there_are_too
 
 def test_the_quick_form_says_what_it_leaves_out_and_parts_are_chosen_by_how_they_begin() -> None:
     quick = planned_on(79, 79, quick=True)
-    assert [name for name, one in quick.items() if not one.skipped][-2:] == ["accuracy: one GPU", "accuracy: equal"]
+    assert [name for name, one in quick.items() if not one.skipped][-2:] == [
+        "accuracy: one GPU",
+        "accuracy: equal",
+    ]
     assert quick["beside NixlConnector"].skipped == "not in the quick form"
     wanted = plan(parts_for("cuda", quick=False), gpus(79), quick=False, only=["relayout", "reads"])
     assert [one.part.name for one in wanted] == ["relayout: bytes", "relayout: bandwidth", "reads"]
@@ -65,11 +77,15 @@ def test_the_quick_form_says_what_it_leaves_out_and_parts_are_chosen_by_how_they
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_accuracy_test_knows_the_variables_of_every_part(device: str) -> None:
     runs = [
-        part for part in parts_for(device, quick=False, models=["some/model"]) if "scripts.accuracy" in part.command
+        part
+        for part in parts_for(device, quick=False, models=["some/model"])
+        if "scripts.accuracy" in part.command
     ]
     assert len(runs) == (12 if device == "cuda" else 10)
     for part in runs:
-        given = [word.split("=", 1) for word in shlex.split(part.command) if re.match("[A-Z_]+=", word)]
+        given = [
+            word.split("=", 1) for word in shlex.split(part.command) if re.match("[A-Z_]+=", word)
+        ]
         settings = read_settings({**dict(given), "KVFERRY_DEVICE": device}, gpus=part.workers)
         assert settings.prefill_workers + settings.decode_workers == part.workers, part.name
 
@@ -80,7 +96,9 @@ def test_a_part_sees_its_gpus_only_and_writes_into_its_own_folder(tmp_path: Path
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert environment["LOG_DIR"] == environment["PART"] == str(tmp_path)
     assert "CUDA_VISIBLE_DEVICES" not in environment_of(one, "cpu", tmp_path)
-    assert {environment[name] for name in ("KV_CONNECTOR_MODULE", "DTYPE", "MODEL_NAMES", "FORCE_COLOR")} == {""}
+    assert {
+        environment[name] for name in ("KV_CONNECTOR_MODULE", "DTYPE", "MODEL_NAMES", "FORCE_COLOR")
+    } == {""}
 
 
 def test_a_look_at_gpus_that_do_not_answer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +131,9 @@ def test_nvidia_smi_says_which_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -
     assert [gpu.name for gpu in find_gpus("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-a"})] == ["0"]
 
 
-def test_the_memory_of_each_gpu_before_most_and_after_and_who_is_on_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_each_gpu_before_most_and_after_and_who_is_on_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gpus_module.subprocess, "run", answer_as_nvidia_smi)  # type: ignore[attr-defined]
     memory = MemorySeen()
     for used in ("4", "900", "5"):
@@ -135,22 +155,64 @@ BROKEN = "- {}, 8 at once: 1 of 16 failed: HTTP 500"
     ("name", "status", "log", "mark", "found"),
     [
         ("doctor", 0, "ok  ports  free\n\n20 ok\n", "ok", "20 ok"),
-        ("doctor", 1, "broken  ports\n\n20 ok, 1 broken\n", "FAILED", "exit status 1: 20 ok, 1 broken"),
+        (
+            "doctor",
+            1,
+            "broken  ports\n\n20 ok, 1 broken\n",
+            "FAILED",
+            "exit status 1: 20 ok, 1 broken",
+        ),
         ("doctor", None, "begun\n", "FAILED", "did not end by its deadline; last line: begun"),
-        ("relayout: bytes", 0, "..s\n2 passed, 1 skipped in 0.12s\n", "ok", "2 passed, 1 skipped in 0.12s"),
+        (
+            "relayout: bytes",
+            0,
+            "..s\n2 passed, 1 skipped in 0.12s\n",
+            "ok",
+            "2 passed, 1 skipped in 0.12s",
+        ),
         ("relayout: bytes", 0, "sss\n3 skipped in 0.12s\n", "FAILED", "3 skipped in 0.12s"),
-        ("relayout: bandwidth", 0, "share  0.95  met\nwritten to r.json", "ok", "written to r.json"),
-        ("relayout: bandwidth", 0, "share  0.8  MISSED  \nwritten to r.json", "look", "share 0.8 MISSED"),
+        (
+            "relayout: bandwidth",
+            0,
+            "share  0.95  met\nwritten to r.json",
+            "ok",
+            "written to r.json",
+        ),
+        (
+            "relayout: bandwidth",
+            0,
+            "share  0.8  MISSED  \nwritten to r.json",
+            "look",
+            "share 0.8 MISSED",
+        ),
         ("reads", 0, READS.format("44.9", "right"), "ok", "right bytes"),
         ("reads", 0, READS.format("10", "right"), "ok", "right bytes"),
         ("reads", 0, READS.format("2.31", "right"), "look", "GPU 4 MiB 1 27 2.31 1814 2153 right"),
         ("reads", 0, READS.format("0.8", "right"), "look", "GPU 4 MiB 1 27 0.8 1814 2153 right"),
         ("reads", 0, READS.format("9", "right"), "look", "GPU 4 MiB 1 27 9 1814 2153 right"),
         ("reads", 1, READS.format("44.9", "WRONG"), "FAILED", "exit status 1: WRONG bytes"),
-        ("cache probe", 0, "X auto moved whole: kv: bf16\n1 moved whole", "look", "X auto moved whole: kv: bf16"),
+        (
+            "cache probe",
+            0,
+            "X auto moved whole: kv: bf16\n1 moved whole",
+            "look",
+            "X auto moved whole: kv: bf16",
+        ),
         ("cache probe", 0, "X auto recognised: k, v\n1 recognised", "ok", "1 recognised"),
-        ("beside NixlConnector", 0, f"{BROKEN.format('kvferry')}\nwritten", "FAILED", BROKEN.format("kvferry")),
-        ("beside NixlConnector", 0, "- the peer ended early: x\nwritten", "look", "- the peer ended early: x"),
+        (
+            "beside NixlConnector",
+            0,
+            f"{BROKEN.format('kvferry')}\nwritten",
+            "FAILED",
+            BROKEN.format("kvferry"),
+        ),
+        (
+            "beside NixlConnector",
+            0,
+            "- the peer ended early: x\nwritten",
+            "look",
+            "- the peer ended early: x",
+        ),
     ],
 )
 def test_a_part_is_judged_by_its_exit_status_and_its_log(
@@ -161,14 +223,23 @@ def test_a_part_is_judged_by_its_exit_status_and_its_log(
 
 def done(mark: str, found: str = "", log: str = "") -> Done:
     memory = ["0: 4 900 4", "process 7 on GPUs 0, 1"]
-    return Done(f"a {mark} part", mark, found, 3.0, ("0",), "cat $PART", memory, {"r.json": {"a": 1}}, log)
+    return Done(
+        f"a {mark} part", mark, found, 3.0, ("0",), "cat $PART", memory, {"r.json": {"a": 1}}, log
+    )
 
 
 @pytest.mark.parametrize(
     ("marks", "passed"),
-    [(["ok", "look", "skipped"], True), (["ok", "FAILED"], False), (["skipped"], False), ([], False)],
+    [
+        (["ok", "look", "skipped"], True),
+        (["ok", "FAILED"], False),
+        (["skipped"], False),
+        ([], False),
+    ],
 )
-def test_only_a_part_that_failed_fails_the_check_and_nothing_run_is_no_success(marks: list[str], passed: bool) -> None:
+def test_only_a_part_that_failed_fails_the_check_and_nothing_run_is_no_success(
+    marks: list[str], passed: bool
+) -> None:
     assert report_of([done(mark) for mark in marks], [], "cuda", quick=False)["passed"] is passed
 
 
@@ -192,7 +263,12 @@ def test_the_report_has_all_that_was_found_and_no_names_of_the_machine() -> None
     [
         (["--check"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu\n"),
         (["--check"], {"GPUS": "1"}, 0, "cuda\n"),
-        (["--list", "--quick", "--only", "accuracy: MLA"], {"KVFERRY_DEVICE": "cpu"}, 0, "not in the quick form\n"),
+        (
+            ["--list", "--quick", "--only", "accuracy: MLA"],
+            {"KVFERRY_DEVICE": "cpu"},
+            0,
+            "not in the quick form\n",
+        ),
         (["--list"], {"KVFERRY_DEVICE": "auto"}, 2, "no GPU was found by nvidia-smi"),
         (["--only", "nothing"], {"KVFERRY_DEVICE": "cpu"}, 2, "there are doctor; relayout: bytes"),
         ([], {"KVFERRY_DEVICE": "tpu"}, 2, "KVFERRY_DEVICE='tpu'"),

@@ -39,7 +39,12 @@ sys.exit(check.main([]))
 
 @contextmanager
 def checking(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "KVFERRY_DEVICE": "cpu", "LOG_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "KVFERRY_DEVICE": "cpu",
+        "LOG_DIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
     with subprocess.Popen(
         [sys.executable, *command],
         env=environment,
@@ -63,7 +68,10 @@ def report_in(folder: Path) -> dict[str, Any]:
 
 def pid_in(folder: Path) -> int:
     """Of the child of the part that hangs."""
-    wait_until(lambda: any(path.read_text().strip() for path in folder.glob("gpu-check/*/01/pid")), "the part runs")
+    wait_until(
+        lambda: any(path.read_text().strip() for path in folder.glob("gpu-check/*/01/pid")),
+        "the part runs",
+    )
     (path,) = folder.glob("gpu-check/*/01/pid")
     return int(path.read_text())
 
@@ -89,14 +97,19 @@ def test_a_part_that_hangs_is_ended_with_its_processes_and_the_others_run(tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_check_leaves_no_process_and_a_report_of_what_it_had(number: int, tmp_path: Path) -> None:
+def test_an_interrupted_check_leaves_no_process_and_a_report_of_what_it_had(
+    number: int, tmp_path: Path
+) -> None:
     with checking(tmp_path, "-c", CHECK, "600") as running:
         pid = pid_in(tmp_path)
         running.send_signal(number)
         said, _ = running.communicate(timeout=120)
     assert running.returncode == 130, said
     assert not psutil.pid_exists(pid)
-    assert [one["found"] for one in report_in(tmp_path)["parts"][:2]] == ["stopped while it ran", "stopped before it"]
+    assert [one["found"] for one in report_in(tmp_path)["parts"][:2]] == [
+        "stopped while it ran",
+        "stopped before it",
+    ]
 
 
 def test_the_cheap_parts_run_on_the_cpu_in_the_gpus_place(tmp_path: Path) -> None:
@@ -105,6 +118,9 @@ def test_the_cheap_parts_run_on_the_cpu_in_the_gpus_place(tmp_path: Path) -> Non
         said, _ = running.communicate(timeout=300)
     report = report_in(tmp_path)
     marks = {one["name"]: one["mark"] for one in report["parts"]}
-    assert (running.returncode, marks) == (0, dict.fromkeys(["doctor", "CUDA's rules", "reads"], "ok")), said
+    assert (running.returncode, marks) == (
+        0,
+        dict.fromkeys(["doctor", "CUDA's rules", "reads"], "ok"),
+    ), said
     assert "every byte of" in report["parts"][2]["found"]
     assert not list((ROOT / "bench" / "results" / "quick").glob("reads*"))

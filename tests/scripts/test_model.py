@@ -19,7 +19,9 @@ SMOLLM2: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("setting", "states"), [("mamba_n_heads", True), ("linear_key_head_dim", True), ("x", False)])
+@pytest.mark.parametrize(
+    ("setting", "states"), [("mamba_n_heads", True), ("linear_key_head_dim", True), ("x", False)]
+)
 def test_models_with_states_are_known_by_their_settings(setting: str, states: bool) -> None:
     assert has_states({"num_attention_heads": 8, setting: 4}) is states
 
@@ -30,7 +32,9 @@ def test_a_token_of_smollm2_takes_its_keys_and_values_in_all_layers() -> None:
 
 
 def test_heads_are_copied_where_there_are_more_workers() -> None:
-    assert token_size({**SMOLLM2, "num_key_value_heads": 2}, 8, "float32") == token_size(SMOLLM2, 8, "float32")
+    assert token_size({**SMOLLM2, "num_key_value_heads": 2}, 8, "float32") == token_size(
+        SMOLLM2, 8, "float32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,9 @@ def test_a_model_is_downloaded_before_engines_start_once_in_one_format(
     assert "download some/model" in said[0]
 
 
-def test_nothing_is_downloaded_for_a_folder_or_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_downloaded_for_a_folder_or_without_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hub = Hub(monkeypatch)
     assert prepare(str(tmp_path), tmp_path, print) == str(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -9,7 +9,10 @@ from scripts.accuracy.client import Answer
 from scripts.accuracy.prompts import Case
 from scripts.accuracy.scores import Question
 
-SEVEN, FIFTY = Question("What is 3 + 4?", "3 + 4 = 7", 7), Question("What is 20 + 30?", "20 + 30 = 50", 50)
+SEVEN, FIFTY = (
+    Question("What is 3 + 4?", "3 + 4 = 7", 7),
+    Question("What is 20 + 30?", "20 + 30 = 50", 50),
+)
 
 
 def test_the_same_seed_gives_the_same_questions_and_no_question_is_an_example() -> None:
@@ -60,7 +63,13 @@ def answers(*texts: str) -> list[Answer]:
         (("#### 8", "it is 51"), ("#### 8", "it is 51"), True, True),
         (("#### 8", "it is 51"), ("#### 9", "it is 51"), True, False),
     ],
-    ids=["equal", "one answer differs", "a score of zero", "random weights", "random weights, one differs"],
+    ids=[
+        "equal",
+        "one answer differs",
+        "a score of zero",
+        "random weights",
+        "random weights, one differs",
+    ],
 )
 def test_another_answer_or_a_score_of_zero_fails(
     one_engine: tuple[str, str], router: tuple[str, str], random_weights: bool, passed: bool
@@ -68,4 +77,7 @@ def test_another_answer_or_a_score_of_zero_fails(
     expected, found = (answers(*texts) for texts in (one_engine, router))
     compared = checks.compare(SUMS, {"seven": expected[0], "fifty": expected[1]}, found)
     right = scores.right([SEVEN, FIFTY], expected), scores.right([SEVEN, FIFTY], found)
-    assert checks.judge_arithmetic(compared, right, "float32", random_weights=random_weights).passed is passed
+    assert (
+        checks.judge_arithmetic(compared, right, "float32", random_weights=random_weights).passed
+        is passed
+    )

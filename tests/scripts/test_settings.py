@@ -56,7 +56,9 @@ def test_gpus_are_used_when_there_are_some() -> None:
         ("MODEL_NAMES", ",", "at least one name"),
     ],
 )
-def test_a_bad_value_is_refused_with_name_value_and_what_is_valid(name: str, value: str, valid: str) -> None:
+def test_a_bad_value_is_refused_with_name_value_and_what_is_valid(
+    name: str, value: str, valid: str
+) -> None:
     with pytest.raises(BadSetting) as caught:
         read_settings({name: value}, gpus=0)
     assert name in str(caught.value)
@@ -82,13 +84,41 @@ def test_one_gpu_is_enough_for_engines_of_one_worker_each() -> None:
 @pytest.mark.parametrize(
     ("variables", "gpus", "error"),
     [
-        ({"GPU_MEMORY_UTILIZATION": "0.5"}, 1, r"GPU_MEMORY_UTILIZATION='0.5' .* at most 0.45: 2 engines share GPU 0"),
-        ({"NUM_PREFILL_INSTANCES": "4"}, 1, r"GPU_MEMORY_UTILIZATION='0.2' .* at most 0.18: 5 engines share GPU 0"),
-        ({"DECODER_TP_SIZE": "2"}, 1, r"1 decode × TP 2: an engine has 2 workers, and there are 1 GPUs .*lower PREF"),
-        ({"DECODER_TP_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,0"}, 1, r"2 workers, and there are 1 GPUs"),
-        ({"PREFILLER_TP_SIZE": "2", "PREFILLER_PP_SIZE": "2"}, 3, r"TP 2 × PP 2 .*4 workers, and there are 3 GPUs"),
-        ({"DP_EP": "1", "MODEL_NAMES": "m", "DECODER_TP_SIZE": "2"}, 1, r"DP 2 × TP 1: an engine has 2 workers"),
-        ({"KVFERRY_DEVICE": "cuda"}, 0, r"KVFERRY_DEVICE=cuda needs GPUs for 1 prefill × TP 1 \+ 1 decode × TP 1"),
+        (
+            {"GPU_MEMORY_UTILIZATION": "0.5"},
+            1,
+            r"GPU_MEMORY_UTILIZATION='0.5' .* at most 0.45: 2 engines share GPU 0",
+        ),
+        (
+            {"NUM_PREFILL_INSTANCES": "4"},
+            1,
+            r"GPU_MEMORY_UTILIZATION='0.2' .* at most 0.18: 5 engines share GPU 0",
+        ),
+        (
+            {"DECODER_TP_SIZE": "2"},
+            1,
+            r"1 decode × TP 2: an engine has 2 workers, and there are 1 GPUs .*lower PREF",
+        ),
+        (
+            {"DECODER_TP_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,0"},
+            1,
+            r"2 workers, and there are 1 GPUs",
+        ),
+        (
+            {"PREFILLER_TP_SIZE": "2", "PREFILLER_PP_SIZE": "2"},
+            3,
+            r"TP 2 × PP 2 .*4 workers, and there are 3 GPUs",
+        ),
+        (
+            {"DP_EP": "1", "MODEL_NAMES": "m", "DECODER_TP_SIZE": "2"},
+            1,
+            r"DP 2 × TP 1: an engine has 2 workers",
+        ),
+        (
+            {"KVFERRY_DEVICE": "cuda"},
+            0,
+            r"KVFERRY_DEVICE=cuda needs GPUs for 1 prefill × TP 1 \+ 1 decode × TP 1",
+        ),
     ],
 )
 def test_engines_that_gpus_cannot_hold_are_refused_before_anything_is_installed(
@@ -101,16 +131,29 @@ def test_engines_that_gpus_cannot_hold_are_refused_before_anything_is_installed(
 def test_dp_ep_makes_data_parallel_ranks_of_the_decoders_tp_size_and_needs_experts() -> None:
     wanted = {"DP_EP": "1", "MODEL_NAMES": "m", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}
     settings = read_settings(wanted, gpus=4)
-    assert (settings.dp_ep, settings.decode_dp, settings.decode_tp, settings.prefill_tp) == (True, 2, 1, 2)
+    assert (settings.dp_ep, settings.decode_dp, settings.decode_tp, settings.prefill_tp) == (
+        True,
+        2,
+        1,
+        2,
+    )
     assert settings.decode_workers == 2
     assert not read_settings({"DP_EP": ""}, gpus=0).dp_ep
-    with pytest.raises(BadSetting, match=r"MODEL_NAMES='SmolLM2-135M-Instruct' .* a model with experts for DP_EP"):
+    with pytest.raises(
+        BadSetting, match=r"MODEL_NAMES='SmolLM2-135M-Instruct' .* a model with experts for DP_EP"
+    ):
         read_settings({"DP_EP": "1"}, gpus=0)
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "model"),
-    [(1, 1, DEFAULT_MODEL), (3, 1, DEFAULT_MODEL), (2, 2, TINY_MODEL), (1, 2, TINY_MODEL), (2, 1, TINY_MODEL)],
+    [
+        (1, 1, DEFAULT_MODEL),
+        (3, 1, DEFAULT_MODEL),
+        (2, 2, TINY_MODEL),
+        (1, 2, TINY_MODEL),
+        (2, 1, TINY_MODEL),
+    ],
 )
 def test_without_a_name_a_model_is_taken_that_the_tensor_parallel_sizes_divide(
     prefill: int, decode: int, model: str
@@ -120,11 +163,15 @@ def test_without_a_name_a_model_is_taken_that_the_tensor_parallel_sizes_divide(
     assert settings.models == (model,)
     assert [model in note for note in notes(settings, sizes)] == [True] * (model == TINY_MODEL)
     if model == TINY_MODEL:
-        with pytest.raises(BadSetting, match=r"TP_SIZE='2' .* a divisor of 9, .*MODEL_NAMES=tiny-llama has sizes"):
+        with pytest.raises(
+            BadSetting, match=r"TP_SIZE='2' .* a divisor of 9, .*MODEL_NAMES=tiny-llama has sizes"
+        ):
             read_settings({**sizes, "MODEL_NAMES": DEFAULT_MODEL}, gpus=0)
 
 
-def test_the_heads_of_a_model_in_a_folder_are_known_before_anything_is_installed(tmp_path: Path) -> None:
+def test_the_heads_of_a_model_in_a_folder_are_known_before_anything_is_installed(
+    tmp_path: Path,
+) -> None:
     variables = {"MODEL_NAMES": str(tmp_path), "DECODER_TP_SIZE": "2"}
     for text in ("", "[]", '{"num_attention_heads": 6}'):
         (tmp_path / "config.json").write_text(text)
@@ -136,7 +183,9 @@ def test_the_heads_of_a_model_in_a_folder_are_known_before_anything_is_installed
 
 def test_the_heads_of_models_that_are_made_here_are_those_of_their_configurations() -> None:
     for name in SMALL_MODELS:
-        assert small_models.SMALL_MODELS[name].settings["num_attention_heads"] == ATTENTION_HEADS[name]
+        assert (
+            small_models.SMALL_MODELS[name].settings["num_attention_heads"] == ATTENTION_HEADS[name]
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,11 +219,31 @@ def test_the_cpu_has_no_other_layout() -> None:
     [
         (["--help"], {}, 0, "PREFILLER_TP_SIZE"),
         (["--check"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu"),
-        (["--check", "--kv_buffer_device", "cpu", "--attention-backend", "X"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu"),
+        (
+            ["--check", "--kv_buffer_device", "cpu", "--attention-backend", "X"],
+            {"KVFERRY_DEVICE": "cpu"},
+            0,
+            "cpu",
+        ),
         (["--check", "--enable-cross-layers"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu"),
-        (["--check"], {"KVFERRY_DEVICE": "cpu", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, 0, "cpu"),
-        (["--check", "--kv_buffer_device", "disk"], {"KV_BUFFER_DEVICE": "cpu"}, 2, "KV_BUFFER_DEVICE='disk' cannot"),
-        (["--check", "--kv-buffer-device", "cpu"], {}, 2, "unrecognized arguments: --kv-buffer-device"),
+        (
+            ["--check"],
+            {"KVFERRY_DEVICE": "cpu", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"},
+            0,
+            "cpu",
+        ),
+        (
+            ["--check", "--kv_buffer_device", "disk"],
+            {"KV_BUFFER_DEVICE": "cpu"},
+            2,
+            "KV_BUFFER_DEVICE='disk' cannot",
+        ),
+        (
+            ["--check", "--kv-buffer-device", "cpu"],
+            {},
+            2,
+            "unrecognized arguments: --kv-buffer-device",
+        ),
         (["--check"], {"DTYPE": "int3"}, 2, "DTYPE='int3' cannot be used"),
     ],
 )

@@ -82,7 +82,9 @@ class Tree:
 
     def run(self) -> tuple[int, list[str]]:
         """Exit status, and the lines of the summary."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+        }
         done = subprocess.run(
             ["bash", "scripts/test.sh"],
             cwd=self.folder,
@@ -98,12 +100,17 @@ class Tree:
         return done.returncode, after.splitlines()
 
 
-def test_one_that_fails_beside_others_and_passes_alone_is_named_and_fails_nothing(tmp_path: Path) -> None:
+def test_one_that_fails_beside_others_and_passes_alone_is_named_and_fails_nothing(
+    tmp_path: Path,
+) -> None:
     engines = dict.fromkeys(("vllm/test_one", "vllm/test_two"), TELLS_ITS_WORKER)
     tree = Tree(tmp_path, {"test_odd": FAILS_AT_FIRST, "test_good": PASSES, **engines})
     status, (unsteady, checks, _, totals) = tree.run()
     assert status == 0
-    assert unsteady == "UNSTEADY tests/test_odd.py::test_unsteady failed beside other tests and passed alone"
+    assert (
+        unsteady
+        == "UNSTEADY tests/test_odd.py::test_unsteady failed beside other tests and passed alone"
+    )
     assert checks == "all checks passed"
     assert totals.startswith("1 failed beside others and passed alone, 3 passed in ")
     workers = [(tmp_path / "tests" / f"{name}.worker").read_text() for name in engines]
@@ -119,7 +126,10 @@ def test_one_that_fails_again_fails_the_run(tmp_path: Path) -> None:
 
 def test_one_that_draws_fails_the_run_although_it_passes_alone(tmp_path: Path) -> None:
     """What it drew is seldom drawn again, so that it passes says nothing."""
-    tree = Tree(tmp_path, {"test_life": DRAWS_AND_FAILS_AT_FIRST, "test_odd": FAILS_AT_FIRST, "test_good": PASSES})
+    tree = Tree(
+        tmp_path,
+        {"test_life": DRAWS_AND_FAILS_AT_FIRST, "test_odd": FAILS_AT_FIRST, "test_good": PASSES},
+    )
     status, summary = tree.run()
     failed, unsteady, drawn, checks, _, seed, totals = summary
     assert status == 1
@@ -150,14 +160,24 @@ def test_a_check_that_fails_fails_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({f"test_odd{number}": FAILS_AT_FIRST for number in range(4)}, "tests/test_odd3.py::test_unsteady"),
+        (
+            {f"test_odd{number}": FAILS_AT_FIRST for number in range(4)},
+            "tests/test_odd3.py::test_unsteady",
+        ),
         ({"test_broken": IS_NOT_COLLECTED}, "tests/test_broken.py"),
         ({"test_varies": VARIES}, "gw"),
         ({"test_hangs": HANGS_WITH_THE_LOCK}, "tests/test_hangs.py::test_hangs"),
     ],
-    ids=["more than three", "a module that is not collected", "workers that collect other tests", "a hang"],
+    ids=[
+        "more than three",
+        "a module that is not collected",
+        "workers that collect other tests",
+        "a hang",
+    ],
 )
-def test_there_is_no_second_run_where_it_would_hide_something(more: dict[str, str], named: str, tmp_path: Path) -> None:
+def test_there_is_no_second_run_where_it_would_hide_something(
+    more: dict[str, str], named: str, tmp_path: Path
+) -> None:
     tree = Tree(tmp_path, {"test_good": PASSES, **more})
     script = tmp_path / "scripts" / "test.sh"
     script.write_text(re.sub(r"(?<=faulthandler_timeout=)600\b", "5", script.read_text()))

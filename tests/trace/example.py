@@ -24,7 +24,10 @@ def write_example(folder: Path) -> Path:
         0: (Times(stages={0: {"connecting": 41 * MS}, 1: {"connecting": 38 * MS}}), {}),
         5: (Times(prefill_queue=30 * MS, decode_queue=64 * MS), {}),
         7: (Times(stages={1: {"reading": 55 * MS}}), {}),
-        9: (Times(stages={0: {"fence": 30 * MS}, 1: {"fence": 31 * MS}}), {"reason": "fence", "recomputed": "fence"}),
+        9: (
+            Times(stages={0: {"fence": 30 * MS}, 1: {"fence": 31 * MS}}),
+            {"reason": "fence", "recomputed": "fence"},
+        ),
         12: (Times(router=33 * MS), {}),
         15: (Times(stages={0: {"queued": 22 * MS}, 1: {"queued": 20 * MS}}, kept=600 * MS), {}),
     }
@@ -49,6 +52,11 @@ def write_example(folder: Path) -> Path:
         else:
             simulation.handover(*engines, number * 25 * MS, times, **{**named, **how})
     simulation.handover(
-        producers[0], None, 700 * MS, Times(kept=480_000 * MS), request="cmpl-7c1e-1024-0-00000000", how="expired"
+        producers[0],
+        None,
+        700 * MS,
+        Times(kept=480_000 * MS),
+        request="cmpl-7c1e-1024-0-00000000",
+        how="expired",
     )
     return simulation.write(folder)

@@ -15,19 +15,19 @@ from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
     Finished,
-    LeaseName,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
     LoadReported,
     ParamsGiven,
-    Part,
     Phase,
     PrefillArrived,
     PrefillScheduled,
+    ProcessRole,
     ProcessStarted,
     Recomputed,
     StageSpan,
+    TracedLease,
 )
 
 MS = 1_000_000
@@ -99,7 +99,13 @@ class Simulation:
         self._epochs = itertools.count(1)
 
     def engine(
-        self, name: str, *, workers: int = 1, host: str = "", ahead_ns: int = 0, workers_know_boot: bool = False
+        self,
+        name: str,
+        *,
+        workers: int = 1,
+        host: str = "",
+        ahead_ns: int = 0,
+        workers_know_boot: bool = False,
     ) -> SimulatedEngine:
         """One more engine, on a host of its own, whose clock is ahead of the truth."""
         boot = f"{next(self._boots):032x}"
@@ -109,7 +115,7 @@ class Simulation:
                 ProcessStarted(
                     at_ns=BEGIN_NS,
                     trace_version=TRACE_VERSION,
-                    part=Part.WORKER if place else Part.SCHEDULER,
+                    part=ProcessRole.WORKER if place else ProcessRole.SCHEDULER,
                     engine_id=name,
                     boot=boot if workers_know_boot or not place else "",
                     host=host or f"host-of-{name}",
@@ -124,9 +130,9 @@ class Simulation:
         self.engines.append(engine)
         return engine
 
-    def lease_of(self, producer: SimulatedEngine) -> LeaseName:
+    def lease_of(self, producer: SimulatedEngine) -> TracedLease:
         """A new lease."""
-        return LeaseName(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
+        return TracedLease(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
 
     def handover(
         self,
@@ -142,7 +148,7 @@ class Simulation:
         reason: str = "",
         recomputed: str = "",
         how: str = "done",
-    ) -> LeaseName:
+    ) -> TracedLease:
         """Record one, from `at_ns` after the begin on.
 
         Args:
@@ -178,12 +184,23 @@ class Simulation:
             record(ours, LoadOrdered(at_ns=now, request=name, first_token=0, stop_token=tokens))
             share = tokens * token_bytes // len(consumer.workers)
             ends = [
-                _load(worker, name, producer.name, now + times.order, times.of_worker(number), share, reason)
+                _load(
+                    worker,
+                    name,
+                    producer.name,
+                    now + times.order,
+                    times.of_worker(number),
+                    share,
+                    reason,
+                )
                 for number, worker in enumerate(consumer.workers)
             ]
             now = max(ends) + times.report
             record(ours, LoadReported(at_ns=now, request=name, good=not reason))
-            record(theirs, LeaseOver(at_ns=max(ends) + times.kept, request=request, lease=lease, how=how))
+            record(
+                theirs,
+                LeaseOver(at_ns=max(ends) + times.kept, request=request, lease=lease, how=how),
+            )
         if recomputed:
             record(ours, Recomputed(at_ns=now, request=name, reason=recomputed, lease=lease))
         now += times.first_step
@@ -193,7 +210,9 @@ class Simulation:
 
     def processes(self) -> list[SimulatedProcess]:
         """Of all engines."""
-        return [process for engine in self.engines for process in (engine.scheduler, *engine.workers)]
+        return [
+            process for engine in self.engines for process in (engine.scheduler, *engine.workers)
+        ]
 
     def write(self, folder: Path) -> Path:
         """One file a process, in a folder an engine."""
@@ -241,6 +260,8 @@ def spans_from(stages: Sequence[tuple[str, int]], begun_ns: int) -> tuple[StageS
     """Stages of these lengths, one after the other."""
     spans = []
     for stage, lasted in stages:
-        spans.append(StageSpan(stage=Phase[stage.upper()], begun_ns=begun_ns, ended_ns=begun_ns + lasted))
+        spans.append(
+            StageSpan(stage=Phase[stage.upper()], begun_ns=begun_ns, ended_ns=begun_ns + lasted)
+        )
         begun_ns += lasted
     return tuple(spans)

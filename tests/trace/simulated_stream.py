@@ -9,7 +9,6 @@ from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
     Finished,
-    LeaseName,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
@@ -18,6 +17,7 @@ from kvferry.trace.events import (
     PrefillArrived,
     PrefillScheduled,
     PrefillStep,
+    TracedLease,
 )
 from tests.trace.simulated import (
     BEGIN_NS,
@@ -43,7 +43,7 @@ def follow(
     tokens: int = 4096,
     token_bytes: int = 131072,
     steps: int = 8,
-) -> LeaseName:
+) -> TracedLease:
     """Record a handover whose prompt every worker reads while it is computed, in steps of equal length: the part of
     a step when the step has ended. The consumer has the ticket with the first one, after `times.router`."""
     times = times or Times()
@@ -71,12 +71,24 @@ def follow(
     record(ours, LoadOrdered(at_ns=ordered, request=name, first_token=0, stop_token=tokens))
     share = tokens * token_bytes // len(consumer.workers)
     followed = [
-        _load(worker, name, producer.name, ordered + times.order, times.of_worker(number), ends, tokens, share)
+        _load(
+            worker,
+            name,
+            producer.name,
+            ordered + times.order,
+            times.of_worker(number),
+            ends,
+            tokens,
+            share,
+        )
         for number, worker in enumerate(consumer.workers)
     ]
     now = max(followed) + times.report
     record(ours, LoadReported(at_ns=now, request=name, good=True))
-    record(theirs, LeaseOver(at_ns=max(followed) + times.kept, request=request, lease=lease, how="done"))
+    record(
+        theirs,
+        LeaseOver(at_ns=max(followed) + times.kept, request=request, lease=lease, how="done"),
+    )
     record(ours, DecodeScheduled(at_ns=now + times.first_step, request=name))
     record(ours, Finished(at_ns=now + times.first_step + 50 * MS, request=name))
     return lease
@@ -98,10 +110,20 @@ def _load(
     for step, at in enumerate(step_ends):
         ready_ns = max(ready_ns, at)
         stop, shift_ns = (step + 1) * tokens // count, worker.ahead_ns
-        chunks.append(ChunkSpan(stop_token=stop, begun_ns=ready_ns + shift_ns, ended_ns=ready_ns + read_ns + shift_ns))
+        chunks.append(
+            ChunkSpan(
+                stop_token=stop,
+                begun_ns=ready_ns + shift_ns,
+                ended_ns=ready_ns + read_ns + shift_ns,
+            )
+        )
         ready_ns += read_ns
     waits = max(0, step_ends[0] - begun_ns)
-    lasted = [("fence", waits), ("reading", ready_ns - begun_ns - waits), ("fence_again", stages["fence_again"])]
+    lasted = [
+        ("fence", waits),
+        ("reading", ready_ns - begun_ns - waits),
+        ("fence_again", stages["fence_again"]),
+    ]
     spans = spans_from(lasted, begun_ns + worker.ahead_ns)
     event = LoadEnded(
         at_ns=ready_ns + stages["fence_again"],

@@ -18,7 +18,9 @@ from tests.trace.simulated import MS, Simulation, Times
 from tests.trace.test_matching import matched
 
 _Event = dict[str, Any]
-INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda one: (one[0], one[0] + one[1])))
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda one: (one[0], one[0] + one[1]))
+)
 
 
 @given(INTERVALS)
@@ -54,7 +56,11 @@ def check_format(events: list[_Event]) -> None:
         if event["ph"] == "M":
             assert event["name"] in {"process_name", "thread_name"}
             assert isinstance(event["args"]["name"], str)
-            named.add((event["name"], *track) if event["name"] == "thread_name" else ("process_name", event["pid"]))
+            named.add(
+                (event["name"], *track)
+                if event["name"] == "thread_name"
+                else ("process_name", event["pid"])
+            )
             continue
         assert event["ts"] >= 0
         begun = round(event["ts"] * 1000)
@@ -110,18 +116,24 @@ def test_any_recording_becomes_a_valid_trace(
 
 def test_an_arrow_goes_from_each_prompt_to_its_decoder_and_from_there_to_every_worker() -> None:
     simulation = Simulation()
-    simulation.handover(simulation.engine("p"), simulation.engine("d", workers=2), request="r", decode_request="s")
+    simulation.handover(
+        simulation.engine("p"), simulation.engine("d", workers=2), request="r", decode_request="s"
+    )
     (one,) = matched(simulation)
     events = traced([timeline(one, compare([one]))])
     check_format(events)
-    names = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    names = {
+        event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"
+    }
     assert sorted(name.split()[0] for name in names) == ["d", "p"]
     arrows = [event for event in events if event["ph"] in "sf"]
     assert len(arrows) == 2 * 3
     bars = {event["name"]: event for event in events if event["ph"] == "X" and "args" in event}
     assert bars["handover s"]["args"]["producer_request"] == "r"
     assert bars["load s"]["args"]["bytes"] == 4096 * 131072 // 2
-    starts = [event for event in arrows if event["ph"] == "s" and event["pid"] == bars["prefill r"]["pid"]]
+    starts = [
+        event for event in arrows if event["ph"] == "s" and event["pid"] == bars["prefill r"]["pid"]
+    ]
     assert [event["ts"] for event in starts] == [(Times().prefill_queue + Times().prefill) / 1000]
     threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert threads == {"prefills", "handovers", "worker tp0", "worker tp1"}

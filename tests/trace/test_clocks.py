@@ -24,9 +24,16 @@ SKEW = st.integers(-500 * MS, 500 * MS)
 def simulated(skews: list[int], draw: random.Random, requests: int = 12) -> Simulation:
     """Two producers, and the rest consumers of two workers."""
     simulation = Simulation()
-    engines = [simulation.engine(f"e{number}", workers=2, ahead_ns=ahead_ns) for number, ahead_ns in enumerate(skews)]
+    engines = [
+        simulation.engine(f"e{number}", workers=2, ahead_ns=ahead_ns)
+        for number, ahead_ns in enumerate(skews)
+    ]
     for number in range(requests):
-        times = Times(router=draw.randint(0, 9) * MS, report=draw.randint(0, 5) * MS, kept=draw.randint(0, 9) * MS)
+        times = Times(
+            router=draw.randint(0, 9) * MS,
+            report=draw.randint(0, 5) * MS,
+            kept=draw.randint(0, 9) * MS,
+        )
         consumer = engines[2 + number % (len(engines) - 2)]
         simulation.handover(engines[number % 2], consumer, number * MS, times, request=f"r{number}")
     return simulation
@@ -34,14 +41,17 @@ def simulated(skews: list[int], draw: random.Random, requests: int = 12) -> Simu
 
 def in_order(handovers: list[Handover], clocks: Clocks) -> bool:
     return all(
-        before.at_ns + clocks.shift_ns.get(before.clock, 0) <= after.at_ns + clocks.shift_ns.get(after.clock, 0)
+        before.at_ns + clocks.shift_ns.get(before.clock, 0)
+        <= after.at_ns + clocks.shift_ns.get(after.clock, 0)
         for one in handovers
         for before, after in causes(one)
     )
 
 
 @given(st.lists(SKEW, min_size=3, max_size=6), st.randoms(use_true_random=False))
-def test_after_the_shifts_nothing_happens_before_its_cause(skews: list[int], draw: random.Random) -> None:
+def test_after_the_shifts_nothing_happens_before_its_cause(
+    skews: list[int], draw: random.Random
+) -> None:
     found = matched(simulated(skews, draw))
     clocks = compare(found)
     assert in_order(found, clocks)
@@ -50,7 +60,9 @@ def test_after_the_shifts_nothing_happens_before_its_cause(skews: list[int], dra
 
 
 @given(st.lists(SKEW, min_size=3, max_size=6), st.randoms(use_true_random=False))
-def test_the_true_difference_is_within_what_is_reported(skews: list[int], draw: random.Random) -> None:
+def test_the_true_difference_is_within_what_is_reported(
+    skews: list[int], draw: random.Random
+) -> None:
     simulation = simulated(skews, draw)
     ahead = {clock_of(one.started): one.ahead_ns for one in simulation.processes()}
     clocks = compare(matched(simulation))
@@ -63,13 +75,17 @@ def test_the_true_difference_is_within_what_is_reported(skews: list[int], draw: 
 
 
 @given(st.lists(SKEW, min_size=3, max_size=6), st.randoms(use_true_random=False))
-def test_durations_within_one_process_do_not_depend_on_clocks(skews: list[int], draw: random.Random) -> None:
+def test_durations_within_one_process_do_not_depend_on_clocks(
+    skews: list[int], draw: random.Random
+) -> None:
     state = draw.getstate()
     skewed = matched(simulated(skews, draw))
     draw.setstate(state)
     straight = matched(simulated([0] * len(skews), draw))
     for one, other in zip(skewed, straight, strict=True):
-        mine, theirs = (timeline(each, compare(all_)) for each, all_ in ((one, skewed), (other, straight)))
+        mine, theirs = (
+            timeline(each, compare(all_)) for each, all_ in ((one, skewed), (other, straight))
+        )
         for span, same in zip(
             (*mine.before, *(s for w in mine.workers for s in w.spans)),
             (*theirs.before, *(s for w in theirs.workers for s in w.spans)),
@@ -88,9 +104,15 @@ def test_the_text_about_a_producer_that_is_ahead() -> None:
         "clocks of p on host-of-p and d on host-of-d differ by at least 17.000 ms and at most 21.000 ms: shifted"
     )
     (one,) = (timeline(one, clocks) for one in matched(simulation))
-    assert [(span.phase, span.lasted_ns) for span in one.path[:2]] == [("router", 0), ("decode_queue", MS)]
+    assert [(span.phase, span.lasted_ns) for span in one.path[:2]] == [
+        ("router", 0),
+        ("decode_queue", MS),
+    ]
     assert one.path[0].begun_ns == one.path[0].ended_ns == one.zero_ns
-    assert all(before.ended_ns == after.begun_ns for before, after in itertools.pairwise((*one.before, *one.path)))
+    assert all(
+        before.ended_ns == after.begun_ns
+        for before, after in itertools.pairwise((*one.before, *one.path))
+    )
 
 
 def test_a_clock_that_was_set_meanwhile_is_reported() -> None:
@@ -113,12 +135,19 @@ def test_a_clock_that_was_set_meanwhile_is_reported() -> None:
 @pytest.mark.parametrize(
     ("times", "how", "reason"),
     [(Times(kept=-20 * MS), "expired", ""), (Times(report=-MS), "release", "deadline")],
-    ids=["an expired lease may be over before the consumer comes", "a load given up may end after it was reported"],
+    ids=[
+        "an expired lease may be over before the consumer comes",
+        "a load given up may end after it was reported",
+    ],
 )
-def test_what_has_no_certain_order_says_nothing_about_clocks(times: Times, how: str, reason: str) -> None:
+def test_what_has_no_certain_order_says_nothing_about_clocks(
+    times: Times, how: str, reason: str
+) -> None:
     simulation = Simulation()
     consumer = simulation.engine("d", workers=2)
-    consumer.workers[1].started = msgspec.structs.replace(consumer.workers[1].started, host="second")
+    consumer.workers[1].started = msgspec.structs.replace(
+        consumer.workers[1].started, host="second"
+    )
     simulation.handover(simulation.engine("p"), consumer, times=times, reason=reason, how=how)
     assert compare(matched(simulation)) == Clocks()
 
@@ -132,12 +161,16 @@ def test_hosts_of_one_engine_have_clocks_of_their_own(tmp_path: Path) -> None:
     simulation.handover(simulation.engine("p"), consumer)
     recording = read_recording([simulation.write(tmp_path)])
     clocks = compare(match(recording.processes))
-    assert [(one.ahead.host, one.behind.host) for one in clocks.differences] == [("host-of-d", "second")]
+    assert [(one.ahead.host, one.behind.host) for one in clocks.differences] == [
+        ("host-of-d", "second")
+    ]
     assert len(processes(simulation)) == 5
 
 
 A, B, C, D = CLOCKS = tuple(Clock(name, "host") for name in "abcd")
-PAIRS = st.tuples(st.sampled_from(CLOCKS), st.sampled_from(CLOCKS)).filter(lambda pair: pair[0] != pair[1])
+PAIRS = st.tuples(st.sampled_from(CLOCKS), st.sampled_from(CLOCKS)).filter(
+    lambda pair: pair[0] != pair[1]
+)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +190,16 @@ def test_the_shifts_are_the_smallest_that_satisfy_all_bounds(
 
 
 @given(st.dictionaries(PAIRS, st.integers(-9, 9)))
-def test_only_bounds_that_contradict_one_another_have_no_shifts(bounds: dict[tuple[Clock, Clock], int]) -> None:
+def test_only_bounds_that_contradict_one_another_have_no_shifts(
+    bounds: dict[tuple[Clock, Clock], int],
+) -> None:
     """The oracle adds up the bounds along every cycle."""
     cycles = (ring for size in (2, 3, 4) for ring in itertools.permutations(CLOCKS, size))
     pairs = [[*zip(ring, (*ring[1:], ring[0]), strict=True)] for ring in cycles]
-    contradictory = any(all(one in bounds for one in ring) and sum(bounds[one] for one in ring) < 0 for ring in pairs)
+    contradictory = any(
+        all(one in bounds for one in ring) and sum(bounds[one] for one in ring) < 0
+        for ring in pairs
+    )
     found = shifts(bounds)
     assert (found is None) == contradictory
     if found is not None:

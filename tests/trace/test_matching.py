@@ -18,9 +18,9 @@ from kvferry.trace.events import (
     LoadOrdered,
     LoadReported,
     ParamsGiven,
-    Part,
     PrefillArrived,
     PrefillScheduled,
+    ProcessRole,
 )
 from kvferry.trace.handover import Handover, match
 from kvferry.trace.reading import Process
@@ -29,7 +29,8 @@ from tests.trace.simulated import MS, SimulatedEngine, Simulation, Times
 
 def processes(simulation: Simulation) -> list[Process]:
     return [
-        Process("", one.started, sorted(one.events, key=lambda event: event.at_ns)) for one in simulation.processes()
+        Process("", one.started, sorted(one.events, key=lambda event: event.at_ns))
+        for one in simulation.processes()
     ]
 
 
@@ -37,7 +38,13 @@ def matched(simulation: Simulation) -> list[Handover]:
     return match(processes(simulation))
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 30), st.randoms(use_true_random=False))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 30),
+    st.randoms(use_true_random=False),
+)
 def test_every_request_has_all_of_its_events_and_no_other(
     producers: int, consumers: int, workers: int, requests: int, draw: random.Random
 ) -> None:
@@ -45,28 +52,50 @@ def test_every_request_has_all_of_its_events_and_no_other(
     simulation = Simulation()
     there = [simulation.engine(f"p{number}") for number in range(producers)]
     here = [simulation.engine(f"d{number}", workers=workers) for number in range(consumers)]
-    names: dict[SimulatedEngine, itertools.count[int]] = {engine: itertools.count() for engine in (*there, *here)}
+    names: dict[SimulatedEngine, itertools.count[int]] = {
+        engine: itertools.count() for engine in (*there, *here)
+    }
     wanted = {}
     for number in range(requests):
         producer, consumer = draw.choice(there), draw.choice(here)
         request, decode = f"r{next(names[producer])}", f"r{next(names[consumer])}"
         lease = simulation.handover(
-            producer, consumer, draw.randint(0, 100) * MS, request=request, decode_request=decode, tokens=number + 1
+            producer,
+            consumer,
+            draw.randint(0, 100) * MS,
+            request=request,
+            decode_request=decode,
+            tokens=number + 1,
         )
         wanted[lease] = (producer.name, request, consumer.name, decode, number + 1)
     files = processes(simulation)
     draw.shuffle(files)
     found = match(files)
     announced = {
-        one.lease: (one.producer, one.producer_request, one.consumer, one.consumer_request, one.tokens) for one in found
+        one.lease: (
+            one.producer,
+            one.producer_request,
+            one.consumer,
+            one.consumer_request,
+            one.tokens,
+        )
+        for one in found
     }
     assert announced == wanted
     for one in found:
         assert one.prefill
         assert one.decode
         assert set(one.prefill.events) == {PrefillArrived, PrefillScheduled, ParamsGiven, LeaseOver}
-        assert set(one.decode.events) == {DecodeArrived, LoadOrdered, LoadReported, DecodeScheduled, Finished}
-        assert sorted(load.process.place for load in one.loads) == [f"tp{number}" for number in range(workers)]
+        assert set(one.decode.events) == {
+            DecodeArrived,
+            LoadOrdered,
+            LoadReported,
+            DecodeScheduled,
+            Finished,
+        }
+        assert sorted(load.process.place for load in one.loads) == [
+            f"tp{number}" for number in range(workers)
+        ]
         assert {load.process.engine_id for load in one.loads} == {one.consumer}
         assert {load.ended.request for load in one.loads} == {one.consumer_request}
 
@@ -75,7 +104,9 @@ def test_an_id_that_recurs_after_its_end_is_another_request() -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p"), simulation.engine("d", workers=2)
     for at in (0, 1):
-        simulation.handover(producer, consumer, at * 900 * MS, request="same", decode_request="same", tokens=at + 1)
+        simulation.handover(
+            producer, consumer, at * 900 * MS, request="same", decode_request="same", tokens=at + 1
+        )
     first, second = sorted(matched(simulation), key=lambda one: one.tokens)
     for one, begun in ((first, 0), (second, 900 * MS)):
         assert len(one.loads) == 2
@@ -92,7 +123,11 @@ def test_another_life_of_an_engine_is_another_engine(knows: bool) -> None:
     for life in range(2):
         consumer = simulation.engine("d", workers=1, workers_know_boot=knows)
         simulation.handover(
-            producer, consumer, (1 if knows else 900) * life * MS, request=f"r{life}", decode_request="same"
+            producer,
+            consumer,
+            (1 if knows else 900) * life * MS,
+            request=f"r{life}",
+            decode_request="same",
         )
     found = match(reversed(processes(simulation)))
     assert len(found) == 2
@@ -108,9 +143,15 @@ def test_what_another_life_recorded_does_not_end_a_request_of_this_one() -> None
     producer = simulation.engine("p")
     killed, restarted = simulation.engine("d"), simulation.engine("d")
     for life, engine in enumerate((killed, restarted)):
-        simulation.handover(producer, engine, life * 900 * MS, request=f"r{life}", decode_request="same")
-    killed.scheduler.events[:] = [event for event in killed.scheduler.events if isinstance(event, DecodeArrived)]
-    restarted.scheduler.events[:] = [event for event in restarted.scheduler.events if isinstance(event, LoadReported)]
+        simulation.handover(
+            producer, engine, life * 900 * MS, request=f"r{life}", decode_request="same"
+        )
+    killed.scheduler.events[:] = [
+        event for event in killed.scheduler.events if isinstance(event, DecodeArrived)
+    ]
+    restarted.scheduler.events[:] = [
+        event for event in restarted.scheduler.events if isinstance(event, LoadReported)
+    ]
     (one,) = (one for one in matched(simulation) if one.producer_request == "r0")
     assert one.decode
     assert one.decode.get(LoadReported) is None
@@ -136,8 +177,12 @@ def test_several_requests_may_read_one_lease() -> None:
 @pytest.mark.parametrize("role", ["p", "d"])
 def test_one_half_alone_is_a_handover_too(role: str) -> None:
     simulation = Simulation()
-    simulation.handover(simulation.engine("p"), simulation.engine("d"), request="r", decode_request="s")
-    (one,) = match(process for process in processes(simulation) if process.started.engine_id == role)
+    simulation.handover(
+        simulation.engine("p"), simulation.engine("d"), request="r", decode_request="s"
+    )
+    (one,) = match(
+        process for process in processes(simulation) if process.started.engine_id == role
+    )
     assert (one.prefill is None, one.decode is None) == (role == "d", role == "p")
     assert one.producer_request == "r"
     assert one.consumer_request == ("s" if role == "d" else "")
@@ -145,8 +190,12 @@ def test_one_half_alone_is_a_handover_too(role: str) -> None:
 
 def test_loads_without_their_scheduler_are_not_lost() -> None:
     simulation = Simulation()
-    simulation.handover(simulation.engine("p"), simulation.engine("d", workers=3), decode_request="s")
-    (one,) = match(process for process in processes(simulation) if process.started.part is Part.WORKER)
+    simulation.handover(
+        simulation.engine("p"), simulation.engine("d", workers=3), decode_request="s"
+    )
+    (one,) = match(
+        process for process in processes(simulation) if process.started.part is ProcessRole.WORKER
+    )
     assert (one.consumer_request, len(one.loads)) == ("s", 3)
 
 

@@ -51,7 +51,9 @@ def test_both_halves_of_a_file_that_was_full_are_one_process(tmp_path: Path) -> 
     (tmp_path / "w.jsonl").write_bytes(header + b"".join(lines[2:]))
     (tmp_path / "w.old.jsonl").write_bytes(header + b"".join(lines[:2]))
     (process,) = read_recording([tmp_path]).processes
-    assert [event.at_ns for event in process.events] == sorted(event.at_ns for event in process.events)
+    assert [event.at_ns for event in process.events] == sorted(
+        event.at_ns for event in process.events
+    )
     assert len(process.events) == len(lines)
 
 
@@ -85,7 +87,10 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
             b'"stages":[{"stage":"</rect>","begun_ns":1,"ended_ns":2}]}',
             "no event that this command knows",
         ),
-        (b'{"event":"prefill_step","at_ns":1,"lease":{"boot":"","epoch":"</g>"},"tokens":1}', "no event that"),
+        (
+            b'{"event":"prefill_step","at_ns":1,"lease":{"boot":"","epoch":"</g>"},"tokens":1}',
+            "no event that",
+        ),
         (
             b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p","stages":[],"chunks":['
             + b",".join([b'{"stop_token":1,"begun_ns":1,"ended_ns":2}'] * 65)
@@ -93,7 +98,10 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
             "no event that this command knows",
         ),
         (b'{"event":"finished","at_ns":1e400,"request":"r"}', ""),
-        (b'{"event":"finished","at_ns":1,"request":"' + b"r" * 5000 + b'"}', "no event that this command knows"),
+        (
+            b'{"event":"finished","at_ns":1,"request":"' + b"r" * 5000 + b'"}',
+            "no event that this command knows",
+        ),
         (b'{"event":"finished","at_ns":1,"request":"\\ud800"}', ""),
         (b"x" * (3 << 20), "no JSON"),
     ],
@@ -111,7 +119,9 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
         "long line",
     ],
 )
-def test_a_hostile_line_is_named_and_all_others_are_read(tmp_path: Path, line: bytes, problem: str) -> None:
+def test_a_hostile_line_is_named_and_all_others_are_read(
+    tmp_path: Path, line: bytes, problem: str
+) -> None:
     lines = one_handover().processes()[0].lines().splitlines()
     (tmp_path / "w.jsonl").write_bytes(b"\n".join((*lines[:3], line, *lines[3:], line)) + b"\n")
     recording = read_recording([tmp_path])
@@ -131,7 +141,9 @@ def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_bytes(old)
     recording = read_recording([tmp_path])
     assert len(recording.processes) == 1
-    assert [one.problem for one in recording.damage] == ["trace_version 2, and this command reads 1"]
+    assert [one.problem for one in recording.damage] == [
+        "trace_version 2, and this command reads 1"
+    ]
 
 
 def test_events_before_the_first_line_belong_to_no_process(tmp_path: Path) -> None:
@@ -166,7 +178,9 @@ def test_without_any_trace_the_path_is_named(path: str, tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=400), st.integers(0, 10), st.integers(0, 400))
-def test_no_bytes_stop_the_reading(tmp_path_factory: pytest.TempPathFactory, junk: bytes, line: int, at: int) -> None:
+def test_no_bytes_stop_the_reading(
+    tmp_path_factory: pytest.TempPathFactory, junk: bytes, line: int, at: int
+) -> None:
     folder = tmp_path_factory.mktemp("junk")
     simulation = one_handover()
     simulation.write(folder)

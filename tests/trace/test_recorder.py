@@ -73,7 +73,9 @@ def test_what_a_slow_sink_leaves_behind_is_dropped_and_counted_and_reported() ->
     assert sink.lost == [0, 15]
 
 
-def test_a_sink_that_fails_loses_its_batch_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_loses_its_batch_and_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sink = Kept()
     sink.fails = True
     recorder = Recorder(sink)
@@ -90,7 +92,9 @@ def test_a_sink_that_fails_loses_its_batch_and_is_named_once(caplog: pytest.LogC
         recorder.close()
     assert sink.items == [2]
     assert sink.lost == [2]
-    assert [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()] != []
+    assert [
+        record.getMessage() for record in caplog.records if "No space left" in record.getMessage()
+    ] != []
     assert len(caplog.records) == 1
 
 

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.trace.events import AnyEvent, Dropped, Finished, Part, ProcessStarted
+from kvferry.trace.events import AnyEvent, Dropped, Finished, ProcessRole, ProcessStarted
 from kvferry.trace.recorder import SMALLEST_BYTES, TraceFile
 
 DECODER = msgspec.json.Decoder(AnyEvent)
 STARTED = ProcessStarted(
     at_ns=1_795_345_244 * 10**9,
     trace_version=1,
-    part=Part.WORKER,
+    part=ProcessRole.WORKER,
     engine_id="a/b engine",
     boot="",
     host="here",
@@ -146,7 +146,9 @@ def test_a_disk_that_is_full_as_a_file_begins_leaves_no_events_without_their_pro
     assert events(file.path) == [STARTED, Dropped(at_ns=7, count=500), finished(7)]
 
 
-@pytest.mark.parametrize("kind", ["a file", "a folder in a folder that is missing", "a folder that is not ours"])
+@pytest.mark.parametrize(
+    "kind", ["a file", "a folder in a folder that is missing", "a folder that is not ours"]
+)
 def test_a_folder_that_cannot_be_used_stops_the_start_by_name(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "here"
     if kind == "a file":
@@ -155,5 +157,7 @@ def test_a_folder_that_cannot_be_used_stops_the_start_by_name(tmp_path: Path, ki
         folder = Path("/proc")  # no user, not even root, can make files there
     else:
         folder = folder / "there"
-    with pytest.raises(InvalidConfig, match=rf"trace_dir is .*{folder.name}.* expected a directory"):
+    with pytest.raises(
+        InvalidConfig, match=rf"trace_dir is .*{folder.name}.* expected a directory"
+    ):
         TraceFile(str(folder), "kv_both", STARTED)

@@ -12,7 +12,14 @@ import pytest
 from kvferry.cli.trace.waterfall import THIN, WIDE_ZERO, ZERO, draw, height_of, scale_for
 from kvferry.trace.chrome import chrome_trace
 from kvferry.trace.clocks import compare
-from kvferry.trace.events import DecodeArrived, LeaseName, LoadEnded, ParamsGiven, PrefillScheduled, PrefillStep
+from kvferry.trace.events import (
+    DecodeArrived,
+    LoadEnded,
+    ParamsGiven,
+    PrefillScheduled,
+    PrefillStep,
+    TracedLease,
+)
 from kvferry.trace.summary import durations
 from kvferry.trace.timeline import Timeline, timeline
 from tests.trace.simulated import BEGIN_NS, MS, Simulation, Times
@@ -25,7 +32,9 @@ TIMES = Times(prefill=80 * MS, router=MS, stages={n: {"reading": 32 * MS} for n 
 
 def streamed(steps: int = 8, **how: Any) -> Timeline:
     simulation = Simulation()
-    follow(simulation, simulation.engine("p"), simulation.engine("d", **how), times=TIMES, steps=steps)
+    follow(
+        simulation, simulation.engine("p"), simulation.engine("d", **how), times=TIMES, steps=steps
+    )
     (one,) = timelines(simulation)
     return one
 
@@ -39,7 +48,10 @@ def timelines(simulation: Simulation) -> list[Timeline]:
 def test_steps_and_reads_have_their_times_and_their_tokens() -> None:
     one = streamed(4, workers=2)
     begun = BEGIN_NS + TIMES.prefill_queue
-    assert [(step.span.begun_ns - begun, step.span.ended_ns - begun, step.stop_token) for step in one.steps] == [
+    assert [
+        (step.span.begun_ns - begun, step.span.ended_ns - begun, step.stop_token)
+        for step in one.steps
+    ] == [
         (0, 20 * MS, 1024),
         (20 * MS, 40 * MS, 2048),
         (40 * MS, 60 * MS, 3072),
@@ -61,9 +73,15 @@ def test_the_handover_is_what_is_left_after_the_prefill() -> None:
         ("report", TIMES.report),
         ("first_step", TIMES.first_step),
     ]
-    assert min(span.begun_ns for span in one.path) == one.zero_ns == BEGIN_NS + TIMES.prefill_queue + 80 * MS
+    assert (
+        min(span.begun_ns for span in one.path)
+        == one.zero_ns
+        == BEGIN_NS + TIMES.prefill_queue + 80 * MS
+    )
     assert one.lasted_ns == 8 * MS + MS // 5 + TIMES.report
-    assert (one.early_bytes * 4, one.gb_s) == (one.bytes * 3, None), "reads waited for steps: no rate"
+    assert (one.early_bytes * 4, one.gb_s) == (one.bytes * 3, None), (
+        "reads waited for steps: no rate"
+    )
 
 
 @pytest.mark.parametrize("ahead_ns", [0, 70 * MS, -70 * MS])
@@ -83,13 +101,19 @@ def test_events_of_a_damaged_recording_are_drawn_as_far_as_they_make_sense() -> 
     events = producer.scheduler.events
     events.append(PrefillStep(at_ns=BEGIN_NS + 10**12, lease=lease, tokens=2**40))
     events.append(PrefillStep(at_ns=BEGIN_NS - MS, lease=lease, tokens=0))
-    events.append(PrefillStep(at_ns=5, lease=LeaseName(boot="f" * 32, epoch="f" * 15), tokens=7))
+    events.append(PrefillStep(at_ns=5, lease=TracedLease(boot="f" * 32, epoch="f" * 15), tokens=7))
     (load,) = consumer.workers[0].events
     assert isinstance(load, LoadEnded)
     backwards = tuple(msgspec.structs.replace(chunk, ended_ns=0) for chunk in reversed(load.chunks))
-    consumer.workers[0].events[:] = [msgspec.structs.replace(load, early_bytes=2**60, chunks=backwards)]
+    consumer.workers[0].events[:] = [
+        msgspec.structs.replace(load, early_bytes=2**60, chunks=backwards)
+    ]
     (one,) = timelines(simulation)
-    assert [step.stop_token for step in one.steps] == [0, *(512 * step for step in range(1, 9)), 2**40]
+    assert [step.stop_token for step in one.steps] == [
+        0,
+        *(512 * step for step in range(1, 9)),
+        2**40,
+    ]
     spans = [chunk.span for chunk in (*one.steps, *one.workers[0].chunks)]
     assert all(span.begun_ns <= span.ended_ns for span in spans)
     assert one.early_bytes == one.bytes
@@ -103,7 +127,9 @@ def test_an_event_that_is_lost_leaves_the_others(lost: type) -> None:
     engines = simulation.engine("p"), simulation.engine("d")
     follow(simulation, *engines, times=TIMES)
     for engine in engines:
-        engine.scheduler.events[:] = [event for event in engine.scheduler.events if not isinstance(event, lost)]
+        engine.scheduler.events[:] = [
+            event for event in engine.scheduler.events if not isinstance(event, lost)
+        ]
     found = timelines(simulation)
     assert sum(len(one.steps) for one in found) == 8
     assert sum(len(worker.chunks) for one in found for worker in one.workers) == 8
@@ -119,9 +145,15 @@ def test_steps_and_reads_have_tracks_of_their_own_in_viewers() -> None:
         *("worker tp0", "worker tp0 reads", "worker tp1", "worker tp1 reads"),
     }
     assert sum(event["name"] == "chunk_read" for event in events) == 2 * 4
-    begins = {event["name"].split()[0]: event["ts"] for event in events if "args" in event and event["ph"] == "X"}
+    begins = {
+        event["name"].split()[0]: event["ts"]
+        for event in events
+        if "args" in event and event["ph"] == "X"
+    }
     (arrow,) = {event["ts"] for event in events if event["ph"] == "s" and event["pid"] == 2}
-    assert arrow == begins["handover"] < begins["prefill"] + 80_000, "the arrow leaves when the consumer begins"
+    assert arrow == begins["handover"] < begins["prefill"] + 80_000, (
+        "the arrow leaves when the consumer begins"
+    )
 
 
 def test_the_picture_has_the_reads_below_the_steps_that_they_overlap() -> None:
@@ -135,7 +167,9 @@ def test_the_picture_has_the_reads_below_the_steps_that_they_overlap() -> None:
     assert [end for _, end, _ in steps] == pytest.approx([begin for begin, _, _ in reads], abs=0.02)
     assert steps[-1][1] == WIDE_ZERO
     for (begun, ended, _), (read, done, _) in zip(steps[1:], reads, strict=False):
-        assert begun - 0.02 <= read < done < ended, "the part before is read while this one is computed"
+        assert begun - 0.02 <= read < done < ended, (
+            "the part before is read while this one is computed"
+        )
     assert "prefill step to token 2048: 20 ms" in picture
     assert "268" not in picture
     assert "537 MB, 75% early" in picture
@@ -144,8 +178,14 @@ def test_the_picture_has_the_reads_below_the_steps_that_they_overlap() -> None:
 def rects(picture: str, phase: str) -> list[tuple[float, float, float]]:
     """Left, right and top of the bars of a phase, without the legend."""
     found = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")  # noqa: S314
-    bars = [one.attrib for one in found if one.attrib.get("class") == f"p-{phase}" and "opacity" in one.attrib]
-    return [(float(one["x"]), float(one["x"]) + float(one["width"]), float(one["y"])) for one in bars]
+    bars = [
+        one.attrib
+        for one in found
+        if one.attrib.get("class") == f"p-{phase}" and "opacity" in one.attrib
+    ]
+    return [
+        (float(one["x"]), float(one["x"]) + float(one["width"]), float(one["y"])) for one in bars
+    ]
 
 
 def test_a_handover_without_chunks_is_drawn_as_ever() -> None:

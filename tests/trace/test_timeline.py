@@ -26,7 +26,9 @@ TIMES = st.builds(
     router=LENGTH,
     decode_queue=LENGTH,
     order=LENGTH,
-    stages=st.dictionaries(st.integers(0, 2), st.dictionaries(st.sampled_from(list(STAGES)), LENGTH)),
+    stages=st.dictionaries(
+        st.integers(0, 2), st.dictionaries(st.sampled_from(list(STAGES)), LENGTH)
+    ),
     report=LENGTH,
     first_step=LENGTH,
     kept=LENGTH,
@@ -48,9 +50,14 @@ def test_every_phase_is_as_long_as_it_truly_was_and_follows_the_one_before(times
     (one,) = timelines(simulation)
     ends = [sum(times.of_worker(number).values()) for number in range(3)]
     assert one.last is not None
-    last = times.of_worker([worker.load.process.place for worker in one.workers].index(one.last.load.process.place))
+    last = times.of_worker(
+        [worker.load.process.place for worker in one.workers].index(one.last.load.process.place)
+    )
     assert sum(last.values()) == max(ends)
-    before, stages = [("prefill_queue", times.prefill_queue), ("prefill", times.prefill)], list(last.items())
+    before, stages = (
+        [("prefill_queue", times.prefill_queue), ("prefill", times.prefill)],
+        list(last.items()),
+    )
     waits = [("router", times.router), ("decode_queue", times.decode_queue), ("order", times.order)]
     after = [("report", times.report), ("first_step", times.first_step)]
     assert lasted(one.before) == before
@@ -61,15 +68,23 @@ def test_every_phase_is_as_long_as_it_truly_was_and_follows_the_one_before(times
     assert one.lasted_ns == sum(length for _, length in waits + stages) + times.report
     assert one.held is not None
     assert one.held.lasted_ns == one.lasted_ns - times.report + times.kept
-    assert [lasted(worker.spans) for worker in one.workers] == [list(times.of_worker(n).items()) for n in range(3)]
+    assert [lasted(worker.spans) for worker in one.workers] == [
+        list(times.of_worker(n).items()) for n in range(3)
+    ]
     assert (one.outcome, one.missing) == ("loaded", ())
 
 
 def test_bytes_per_second_are_of_the_time_in_which_anybody_read() -> None:
     simulation = Simulation()
-    times = Times(stages={0: {"posting": MS, "reading": 3 * MS}, 1: {"posting": MS, "reading": 7 * MS}})
+    times = Times(
+        stages={0: {"posting": MS, "reading": 3 * MS}, 1: {"posting": MS, "reading": 7 * MS}}
+    )
     simulation.handover(
-        simulation.engine("p"), simulation.engine("d", workers=2), times=times, tokens=1000, token_bytes=8000
+        simulation.engine("p"),
+        simulation.engine("d", workers=2),
+        times=times,
+        tokens=1000,
+        token_bytes=8000,
     )
     (one,) = timelines(simulation)
     assert one.bytes == 8_000_000
@@ -104,7 +119,16 @@ class Recorded:
     [
         Recorded(
             "recomputed: load (deadline)",
-            ("router", "decode_queue", "order", "queued", "connecting", "fence", "report", "first_step"),
+            (
+                "router",
+                "decode_queue",
+                "order",
+                "queued",
+                "connecting",
+                "fence",
+                "report",
+                "first_step",
+            ),
             {"reason": "deadline", "recomputed": "load"},
         ),
         Recorded("recomputed: params", (*TO_THE_QUEUE, "first_step"), {"recomputed": "params"}),
@@ -115,8 +139,15 @@ class Recorded:
             without=(DecodeArrived,),
         ),
         Recorded("loaded", LOADED[1:], silent="p", missing=("producer",)),
-        Recorded("loaded", (*TO_THE_QUEUE, "load", "first_step"), silent="tp0", missing=("consumer's workers",)),
-        Recorded("nothing to load", TO_THE_QUEUE, without=(LoadOrdered, LoadReported), silent="tp0"),
+        Recorded(
+            "loaded",
+            (*TO_THE_QUEUE, "load", "first_step"),
+            silent="tp0",
+            missing=("consumer's workers",),
+        ),
+        Recorded(
+            "nothing to load", TO_THE_QUEUE, without=(LoadOrdered, LoadReported), silent="tp0"
+        ),
         Recorded("ended before it was loaded", LOADED[:9], without=(LoadReported,), has_end=False),
         Recorded("under way", LOADED[:9], without=(LoadReported, Finished), has_end=False),
     ],
@@ -132,7 +163,11 @@ def test_what_became_of_a_handover_follows_from_what_was_recorded_of_it(case: Re
         if case.silent == name:
             process.events.clear()
     (one,) = timelines(simulation)
-    assert (one.outcome, one.missing, one.lasted_ns is not None) == (case.outcome, case.missing, case.has_end)
+    assert (one.outcome, one.missing, one.lasted_ns is not None) == (
+        case.outcome,
+        case.missing,
+        case.has_end,
+    )
     assert tuple(span.phase for span in one.path) == case.path
     assert one.path[0].begun_ns == one.zero_ns
     if "recomputed" in case.how:
@@ -180,7 +215,11 @@ def test_the_slowest_handover_is_first_and_what_never_ended_is_last(tmp_path: Pa
     assert names == ["r50", "r20", "r5", "long", "short"]
     assert outcomes(merged.timelines) == {"loaded": 3, "not fetched: expired": 2}
     announced = {str(one.phase): one for one in durations(merged.timelines)}
-    assert (announced["router"].count, announced["router"].p50_ns, announced["router"].max_ns) == (3, 20 * MS, 50 * MS)
+    assert (announced["router"].count, announced["router"].p50_ns, announced["router"].max_ns) == (
+        3,
+        20 * MS,
+        50 * MS,
+    )
     assert list(announced)[:4] == ["prefill_queue", "prefill", "handover", "router"]
 
 
@@ -194,7 +233,8 @@ def test_percentiles_are_by_nearest_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("cmpl-a", True), ("abc", True), ("code-7", True), ("00000000000000", True), ("d-7b", False)]
+    ("text", "found"),
+    [("cmpl-a", True), ("abc", True), ("code-7", True), ("00000000000000", True), ("d-7b", False)],
 )
 def test_a_request_is_found_by_a_part_of_any_of_its_ids(text: str, found: bool) -> None:
     simulation = Simulation()

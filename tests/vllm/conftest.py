@@ -58,9 +58,16 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         **checked,
     }  # yet longer than a busy machine takes from an answer to the next request
     debug = {"VLLM_LOGGING_LEVEL": "DEBUG"}
-    tools = ("--trust-request-chat-template", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    tools = (
+        "--trust-request-chat-template",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+    )
     transfer = Transfer("kv_producer", extra_config=short)
-    prefill = EngineSpec("prefill", str(model), transfer=transfer, extra_args=tools, extra_env=debug)
+    prefill = EngineSpec(
+        "prefill", str(model), transfer=transfer, extra_args=tools, extra_env=debug
+    )
     decode = EngineSpec(
         "decode",
         str(model),
@@ -71,7 +78,9 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         extra_env=debug,
     )
     with ExitStack() as running:
-        producer, consumer = (running.enter_context(ForkedServer(spec, logs)) for spec in (prefill, decode))
+        producer, consumer = (
+            running.enter_context(ForkedServer(spec, logs)) for spec in (prefill, decode)
+        )
         for engine in (producer, consumer):
             engine.wait_ready(START_S)
         yield Pair(producer, consumer)

@@ -79,18 +79,29 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
         return stack.enter_context(ForkedServer(spec, logs))
 
     short = {"kv_lease_duration": LEASE_S, "debug_check_integrity": True}
-    long_timeouts = {"handshake_timeout_s": 15, "debug_check_integrity": True}  # a busy machine must not decide
+    long_timeouts = {
+        "handshake_timeout_s": 15,
+        "debug_check_integrity": True,
+    }  # a busy machine must not decide
     with ExitStack() as stack:
         fleet = Fleet(
             server("plain", "0"),
             (
-                server("producer-0", "0", Transfer("kv_producer", engine_id="producer-0", extra_config=short)),
+                server(
+                    "producer-0",
+                    "0",
+                    Transfer("kv_producer", engine_id="producer-0", extra_config=short),
+                ),
                 server("producer-1", "0", Transfer("kv_producer", extra_config=short)),
             ),
             (
-                server("consumer-recompute", "1", Transfer("kv_consumer", extra_config=long_timeouts)),
                 server(
-                    "consumer-fail", "1", Transfer("kv_consumer", failure_policy="fail", extra_config=long_timeouts)
+                    "consumer-recompute", "1", Transfer("kv_consumer", extra_config=long_timeouts)
+                ),
+                server(
+                    "consumer-fail",
+                    "1",
+                    Transfer("kv_consumer", failure_policy="fail", extra_config=long_timeouts),
                 ),
             ),
         )
@@ -101,7 +112,9 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
 
 def prefill(producer: ForkedServer, prompt: Tokens) -> dict[str, Any]:
     """Prefill as a router does; the params of the answer."""
-    params = _answer(producer, body_of(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL))["kv_transfer_params"]
+    params = _answer(producer, body_of(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL))[
+        "kv_transfer_params"
+    ]
     assert params
     return dict(params)
 
@@ -125,19 +138,26 @@ def outage(outages: list[Outage], *servers: ForkedServer) -> Iterator[float]:
     outages.append(Outage(began_s, time.monotonic()))
 
 
-def check_idle(name: str, producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer]) -> None:
+def check_idle(
+    name: str, producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer]
+) -> None:
     """Check engines after the last request: nothing is held, nothing stopped, no internal error.
 
     Every producer hands over to every consumer once more, and takes back an unread lease: so all threads live.
     """
     servers = (*producers, *consumers)
     for server in servers:
-        wait_until(partial(is_idle, server), f"{server.spec.name} is idle: {_held(server)}", SETTLE_S)
+        wait_until(
+            partial(is_idle, server), f"{server.spec.name} is idle: {_held(server)}", SETTLE_S
+        )
     for number, (producer, consumer) in enumerate((p, c) for p in producers for c in consumers):
         _check_pair(f"{name}, idle, {number}", producer, consumer)
     for server in servers:
         wait_until(partial(is_idle, server), f"{server.spec.name} is idle again", SETTLE_S)
-        assert httpx.get(server.base_url + "/health", timeout=TIMEOUT_S, trust_env=False).status_code == 200
+        assert (
+            httpx.get(server.base_url + "/health", timeout=TIMEOUT_S, trust_env=False).status_code
+            == 200
+        )
         assert server.metrics().total("vllm:kvferry_integrity_errors_total") == 0
         assert not (bad := _bad_lines(server)), f"{server.log_path}:\n" + "\n".join(bad)
 
@@ -149,7 +169,9 @@ def _check_pair(name: str, producer: ForkedServer, consumer: ForkedServer) -> No
     other = first[: 2 * _BLOCK] + other[2 * _BLOCK :]
     answers = [hand_over(producer, consumer, first)]
     answers.append(ask(consumer.base_url, other, kv_transfer_params=prefill(producer, first)))
-    assert [answer.tokens for answer in answers] == [ask(producer.base_url, prompt).tokens for prompt in (first, other)]
+    assert [answer.tokens for answer in answers] == [
+        ask(producer.base_url, prompt).tokens for prompt in (first, other)
+    ]
     moved = consumer.metrics() - before
     assert moved.total("vllm:kvferry_loads_total") == 1
     assert moved.total("vllm:kvferry_local_recomputes_total") == 0
@@ -177,8 +199,10 @@ def _held(server: Server) -> dict[str, float]:
     """Counts of everything that an engine still holds, by kind."""
     seen = server.metrics()
     return {
-        "requests": seen.total("vllm:num_requests_running") + seen.total("vllm:num_requests_waiting"),
-        "leases": seen.total("vllm:kvferry_leases_opened_total") - seen.total("vllm:kvferry_leases_released_total"),
+        "requests": seen.total("vllm:num_requests_running")
+        + seen.total("vllm:num_requests_waiting"),
+        "leases": seen.total("vllm:kvferry_leases_opened_total")
+        - seen.total("vllm:kvferry_leases_released_total"),
         "share of blocks": seen.total("vllm:kv_cache_usage_perc"),
         "blocks in quarantine": seen.total("vllm:kvferry_quarantined_blocks_now"),
     }
@@ -190,6 +214,8 @@ def is_idle(server: Server) -> bool:
 
 
 def _answer(server: ForkedServer, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(server.base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
+    answer = httpx.post(
+        server.base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False
+    )
     assert answer.status_code == 200, answer.text
     return dict(answer.json())

@@ -41,7 +41,9 @@ class ForkedEngine:
         context = forkserver()
         self._pipe, theirs = context.Pipe()
         (port,) = free_ports(1)
-        self._process = context.Process(target=main, args=(spec, port, theirs, str(self.log_path)), name=spec.name)
+        self._process = context.Process(
+            target=main, args=(spec, port, theirs, str(self.log_path)), name=spec.name
+        )
         self._process.start()
         theirs.close()
 
@@ -50,7 +52,10 @@ class ForkedEngine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._pipe.close()
         self._process.join(20.0)
@@ -64,13 +69,21 @@ class ForkedEngine:
         return params
 
     def ask(
-        self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, tokens: int = 8, **more: Any
+        self,
+        prompt: Sequence[int],
+        params: Mapping[str, Any] | None = None,
+        tokens: int = 8,
+        **more: Any,
     ) -> list[int]:
         """The tokens of a greedy answer."""
         return self.answer(prompt, params, tokens, **more).tokens
 
     def answer(
-        self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, tokens: int = 8, **more: Any
+        self,
+        prompt: Sequence[int],
+        params: Mapping[str, Any] | None = None,
+        tokens: int = 8,
+        **more: Any,
     ) -> Answer:
         """A greedy answer. `more`: see `Engine.ask` of the child."""
         answer = self._call("ask", list(prompt), tokens, dict(params) if params else None, more)
@@ -103,7 +116,9 @@ class ForkedEngine:
 
     def _receive(self, timeout_s: float) -> Any:
         if not self._pipe.poll(timeout_s):
-            raise EngineFailed(f"{self.spec.name}: no answer within {timeout_s:g} s; see {self.log_path}")
+            raise EngineFailed(
+                f"{self.spec.name}: no answer within {timeout_s:g} s; see {self.log_path}"
+            )
         try:
             error, answer = self._pipe.recv()
         except EOFError:
@@ -137,11 +152,15 @@ def hand_over_at_once(
         answer = beside.submit(consumer.answer, prompt, leg, id=name)
         producer.prefill(prompt, id=name)
         found = answer.result()
-    wait_until(lambda: producer.free_blocks() >= free, "the producer has its blocks back", timeout_s=60)
+    wait_until(
+        lambda: producer.free_blocks() >= free, "the producer has its blocks back", timeout_s=60
+    )
     return found, consumer.metrics() - before
 
 
-def hand_over(producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], **more: Any) -> tuple[Answer, int]:
+def hand_over(
+    producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], **more: Any
+) -> tuple[Answer, int]:
     """A prompt prefilled by one and decoded by the other: the answer, and the bytes that were moved for it.
 
     NIXL counted as many as the plan says, nothing was computed, and the producer has its blocks back.
@@ -153,5 +172,7 @@ def hand_over(producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[i
     assert (reasons, counted.total("vllm:kvferry_loads_total")) == ({}, 1)
     read = counted.total("vllm:nixl_bytes_transferred_sum")
     assert read == counted.total("vllm:kvferry_planned_bytes_total")
-    wait_until(lambda: producer.free_blocks() == free, "the producer has its blocks back", timeout_s=60)
+    wait_until(
+        lambda: producer.free_blocks() == free, "the producer has its blocks back", timeout_s=60
+    )
     return answer, int(read)

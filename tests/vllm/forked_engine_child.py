@@ -102,7 +102,11 @@ class Engine:
                 kv_role=spec.role,
                 kv_load_failure_policy="recompute",
                 # A machine with other things to do must not decide: no test here is about time.
-                kv_connector_extra_config={"kv_lease_duration": 120, "handshake_timeout_s": 60, **spec.extra_config},
+                kv_connector_extra_config={
+                    "kv_lease_duration": 120,
+                    "handshake_timeout_s": 60,
+                    **spec.extra_config,
+                },
             )
         pipelined: dict[str, Any] = {"compilation_config": {"mode": 2, "backend": "eager"}}
         arguments: dict[str, Any] = {
@@ -111,7 +115,8 @@ class Engine:
             "max_model_len": 1024,
             "max_num_seqs": 4,
             "block_size": spec.block_size,
-            "num_gpu_blocks_override": _CACHE_TOKENS // (spec.block_size or 16),  # a GiB would take a second to fill
+            "num_gpu_blocks_override": _CACHE_TOKENS
+            // (spec.block_size or 16),  # a GiB would take a second to fill
             "tensor_parallel_size": spec.tp,
             "pipeline_parallel_size": spec.pp,
             "kv_transfer_config": transfer,
@@ -140,7 +145,9 @@ class Engine:
                 self._engine.step()
         self._engine.engine_core.shutdown()
 
-    def ask(self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]) -> Answer:
+    def ask(
+        self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]
+    ) -> Answer:
         """One request, alone.
 
         Args:
@@ -169,7 +176,10 @@ class Engine:
             for output in self._engine.step():
                 if output.finished:
                     (said,) = output.outputs
-                    logprobs = [each[token].logprob for token, each in zip(said.token_ids, said.logprobs, strict=True)]
+                    logprobs = [
+                        each[token].logprob
+                        for token, each in zip(said.token_ids, said.logprobs, strict=True)
+                    ]
                     return Answer(list(said.token_ids), logprobs, output.kv_transfer_params)
 
     def metrics(self) -> str:
@@ -201,7 +211,9 @@ def flip_a_byte(worker: Any, layer: str, block: int, which: int) -> None:
 
     cache = _caches(worker)[layer]
     if hasattr(cache, "shape"):
-        cache[block][(0,) * (cache.dim() - 1)].neg_()  # of the first token: what lies behind the last one is not read
+        cache[block][
+            (0,) * (cache.dim() - 1)
+        ].neg_()  # of the first token: what lies behind the last one is not read
     else:
         state = cache[which][block]
         state[torch.unravel_index(state.abs().argmax(), state.shape)] *= -1

@@ -56,7 +56,10 @@ class ForkedServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -98,7 +101,10 @@ class ForkedServer:
             if not self.alive:
                 raise self.failure("ended before it was ready")
             with suppress(httpx.TransportError):
-                if httpx.get(self.base_url + "/health", timeout=5.0, trust_env=False).status_code == 200:
+                if (
+                    httpx.get(self.base_url + "/health", timeout=5.0, trust_env=False).status_code
+                    == 200
+                ):
                     return
             if time.monotonic() > deadline_s:
                 raise self.failure(f"was not ready after {timeout_s:.0f} s")
@@ -121,7 +127,9 @@ class ForkedServer:
 
     def failure(self, what: str) -> ServerFailed:
         """An error that says what happened and ends with the log."""
-        return ServerFailed(f"{self.spec.name} {what}. The end of {self.log_path}:\n\n{tail(self.log_path)}\n")
+        return ServerFailed(
+            f"{self.spec.name} {what}. The end of {self.log_path}:\n\n{tail(self.log_path)}\n"
+        )
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.pid is not None:

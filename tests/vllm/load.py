@@ -54,7 +54,9 @@ class Outcome:
 def prompt_of(name: str, index: int) -> Tokens:
     """A prompt of its own, of one to four blocks of 128 tokens."""
     chooser = random.Random(f"{name} {index}")
-    return tuple(chooser.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(chooser.randrange(100, 450)))
+    return tuple(
+        chooser.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(chooser.randrange(100, 450))
+    )
 
 
 def body_of(prompt: Sequence[int], tokens: int = ANSWER_TOKENS, **more: Any) -> dict[str, Any]:
@@ -88,8 +90,12 @@ def ask(
     body = body_of(prompt, tokens, stream=stream, **more)
     came: list[int] = []
     try:
-        with httpx.stream("POST", base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False) as reply:
-            kind, text = _read(reply, came, tokens, began) if stream else _read_whole(reply, came, tokens)
+        with httpx.stream(
+            "POST", base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False
+        ) as reply:
+            kind, text = (
+                _read(reply, came, tokens, began) if stream else _read_whole(reply, came, tokens)
+            )
     except httpx.TimeoutException as error:
         kind, text = Kind.OTHER, f"hangs: {error!r}"
     except httpx.TransportError as error:
@@ -97,7 +103,9 @@ def ask(
     return Outcome(prompt, kind, tuple(came), text, stream, started_s, time.monotonic())
 
 
-def _read(reply: httpx.Response, came: list[int], tokens: int, began: threading.Event | None) -> tuple[Kind, str]:
+def _read(
+    reply: httpx.Response, came: list[int], tokens: int, began: threading.Event | None
+) -> tuple[Kind, str]:
     if reply.status_code != 200:
         return _failure(reply)
     for event in _events(reply):
@@ -118,12 +126,18 @@ def _read_whole(reply: httpx.Response, came: list[int], tokens: int) -> tuple[Ki
 
 
 def _ended(came: Sequence[int], tokens: int) -> tuple[Kind, str]:
-    return (Kind.ANSWERED, "") if len(came) == tokens else (Kind.BROKEN, f"{len(came)} of {tokens} tokens")
+    return (
+        (Kind.ANSWERED, "")
+        if len(came) == tokens
+        else (Kind.BROKEN, f"{len(came)} of {tokens} tokens")
+    )
 
 
 def _failure(reply: httpx.Response) -> tuple[Kind, str]:
     text = reply.read().decode(errors="replace")
-    return (Kind.REFUSED if reply.status_code == 500 else Kind.OTHER), f"HTTP {reply.status_code}: {text[:300]}"
+    return (
+        Kind.REFUSED if reply.status_code == 500 else Kind.OTHER
+    ), f"HTTP {reply.status_code}: {text[:300]}"
 
 
 def _events(reply: httpx.Response) -> Iterator[Mapping[str, Any]]:
@@ -144,7 +158,9 @@ class Load:
         self._outcomes: list[Outcome] = []
         self._asked = 0
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, name=f"load-{number}") for number in range(clients)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"load-{number}") for number in range(clients)
+        ]
 
     def __enter__(self) -> Load:
         for thread in self._threads:
@@ -152,7 +168,10 @@ class Load:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._over.set()
         for thread in self._threads:
@@ -164,7 +183,9 @@ class Load:
         with self._changed:
             return list(self._outcomes)
 
-    def wait_for(self, count: int, what: Kind, since_s: float = 0.0, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+    def wait_for(
+        self, count: int, what: Kind, since_s: float = 0.0, timeout_s: float = TIMEOUT_S
+    ) -> list[Outcome]:
         """Wait until so many requests that were sent since then have ended so; gives them.
 
         Raises:
@@ -172,12 +193,20 @@ class Load:
         """
 
         def found() -> list[Outcome]:
-            return [outcome for outcome in self._outcomes if outcome.kind is what and outcome.started_s >= since_s]
+            return [
+                outcome
+                for outcome in self._outcomes
+                if outcome.kind is what and outcome.started_s >= since_s
+            ]
 
         with self._changed:
             in_time = self._changed.wait_for(lambda: len(found()) >= count, timeout_s)
-            last = Counter(outcome.kind.value for outcome in self._outcomes if outcome.started_s >= since_s)
-            assert in_time, f"not {count} times {what.value} within {timeout_s:g} s, but {dict(last)}"
+            last = Counter(
+                outcome.kind.value for outcome in self._outcomes if outcome.started_s >= since_s
+            )
+            assert in_time, (
+                f"not {count} times {what.value} within {timeout_s:g} s, but {dict(last)}"
+            )
             return found()
 
     def _run(self) -> None:
@@ -203,7 +232,9 @@ class Outage:
         return outcome.started_s <= self.ended_s and outcome.ended_s >= self.began_s
 
 
-def judge(outcomes: Sequence[Outcome], outages: Sequence[Outage], right: Mapping[Tokens, Tokens]) -> Counter[str]:
+def judge(
+    outcomes: Sequence[Outcome], outages: Sequence[Outage], right: Mapping[Tokens, Tokens]
+) -> Counter[str]:
     """Count what became of requests, and let nothing pass that no outage explains.
 
     Args:
@@ -215,10 +246,16 @@ def judge(outcomes: Sequence[Outcome], outages: Sequence[Outage], right: Mapping
     """
     wrong = []
     for outcome in outcomes:
-        explained = outcome.kind in (Kind.REFUSED, Kind.BROKEN) and any(each.touches(outcome) for each in outages)
+        explained = outcome.kind in (Kind.REFUSED, Kind.BROKEN) and any(
+            each.touches(outcome) for each in outages
+        )
         if outcome.kind is not Kind.ANSWERED and not explained:
-            wrong.append(f"{outcome.kind.value} at {outcome.started_s:.1f} to {outcome.ended_s:.1f}: {outcome.text}")
+            wrong.append(
+                f"{outcome.kind.value} at {outcome.started_s:.1f} to {outcome.ended_s:.1f}: {outcome.text}"
+            )
         elif outcome.tokens != right[outcome.prompt][: len(outcome.tokens)]:
-            wrong.append(f"{outcome.kind.value}, wrong tokens {outcome.tokens}, not {right[outcome.prompt]}")
+            wrong.append(
+                f"{outcome.kind.value}, wrong tokens {outcome.tokens}, not {right[outcome.prompt]}"
+            )
     assert not wrong, f"{len(wrong)} of {len(outcomes)}; outages {outages}\n" + "\n".join(wrong)
     return Counter(outcome.kind.value for outcome in outcomes)

@@ -92,7 +92,9 @@ def _make_adapter(folder: Path) -> None:
     for layer in range(settings["num_hidden_layers"]):
         for projection, count in heads.items():
             at = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
-            weights[f"{at}.lora_A.weight"] = 0.2 * torch.randn(_RANK, settings["hidden_size"], generator=numbers)
+            weights[f"{at}.lora_A.weight"] = 0.2 * torch.randn(
+                _RANK, settings["hidden_size"], generator=numbers
+            )
             rows = count * settings["head_dim"]
             weights[f"{at}.lora_B.weight"] = 0.2 * torch.randn(rows, _RANK, generator=numbers)
     config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(heads)}
@@ -102,7 +104,9 @@ def _make_adapter(folder: Path) -> None:
 
 def _config(of: Any) -> Any:
     return of.Blip2Config(
-        vision_config=of.Blip2VisionConfig(**_TOWER, image_size=IMAGE_PIXELS, patch_size=7).to_dict(),
+        vision_config=of.Blip2VisionConfig(
+            **_TOWER, image_size=IMAGE_PIXELS, patch_size=7
+        ).to_dict(),
         qformer_config=of.Blip2QFormerConfig(
             **_TOWER, vocab_size=VOCABULARY, encoder_hidden_size=64, cross_attention_frequency=1
         ).to_dict(),

@@ -74,7 +74,10 @@ MAMBA2 = 4 * (8 * 32 * 16 + 3 * (256 + 2 * 2 * 16))
 PARALLEL_MAMBA2 = 4 * (8 * 16 * 16 + 3 * (128 + 2 * 2 * 16))
 GDN_COLUMNS = 3 * (2 * 2 * 64 + 4 * 64)
 
-FLOAT32_MLA = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}
+FLOAT32_MLA = {
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+    "attention_backend": "CPU_MLA",
+}
 """vLLM's rotation on CPU takes keys for contiguous that are not, those of MLA's prefill: it answers otherwise on two
 ranks than on one, and otherwise than transformers. Its plain PyTorch rotation is right. And on processors with AMX it
 would choose a backend that knows no float32."""
@@ -84,9 +87,20 @@ DRAFTED = Kind("small-llama-4", 128, block_bytes=128 * (2 * 2 + 1) * K_AND_V)
 EXACT = (
     Kind("small-llama-8", 128, block_bytes=128 * 2 * 4 * K_AND_V),
     Kind("small-windowed", 128, block_bytes=128 * K_AND_V, windowed_bytes=128 * 3 * K_AND_V),
-    Kind("small-mla", block_tokens=16, block_bytes=16 * 2 * (512 + 64) * 4, copied=True, engine_args=FLOAT32_MLA),
+    Kind(
+        "small-mla",
+        block_tokens=16,
+        block_bytes=16 * 2 * (512 + 64) * 4,
+        copied=True,
+        engine_args=FLOAT32_MLA,
+    ),
     Kind("small-mamba2", state_bytes=2 * MAMBA2, whole_bytes=2 * MAMBA2),
-    Kind("small-mamba2-hybrid", block_bytes=128 * K_AND_V, state_bytes=2 * MAMBA2, whole_bytes=2 * MAMBA2),
+    Kind(
+        "small-mamba2-hybrid",
+        block_bytes=128 * K_AND_V,
+        state_bytes=2 * MAMBA2,
+        whole_bytes=2 * MAMBA2,
+    ),
     Kind(
         "small-parallel-hybrid",
         block_bytes=128 * 2 * K_AND_V,

@@ -23,14 +23,22 @@ TIMEOUT_S = 120.0
 
 def long_prompt(name: str, sentences: int = 25) -> str:
     """A prompt of its own that begins with `name` and spans several blocks."""
-    return f"{name}: once upon a time in a land of rivers " + "and mountains and quiet valleys, " * sentences
+    return (
+        f"{name}: once upon a time in a land of rivers "
+        + "and mountains and quiet valleys, " * sentences
+    )
 
 
 def post(
-    base_url: str, body: Params, path: str = "/v1/completions", headers: Mapping[str, str] | None = None
+    base_url: str,
+    body: Params,
+    path: str = "/v1/completions",
+    headers: Mapping[str, str] | None = None,
 ) -> httpx.Response:
     """One request; any status is an answer."""
-    return httpx.post(base_url + path, json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    return httpx.post(
+        base_url + path, json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False
+    )
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,9 @@ class Pair:
 
     def decode(self, prompt: str, params: Any, tokens: int = 8) -> httpx.Response:
         """Send a prompt with params to the decoder."""
-        return post(self.consumer.base_url, self._body(prompt, tokens) | {"kv_transfer_params": params})
+        return post(
+            self.consumer.base_url, self._body(prompt, tokens) | {"kv_transfer_params": params}
+        )
 
     def plain(self, engine: Server, prompt: str, tokens: int = 8) -> str:
         """A request without any params: what one engine answers by itself."""

@@ -57,7 +57,11 @@ class SmallModel:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of its configuration."""
-        return {key: value for key, value in {**_COMMON, **self.config}.items() if key not in self.without}
+        return {
+            key: value
+            for key, value in {**_COMMON, **self.config}.items()
+            if key not in self.without
+        }
 
 
 SMALL_MODELS: Mapping[str, SmallModel] = {
@@ -150,7 +154,14 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
     # Mamba-2 alone
     "small-mamba2": SmallModel(
         "Mamba2",
-        {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 64},
+        {
+            "num_heads": 8,
+            "head_dim": 32,
+            "state_size": 16,
+            "n_groups": 2,
+            "expand": 2,
+            "chunk_size": 64,
+        },
         without=frozenset({"num_attention_heads", "num_key_value_heads", "intermediate_size"}),
     ),
     # Jamba-like, attention between two Mamba-1 layers

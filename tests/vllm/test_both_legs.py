@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from kvferry.cli.plan.describe import fetch
-from kvferry.protocol.asks import announced_id
 from kvferry.protocol.ids import BootId
+from kvferry.protocol.prompt_queries import announced_id
 from scripts.accuracy.engines import EngineSpec, Router, Transfer
 from scripts.accuracy.metrics import Scrape
 from tests.vllm.conftest import START_S
@@ -48,7 +48,9 @@ def other(model: Path, logs: Path) -> Iterator[ForkedServer]:
     """An engine that reads and is read from, announces nothing, takes shorter prompts, and computes one at a time."""
     config = {"kv_lease_duration": 12.0, "streaming": "off", "debug_check_integrity": True}
     transfer = Transfer("kv_both", extra_config=config)
-    spec = EngineSpec("other", str(model), max_model_len=SMALLEST_LEN, max_num_seqs=1, transfer=transfer)
+    spec = EngineSpec(
+        "other", str(model), max_model_len=SMALLEST_LEN, max_num_seqs=1, transfer=transfer
+    )
     with ForkedServer(spec, logs) as server:
         server.wait_ready(START_S)
         yield server
@@ -85,7 +87,11 @@ class Counted:
 
 
 def leg(
-    engine: Server, name: str, prompt: str | Sequence[str], params: Mapping[str, Any], tokens: int = 8
+    engine: Server,
+    name: str,
+    prompt: str | Sequence[str],
+    params: Mapping[str, Any],
+    tokens: int = 8,
 ) -> httpx.Response:
     """One leg, with the id that a router gives it."""
     body = BODY | {"prompt": prompt, "max_tokens": tokens, "kv_transfer_params": dict(params)}
@@ -117,7 +123,10 @@ def decode_params(producer: Server, name: str | None = None, **more: Any) -> Par
 def texts(answer: httpx.Response) -> list[str]:
     """Of all choices, in their order."""
     assert answer.status_code == 200, answer.text
-    return [str(choice["text"]) for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
+    return [
+        str(choice["text"])
+        for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    ]
 
 
 def plain(pair: Pair, prompts: Sequence[str]) -> list[str]:
@@ -142,7 +151,12 @@ def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pai
     assert external >= params["remote_num_tokens"] - 1
     assert moved.total("vllm:prompt_tokens_by_source_total", source="local_compute") <= 1
     wait_until(
-        lambda: (pair.producer.metrics() - before_p).total("vllm:kvferry_leases_released_total", how="done") == 1,
+        lambda: (
+            (pair.producer.metrics() - before_p).total(
+                "vllm:kvferry_leases_released_total", how="done"
+            )
+            == 1
+        ),
         "the producer's blocks are free",
     )
 
@@ -154,32 +168,48 @@ def test_every_prompt_is_loaded_and_answered_as_one_engine_would(pair: Pair, fro
         answers = list(clients.map(lambda prompt: post(front, BODY | {"prompt": prompt}), prompts))
     assert [text_of(answer) for answer in answers] == plain(pair, prompts)
     assert (counted.loads, counted.recomputes) == (len(prompts), {})
-    for engine, logged in ((pair.producer, "is to be decoded elsewhere"), (pair.consumer, "are held by engine")):
+    for engine, logged in (
+        (pair.producer, "is to be decoded elsewhere"),
+        (pair.consumer, "are held by engine"),
+    ):
         routed = rf"req={re.escape(answers[0].json()['id'])}\S*[ :].*{logged}"
-        assert re.search(routed, engine.log_path.read_text()), "both engines' ids contain the router's"
+        assert re.search(routed, engine.log_path.read_text()), (
+            "both engines' ids contain the router's"
+        )
 
 
 def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: Pair, front: str) -> None:
     def leave(n: int) -> None:
-        body = BODY | {"prompt": long_prompt(f"Client {n} leaves", 150), "max_tokens": 800, "stream": True}
+        body = BODY | {
+            "prompt": long_prompt(f"Client {n} leaves", 150),
+            "max_tokens": 800,
+            "stream": True,
+        }
         patience = httpx.Timeout(TIMEOUT_S, read=0.01 * 1.5**n)
         with (
             suppress(httpx.ReadTimeout),
-            httpx.stream("POST", front + "/v1/completions", json=body, timeout=patience, trust_env=False) as answer,
+            httpx.stream(
+                "POST", front + "/v1/completions", json=body, timeout=patience, trust_env=False
+            ) as answer,
         ):
             next(answer.iter_lines())
 
     with ThreadPoolExecutor(4) as clients:
         list(clients.map(leave, range(12)))
     prompts = [long_prompt(f"Client {n} leaves", 150) for n in (0, 11)]
-    assert [text_of(post(front, BODY | {"prompt": prompt})) for prompt in prompts] == plain(pair, prompts)
+    assert [text_of(post(front, BODY | {"prompt": prompt})) for prompt in prompts] == plain(
+        pair, prompts
+    )
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_legs_may_come_seconds_apart(pair: Pair, first: str) -> None:
     name, prompt = f"apart-{first}-first", long_prompt(f"Apart, {first} first")
     params, counted = decode_params(pair.producer, name), Counted(pair)
-    legs = [partial(prefill, pair.producer, name, prompt), partial(leg, pair.consumer, name, prompt, params)]
+    legs = [
+        partial(prefill, pair.producer, name, prompt),
+        partial(leg, pair.consumer, name, prompt, params),
+    ]
     with ThreadPoolExecutor(2) as router:
         early = router.submit(legs[first == "decode"])
         time.sleep(APART_S)
@@ -228,7 +258,12 @@ def test_a_router_stays_sequential_if_the_producer_announces_nothing_and_it_stil
     with Router([other.base_url], [pair.consumer.base_url], logs, TIMEOUT_S) as router:
         router.wait_ready(60)
         for name in ("One", "Two", "Three"):
-            assert post(router.base_url, BODY | {"prompt": long_prompt(f"{name} in sequence")}).status_code == 200
+            assert (
+                post(
+                    router.base_url, BODY | {"prompt": long_prompt(f"{name} in sequence")}
+                ).status_code
+                == 200
+            )
         prompts = [long_prompt(f"In sequence {n}") for n in range(2)]
         counted = Counted(pair)
         assert texts(post(router.base_url, BODY | {"prompt": prompts})) == plain(pair, prompts)
@@ -237,7 +272,9 @@ def test_a_router_stays_sequential_if_the_producer_announces_nothing_and_it_stil
     params = decode_params(other, "asked")
     with ThreadPoolExecutor(2) as clients:
         decoded = clients.submit(leg, pair.consumer, "asked", prompt, params)
-        assert prefill(other, "asked", prompt).json()["kv_transfer_params"]["transfer_mode"] == "pull"
+        assert (
+            prefill(other, "asked", prompt).json()["kv_transfer_params"]["transfer_mode"] == "pull"
+        )
         assert text_of(decoded.result()) == pair.plain(pair.producer, prompt)
     assert (counted.loads, counted.recomputes) == (1, {})
 

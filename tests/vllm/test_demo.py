@@ -32,7 +32,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return done.stdout, run
 
 
-def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(demo: tuple[str, Path]) -> None:
+def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(
+    demo: tuple[str, Path],
+) -> None:
     said, folder = demo
     asked = said.partition(f"--request {SLOW}")[2]
     row = asked.partition("the slowest handovers:")[2].rpartition("─")[2].split("\n\n")[0]
@@ -42,7 +44,10 @@ def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(de
     found = re.search(r"^router +1 +([\d.]+) s ", asked, re.MULTILINE)
     assert found is not None, asked
     assert float(found[1]) >= SLOW_S
-    pages = [(folder / "out" / name).read_text() for name in ("waterfall.html", "waterfall.svg", "trace.json")]
+    pages = [
+        (folder / "out" / name).read_text()
+        for name in ("waterfall.html", "waterfall.svg", "trace.json")
+    ]
     assert all(SLOW in page for page in pages)
 
 

@@ -51,10 +51,16 @@ def check_gone(engine: ForkedServer, group: int) -> None:
     assert "force killing" not in engine.log_path.read_text(), engine.failure("was killed")
 
 
-def test_a_server_that_drains_is_read_to_the_end_and_exits_after_the_last_reader(logs: Path) -> None:
+def test_a_server_that_drains_is_read_to_the_end_and_exits_after_the_last_reader(
+    logs: Path,
+) -> None:
     with ExitStack() as stack:
-        producer = stack.enter_context(server("drains", "0", "kv_producer", logs, kv_lease_duration=LEASE_S))
-        consumer = stack.enter_context(server("reads", "1", "kv_consumer", logs, handshake_timeout_s=15))
+        producer = stack.enter_context(
+            server("drains", "0", "kv_producer", logs, kv_lease_duration=LEASE_S)
+        )
+        consumer = stack.enter_context(
+            server("reads", "1", "kv_consumer", logs, handshake_timeout_s=15)
+        )
         for engine in (producer, consumer):
             engine.wait_ready(START_S)
         prompt = prompt_of("drain", 0)

@@ -36,34 +36,48 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @contextmanager
-def router(producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer], logs: Path) -> Iterator[Router]:
+def router(
+    producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer], logs: Path
+) -> Iterator[Router]:
     """A router that asks dead engines too: one with a circuit breaker would only wait longer until it comes back."""
     more = ("--disable-circuit-breaker", "--decode-policy", "random")
-    prefill_urls, decode_urls = ([server.base_url for server in servers] for servers in (producers, consumers))
+    prefill_urls, decode_urls = (
+        [server.base_url for server in servers] for servers in (producers, consumers)
+    )
     with Router(prefill_urls, decode_urls, logs, TIMEOUT_S, more) as started:
         started.wait_ready(60.0)
         yield started
 
 
-def report(drill: str, counted: object, outages: Sequence[Outage], ready_s: float, after: Sequence[Outcome]) -> None:
+def report(
+    drill: str, counted: object, outages: Sequence[Outage], ready_s: float, after: Sequence[Outcome]
+) -> None:
     """A line for those who read the figures."""
     dead_s = ", ".join(f"{each.ended_s - each.began_s:.1f}" for each in outages)
     right_s = min(outcome.ended_s for outcome in after) - ready_s
-    print(f"{drill}: {counted}; dead for {dead_s} s; right again {right_s:.2f} s after it was ready")
+    print(
+        f"{drill}: {counted}; dead for {dead_s} s; right again {right_s:.2f} s after it was ready"
+    )
 
 
 @contextmanager
-def long_stream(base_url: str, prompt: Tokens, tokens: int = LONG, **more: Any) -> Iterator[Future[Outcome]]:
+def long_stream(
+    base_url: str, prompt: Tokens, tokens: int = LONG, **more: Any
+) -> Iterator[Future[Outcome]]:
     """A stream that has begun, and has not nearly ended when the body begins."""
     began = threading.Event()
     with ThreadPoolExecutor(1) as client:
-        outcome = client.submit(ask, base_url, prompt, stream=True, tokens=tokens, began=began, **more)
+        outcome = client.submit(
+            ask, base_url, prompt, stream=True, tokens=tokens, began=began, **more
+        )
         assert began.wait(TIMEOUT_S), outcome.result()
         yield outcome
 
 
 @POLICIES
-def test_a_killed_decoder_comes_back_to_the_same_producer(fleet: Fleet, policy: int, tmp_path: Path) -> None:
+def test_a_killed_decoder_comes_back_to_the_same_producer(
+    fleet: Fleet, policy: int, tmp_path: Path
+) -> None:
     producer, consumer = fleet.producers[policy], fleet.consumers[policy]
     name = f"decoder, {NAMES[policy]}"
     outages: list[Outage] = []
@@ -91,7 +105,9 @@ def test_a_killed_decoder_comes_back_to_the_same_producer(fleet: Fleet, policy: 
 
 
 @POLICIES
-def test_a_killed_producer_comes_back_to_the_same_decoder(fleet: Fleet, policy: int, tmp_path: Path) -> None:
+def test_a_killed_producer_comes_back_to_the_same_decoder(
+    fleet: Fleet, policy: int, tmp_path: Path
+) -> None:
     """Prompts handed over before are computed, or end with an error, both while no producer runs and after its restart
     with another boot; prompts read before are not affected."""
     producer, consumer = fleet.producers[policy], fleet.consumers[policy]
@@ -105,12 +121,16 @@ def test_a_killed_producer_comes_back_to_the_same_decoder(fleet: Fleet, policy: 
         params = [prefill(producer, prompt) for prompt in prompts]
         long_params = prefill(producer, long_prompt)
         with (
-            long_stream(consumer.base_url, long_prompt, 3 * LONG, kv_transfer_params=long_params) as long,
+            long_stream(
+                consumer.base_url, long_prompt, 3 * LONG, kv_transfer_params=long_params
+            ) as long,
             outage(outages, producer) as killed_s,
         ):
             handed_over = [
                 ask(consumer.base_url, prompt, kv_transfer_params=given, stream=stream)
-                for prompt, given, stream in zip(prompts, params, (False, True, False), strict=False)
+                for prompt, given, stream in zip(
+                    prompts, params, (False, True, False), strict=False
+                )
             ]
             plain = [ask(consumer.base_url, prompt) for prompt in prompts]
             load.wait_for(FEW, Kind.REFUSED, killed_s)
@@ -127,7 +147,9 @@ def test_a_killed_producer_comes_back_to_the_same_decoder(fleet: Fleet, policy: 
     ended = [outcome.kind for outcome in handed_over]
     if policy == RECOMPUTE:
         judge(handed_over, [], right)
-        assert moved.total("vllm:kvferry_local_recomputes_total", reason="load_failed") >= len(handed_over)
+        assert moved.total("vllm:kvferry_local_recomputes_total", reason="load_failed") >= len(
+            handed_over
+        )
     else:
         assert ended == [Kind.REFUSED, Kind.BROKEN, Kind.REFUSED, Kind.REFUSED], handed_over
         assert not any(outcome.tokens for outcome in handed_over)
@@ -140,7 +162,10 @@ def test_two_and_two_lose_one_of_each_and_get_them_back(fleet: Fleet, tmp_path: 
     name = "two and two"
     outages: list[Outage] = []
     servers = (*fleet.producers, *fleet.consumers)
-    with router(fleet.producers, fleet.consumers, tmp_path) as front, Load(name, front.base_url) as load:
+    with (
+        router(fleet.producers, fleet.consumers, tmp_path) as front,
+        Load(name, front.base_url) as load,
+    ):
         load.wait_for(2 * FEW, Kind.ANSWERED)
         with outage(outages, fleet.producers[0], fleet.consumers[1]) as killed_s:
             load.wait_for(FEW, Kind.REFUSED, killed_s)
@@ -152,6 +177,8 @@ def test_two_and_two_lose_one_of_each_and_get_them_back(fleet: Fleet, tmp_path: 
     counted = judge(outcomes, outages, fleet.right(outcomes))
     report(name, counted, outages, ready_s, after)
     moved = [server.metrics() - earlier for server, earlier in zip(servers, before, strict=True)]
-    assert all(each.total("vllm:kvferry_leases_released_total", how="done") > 0 for each in moved[:2])
+    assert all(
+        each.total("vllm:kvferry_leases_released_total", how="done") > 0 for each in moved[:2]
+    )
     assert all(each.total("vllm:kvferry_loads_total") > 0 for each in moved[2:])
     check_idle(name, fleet.producers, fleet.consumers)

@@ -33,7 +33,11 @@ PAGE = ROOT / "docs" / "what-is-transferred.md"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY: Params = {"model": "model", "max_tokens": 8, "temperature": 0}
 SAMPLED: Params = BODY | {"temperature": 0.7, "seed": 5}
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+}
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{{ m.tool_calls | default('') }}\n{% endfor %}"
@@ -72,7 +76,11 @@ def chat(**more: Any) -> Kind:
 def tools(*history: Params, **more: Any) -> Kind:
     def body(name: str) -> Params:
         city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-        tool = {"description": f"{name}: the weather of a city", "name": "weather", "parameters": city}
+        tool = {
+            "description": f"{name}: the weather of a city",
+            "name": "weather",
+            "parameters": city,
+        }
         messages = [*_said(long_prompt(name)), *history]
         offered = [{"type": "function", "function": tool}]
         return BODY | {"messages": messages, "tools": offered, "chat_template": TEMPLATE} | more
@@ -107,10 +115,17 @@ KINDS = {
     "`tools`": tools(),
     "`tool_choice`: one function": tools(tool_choice=NAMED, max_tokens=40),
     "a tool's result in the history": tools(*RESULT),
-    "`/v1/messages`": Kind("/v1/messages", lambda name: BODY | {"messages": _said(long_prompt(name))}),
+    "`/v1/messages`": Kind(
+        "/v1/messages", lambda name: BODY | {"messages": _said(long_prompt(name))}
+    ),
     "`/v1/responses`": Kind(
         "/v1/responses",
-        lambda name: {"model": "model", "input": long_prompt(name), "max_output_tokens": 8, "temperature": 0},
+        lambda name: {
+            "model": "model",
+            "input": long_prompt(name),
+            "max_output_tokens": 8,
+            "temperature": 0,
+        },
     ),
 }
 TURNS = [
@@ -155,18 +170,26 @@ class Sender:
         answer = self.through(path, body)
         consumed = self._pair.consumer.metrics() - before[1]
         prompt = tokens(consumed)
-        wait_until(lambda: tokens(self._pair.producer.metrics() - before[0]) > 0, "the producer has counted")
+        wait_until(
+            lambda: tokens(self._pair.producer.metrics() - before[0]) > 0,
+            "the producer has counted",
+        )
         counts = [
             prompt,
             tokens(self._pair.producer.metrics() - before[0], "local_compute"),
-            *(tokens(consumed, source) for source in ("external_kv_transfer", "local_cache_hit", "local_compute")),
+            *(
+                tokens(consumed, source)
+                for source in ("external_kv_transfer", "local_cache_hit", "local_compute")
+            ),
         ]
         reasons = set(consumed.by_label("vllm:kvferry_local_recomputes_total", "reason"))
         row = ROWS[request, self._legs]
         assert all(fits(*each) for each in zip(row.tokens, counts, strict=True)), (counts, row)
         assert reasons <= row.reasons, (reasons, row)
         assert bool(reasons) == bool(row.reasons), (reasons, row)
-        salted = body | {"cache_salt": "alone"}  # shares no cache with this request and its next turn
+        salted = body | {
+            "cache_salt": "alone"
+        }  # shares no cache with this request and its next turn
         alone = said(post(self._pair.producer.base_url, salted, path=path))
         assert said(answer) == alone == said(post(self._pair.consumer.base_url, body, path=path))
         return answer
@@ -176,17 +199,30 @@ class Sender:
         if self._legs == "at once":
             return post(self._router, body, path=path)
         name = {"x-request-id": f"in-turn-{next(_numbers)}"}
-        one = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1, "min_tokens": 1}
+        one = (
+            {"max_output_tokens": 1}
+            if path == "/v1/responses"
+            else {"max_tokens": 1, "min_tokens": 1}
+        )
         first = body | one | {"stream": False, "kv_transfer_params": ASK_FOR_PREFILL}
         answer = post(self._pair.producer.base_url, first, path=path, headers=name)
         assert answer.status_code == 200, answer.text
         params = answer.json().get("kv_transfer_params")
-        return post(self._pair.consumer.base_url, body | {"kv_transfer_params": params}, path=path, headers=name)
+        return post(
+            self._pair.consumer.base_url,
+            body | {"kv_transfer_params": params},
+            path=path,
+            headers=name,
+        )
 
 
 def tokens(counted: Scrape, source: str = "") -> int:
     """Prompt tokens of one source, or of all."""
-    return int(counted.total("vllm:prompt_tokens_by_source_total", **({"source": source} if source else {})))
+    return int(
+        counted.total(
+            "vllm:prompt_tokens_by_source_total", **({"source": source} if source else {})
+        )
+    )
 
 
 def fits(cell: str, number: int) -> bool:
@@ -198,14 +234,21 @@ def said(answer: httpx.Response) -> Any:
     """What an answer says, without ids and times."""
     assert answer.status_code == 200, answer.text
     if answer.headers["content-type"].startswith("text/event-stream"):
-        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        events = [
+            json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+        ]
         return "".join(choice["text"] for event in events for choice in event["choices"])
     found = answer.json()
     if "choices" not in found:
         return found.get("content") or [each["content"] for each in found["output"]]
     messages = [(each["index"], each.get("message") or each) for each in found["choices"]]
     return [
-        (index, each.get("text"), each.get("content"), [call["function"] for call in each.get("tool_calls") or ()])
+        (
+            index,
+            each.get("text"),
+            each.get("content"),
+            [call["function"] for call in each.get("tool_calls") or ()],
+        )
         for index, each in sorted(messages, key=lambda one: one[0])
     ]
 
@@ -215,9 +258,16 @@ def seers(logs: Path) -> Iterator[Pair]:
     """A producer and a consumer of a model that sees one image."""
 
     def server(name: str, core: str) -> ForkedServer:
-        transfer = Transfer(f"kv_{name}", extra_config={"debug_check_integrity": True, "handshake_timeout_s": 15})
-        seeing: dict[str, Any] = {"max_model_len": 512, "extra_args": ("--trust-request-chat-template",)}
-        spec = EngineSpec(f"seeing-{name}", str(multimodal()), devices=(core,), transfer=transfer, **seeing)
+        transfer = Transfer(
+            f"kv_{name}", extra_config={"debug_check_integrity": True, "handshake_timeout_s": 15}
+        )
+        seeing: dict[str, Any] = {
+            "max_model_len": 512,
+            "extra_args": ("--trust-request-chat-template",),
+        }
+        spec = EngineSpec(
+            f"seeing-{name}", str(multimodal()), devices=(core,), transfer=transfer, **seeing
+        )
         return running.enter_context(ForkedServer(spec, logs))
 
     with ExitStack() as running:
@@ -242,26 +292,40 @@ def front(pair: Pair, logs: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def seeing_front(seers: Pair, logs: Path) -> Iterator[str]:
-    yield from router_of(seers, logs, CHAT, seen([{"role": "user", "content": [image(0), text(0, 20)]}]))
+    yield from router_of(
+        seers, logs, CHAT, seen([{"role": "user", "content": [image(0), text(0, 20)]}])
+    )
 
 
 def image(seed: int) -> Params:
-    pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8
+    )
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"}}
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"},
+    }
 
 
 def text(seed: int, words: int) -> Params:
     """Words of the small model's tokenizer, each one token."""
     return {
         "type": "text",
-        "text": " ".join(f"w{each}" for each in np.random.default_rng(seed).integers(5, 999, words)),
+        "text": " ".join(
+            f"w{each}" for each in np.random.default_rng(seed).integers(5, 999, words)
+        ),
     }
 
 
 def seen(messages: list[Params], answer: int = 8) -> Params:
-    return BODY | {"messages": messages, "max_tokens": answer, "ignore_eos": True, "chat_template": WORDS}
+    return BODY | {
+        "messages": messages,
+        "max_tokens": answer,
+        "ignore_eos": True,
+        "chat_template": WORDS,
+    }
 
 
 def test_the_table_has_every_kind_in_both_ways() -> None:
@@ -291,4 +355,8 @@ def test_turns_of_a_chat_with_an_image(seers: Pair, seeing_front: str, legs: str
         answer = sender.send(turn, CHAT, seen(history, 70))
         reply = answer.json()["choices"][0]["message"]["content"]
         history += [{"role": "assistant", "content": reply}]
-    sender.send(TURNS[3], CHAT, seen([{"role": "user", "content": [image(number + 1), *history[0]["content"][1:]]}]))
+    sender.send(
+        TURNS[3],
+        CHAT,
+        seen([{"role": "user", "content": [image(number + 1), *history[0]["content"][1:]]}]),
+    )

@@ -21,7 +21,9 @@ CALM_STOCK = "bench.stock_calm"
 PROMPTS = [long_prompt(f"Mixed {number}", 6 + 6 * number) for number in range(3)]
 
 
-def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(pair: Pair, model: Path, logs: Path) -> None:
+def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(
+    pair: Pair, model: Path, logs: Path
+) -> None:
     transfer = Transfer("kv_consumer", module=CALM_STOCK, failure_policy="recompute")
     spec = EngineSpec("stock-decode", str(model), devices=("1",), transfer=transfer)
     want = [pair.plain(pair.producer, prompt) for prompt in PROMPTS]
@@ -43,12 +45,16 @@ def other_weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     for file in copied.glob("*.safetensors"):
         tensors = load_file(file)
         torch.manual_seed(1)
-        changed = {name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in tensors.items()}
+        changed = {
+            name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in tensors.items()
+        }
         save_file(changed, file, metadata={"format": "pt"})
     return copied
 
 
-def test_a_producer_with_other_weights_is_refused_by_name(pair: Pair, other_weights: Path, logs: Path) -> None:
+def test_a_producer_with_other_weights_is_refused_by_name(
+    pair: Pair, other_weights: Path, logs: Path
+) -> None:
     """On a busy machine a handshake may take too long to come to a plan: then a later prompt is the one refused."""
     spec = replace(pair.producer.spec, name="other-weights", model=str(other_weights))
     before = pair.consumer.metrics()
@@ -57,7 +63,9 @@ def test_a_producer_with_other_weights_is_refused_by_name(pair: Pair, other_weig
         prompt = long_prompt(f"Other weights {next(numbers)}")
         want = pair.plain(pair.producer, prompt)
         assert text_of(mixed.hand_over(prompt)) == want
-        return (pair.consumer.metrics() - before).total("vllm:kvferry_failed_loads_total", reason="plan") > 0
+        return (pair.consumer.metrics() - before).total(
+            "vllm:kvferry_failed_loads_total", reason="plan"
+        ) > 0
 
     with ForkedServer(spec, logs) as other:
         other.wait_ready(START_S)

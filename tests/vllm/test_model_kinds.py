@@ -53,7 +53,9 @@ def answers(engine: ForkedEngine) -> list[Answer]:
     return found
 
 
-def continuations(engine: ForkedEngine, prompts: Sequence[list[int]]) -> list[tuple[list[int], Answer]]:
+def continuations(
+    engine: ForkedEngine, prompts: Sequence[list[int]]
+) -> list[tuple[list[int], Answer]]:
     """Prompts that end with a token of the engine's own, and what it says next: it has decoded that token, like any
     decoder, and not prefilled it."""
     found = []
@@ -79,7 +81,9 @@ def assert_handed_over(
         assert read == kind.needed(prompt, consumer.spec.tp), at
 
 
-def assert_every_byte_counts(producer: ForkedEngine, consumer: ForkedEngine, states: Sequence[int] = (0, 1)) -> None:
+def assert_every_byte_counts(
+    producer: ForkedEngine, consumer: ForkedEngine, states: Sequence[int] = (0, 1)
+) -> None:
     """One byte that is not the producer's, in any cache group and state, is seen in the answer."""
     prompt = PROMPTS[0]
     right, again = (hand_over(producer, consumer, prompt)[0] for _ in range(2))
@@ -94,7 +98,9 @@ def assert_every_byte_counts(producer: ForkedEngine, consumer: ForkedEngine, sta
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.model)
 def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(kind: Kind, logs: Path) -> None:
     with ExitStack() as running:
-        one, twin, two = start(running, logs, [kind.spec("one"), kind.spec("twin", cores="1"), kind.spec("two", 2)])
+        one, twin, two = start(
+            running, logs, [kind.spec("one"), kind.spec("twin", cores="1"), kind.spec("two", 2)]
+        )
         alone = answers(one)
         assert_handed_over(one, twin, PROMPTS, alone, kind)
         assert_handed_over(one, two, SOME, [two.answer(prompt) for prompt in SOME], kind)
@@ -102,7 +108,9 @@ def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(kind: Kind, l
         assert_every_byte_counts(one, twin)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in EXACT if kind.is_hybrid], ids=lambda kind: kind.model)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in EXACT if kind.is_hybrid], ids=lambda kind: kind.model
+)
 def test_what_grows_of_a_hybrid_is_read_while_it_is_computed(kind: Kind, logs: Path) -> None:
     """Its windows and states are read when it is complete."""
     prompt = PROMPTS[-1]
@@ -117,7 +125,9 @@ def test_what_grows_of_a_hybrid_is_read_while_it_is_computed(kind: Kind, logs: P
         assert 0 < counted.total("vllm:kvferry_early_bytes_total") <= early
 
 
-def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within_its_rounding(logs: Path) -> None:
+def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within_its_rounding(
+    logs: Path,
+) -> None:
     """In bfloat16 a token is another when it is one of many or when ranks add up: equal numbers can be asked for only
     where every token is computed as in the control. Between one rank and two it is the next token, and how likely it
     is, unless two are as likely."""
@@ -126,16 +136,23 @@ def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within
         one, twin, two = start(running, logs, specs)
         for prompt, expected in continuations(one, PROMPTS):
             found, read = hand_over(one, twin, prompt)
-            assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs), len(prompt)
+            assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs), len(
+                prompt
+            )
             assert read == GDN.needed(prompt)
         for producer, consumer in ((one, two), (two, one)):
             same = 0
             for prompt, expected in continuations(consumer, SOME):
                 found, read = hand_over(producer, consumer, prompt)
                 same += found.tokens[0] == expected.tokens[0]
-                assert abs(found.logprobs[0] - expected.logprobs[0]) < BFLOAT16_NOISE, (producer.spec.name, len(prompt))
+                assert abs(found.logprobs[0] - expected.logprobs[0]) < BFLOAT16_NOISE, (
+                    producer.spec.name,
+                    len(prompt),
+                )
                 assert read == GDN.needed(prompt, consumer.spec.tp)
-            assert same >= len(SOME) - 1, f"{producer.spec.name}: two likeliest tokens may be as likely, once"
+            assert same >= len(SOME) - 1, (
+                f"{producer.spec.name}: two likeliest tokens may be as likely, once"
+            )
         # A byte of the temporal state is lost in rounding: it decays with every token.
         assert_every_byte_counts(one, twin, states=(0,))
 
@@ -146,7 +163,10 @@ def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
     settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     prompt = PROMPTS[6]
     with ExitStack() as running:
-        specs = [LLAMA.spec("adapted", **settings), LLAMA.spec("adapted-too", cores="1", **settings)]
+        specs = [
+            LLAMA.spec("adapted", **settings),
+            LLAMA.spec("adapted-too", cores="1", **settings),
+        ]
         producer, consumer = start(running, logs, specs)
         plain, adapted = consumer.answer(prompt), consumer.answer(prompt, lora=lora)
         assert plain.tokens != adapted.tokens
@@ -169,7 +189,9 @@ def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
             found = consumer.answer(prompt, producer.prefill(prompt, **asked), **given)
             counted = consumer.metrics() - before
             assert difference(found, expected) < NOISE, (asked, given)
-            assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {"other_prompt": 1}
+            assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {
+                "other_prompt": 1
+            }
             assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
 
 
@@ -197,12 +219,16 @@ def test_images_belong_to_what_is_handed_over(logs: Path) -> None:
         found = twin.answer(prompt, one.prefill(prompt, image=first), image=second)
         counted = twin.metrics() - before
         assert difference(found, of_second) < NOISE
-        assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {"other_prompt": 1}
+        assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {
+            "other_prompt": 1
+        }
         assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_a_decoder_that_drafts_is_given_the_prompt_and_its_drafters_cache(method: str, logs: Path) -> None:
+def test_a_decoder_that_drafts_is_given_the_prompt_and_its_drafters_cache(
+    method: str, logs: Path
+) -> None:
     settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
     if method == "ngram":
         settings |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -20,13 +20,23 @@ PROMPTS = [prompt_of("two children", index) for index in range(3)]
 
 
 def server(name: str, core: str, role: str, logs: Path, disk: Path) -> ForkedServer:
-    ferry = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": role}
+    ferry = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "kvferry.connector",
+        "kv_role": role,
+    }
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     children = [
-        ferry | {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kv_lease_duration": 120}},
+        ferry
+        | {
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": 120},
+        },
         example | {"kv_connector_extra_config": {"shared_storage_path": str(disk)}},
     ]
-    transfer = Transfer(role, module=STOCK, connector="MultiConnector", extra_config={"connectors": children})
+    transfer = Transfer(
+        role, module=STOCK, connector="MultiConnector", extra_config={"connectors": children}
+    )
     return small_server(name, core, transfer, logs)
 
 
@@ -36,10 +46,14 @@ def in_use(engine: ForkedServer) -> float:
 
 
 @pytest.fixture(scope="module")
-def both(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkedServer, ForkedServer]]:
+def both(
+    logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ForkedServer, ForkedServer]]:
     with ExitStack() as stack:
         made = [
-            stack.enter_context(server(f"multi-{role}", core, role, logs, tmp_path_factory.mktemp(role)))
+            stack.enter_context(
+                server(f"multi-{role}", core, role, logs, tmp_path_factory.mktemp(role))
+            )
             for core, role in (("0", "kv_producer"), ("1", "kv_consumer"))
         ]
         for one in made:
@@ -47,7 +61,9 @@ def both(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
         yield made[0], made[1]
 
 
-def test_prompts_are_handed_over_and_every_block_is_free_again(both: tuple[ForkedServer, ForkedServer]) -> None:
+def test_prompts_are_handed_over_and_every_block_is_free_again(
+    both: tuple[ForkedServer, ForkedServer],
+) -> None:
     producer, consumer = both
     want = [ask(producer.base_url, prompt).tokens for prompt in PROMPTS]
     assert all(want)
@@ -58,11 +74,15 @@ def test_prompts_are_handed_over_and_every_block_is_free_again(both: tuple[Forke
     moved = consumer.metrics() - before
     assert moved.total("vllm:kvferry_loads_total") == len(PROMPTS)
     assert moved.total("vllm:kvferry_planned_bytes_total") > 0
-    assert moved.total("vllm:nixl_bytes_transferred_sum") == moved.total("vllm:kvferry_planned_bytes_total")
+    assert moved.total("vllm:nixl_bytes_transferred_sum") == moved.total(
+        "vllm:kvferry_planned_bytes_total"
+    )
     assert moved.total("vllm:kvferry_local_recomputes_total") == 0
 
     def given_back() -> bool:
-        ended = (producer.metrics() - before_p).total("vllm:kvferry_leases_released_total", how="done")
+        ended = (producer.metrics() - before_p).total(
+            "vllm:kvferry_leases_released_total", how="done"
+        )
         return bool(ended == len(PROMPTS))
 
     wait_until(given_back, "the leases are over", timeout_s=60)

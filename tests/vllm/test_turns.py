@@ -26,7 +26,9 @@ PREFILLER_BLOCK, DECODER_BLOCK = 32, 64
 def read(counted: Scrape) -> int:
     """Bytes that an engine has loaded, as NIXL counted them."""
     assert counted.total("vllm:kvferry_local_recomputes_total") == 0
-    assert counted.total("vllm:nixl_bytes_transferred_sum") == counted.total("vllm:kvferry_planned_bytes_total")
+    assert counted.total("vllm:nixl_bytes_transferred_sum") == counted.total(
+        "vllm:kvferry_planned_bytes_total"
+    )
     return int(counted.total("vllm:kvferry_planned_bytes_total"))
 
 
@@ -67,7 +69,9 @@ def test_three_turns_answer_as_one_engine_and_move_only_what_is_new(logs: Path) 
             answer = decoder.answer(text, prefilled.params, COUNT)
             assert answer.tokens == single.ask(text, tokens=COUNT)
             held = len(text) - len(said) - 1
-            expected = tokens_read(in_prefiller, held, PREFILLER_BLOCK, DECODER_BLOCK) if offer else 0
+            expected = (
+                tokens_read(in_prefiller, held, PREFILLER_BLOCK, DECODER_BLOCK) if offer else 0
+            )
             assert read(prefiller.metrics() - before[0]) == expected * token_bytes
             expected = tokens_read(in_decoder, len(text), DECODER_BLOCK, PREFILLER_BLOCK)
             assert read(decoder.metrics() - before[1]) == expected * token_bytes

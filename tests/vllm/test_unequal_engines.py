@@ -26,7 +26,9 @@ from tests.vllm.forked_engine_child import EngineSpec
 Tokens = list[int]
 
 _rng = random.Random(5)
-PROMPTS: list[Tokens] = [[_rng.randrange(3, 49000) for _ in range(n)] for n in (3, 31, 32, 33, 127, 128, 129, 300)]
+PROMPTS: list[Tokens] = [
+    [_rng.randrange(3, 49000) for _ in range(n)] for n in (3, 31, 32, 33, 127, 128, 129, 300)
+]
 ON_ANY_CORES = {1: "0", 2: "0|1"}
 
 
@@ -74,7 +76,8 @@ def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_head
     assert alone == sharded, "control: without a connector both sizes answer alike"
     assert len({tuple(answer) for answer in alone}) == len(PROMPTS)
     specs = [
-        EngineSpec(f"both-{name}-tp{tp}", model, "kv_both", tp=tp, cores=cores) for tp, cores in ON_ANY_CORES.items()
+        EngineSpec(f"both-{name}-tp{tp}", model, "kv_both", tp=tp, cores=cores)
+        for tp, cores in ON_ANY_CORES.items()
     ]
     with ExitStack() as running:
         one, two = (running.enter_context(ForkedEngine(spec, logs)) for spec in specs)
@@ -85,7 +88,9 @@ def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_head
             assert read == stated
 
 
-def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(answers: Answers, logs: Path) -> None:
+def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(
+    answers: Answers, logs: Path
+) -> None:
     """One stage and two in both directions, and two ranks to two stages."""
     model = model_folder(TINY_MODEL)
     stages = EngineSpec("stages", model, "kv_both", pp=2, cores="0|1")
@@ -97,25 +102,39 @@ def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(answers: Ans
             found, read = hand_over_all(producer, consumer)
             assert found == answers.of(model), f"{producer.spec.name} to {consumer.spec.name}"
             assert read == [needed(model, prompt, 128) for prompt in PROMPTS]
-    (plan,) = set(re.findall(r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text()))
-    assert re.findall(r"reads (\S+): ", plan) in (["tp0/pp0…1"], ["tp0", "tp0/pp1"])  # stages that are equal are one
+    (plan,) = set(
+        re.findall(r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text())
+    )
+    assert re.findall(r"reads (\S+): ", plan) in (
+        ["tp0/pp0…1"],
+        ["tp0", "tp0/pp1"],
+    )  # stages that are equal are one
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(32, 64), (128, 32)])
-def test_blocks_of_another_size_are_filled(theirs: int, ours: int, answers: Answers, logs: Path) -> None:
+def test_blocks_of_another_size_are_filled(
+    theirs: int, ours: int, answers: Answers, logs: Path
+) -> None:
     """By the cost model's choice, which is to stage them, and with each piece read into its place."""
     model = model_folder(TINY_MODEL)
     name = f"{theirs}-to-{ours}"
     producer = EngineSpec(f"producer-{name}", model, "kv_producer", block_size=theirs)
     consumer = EngineSpec(f"staged-{name}", model, "kv_consumer", block_size=ours, cores="1")
     direct = replace(consumer, name=f"direct-{name}", extra_config={"staging_pool_bytes": 0})
-    least, most = ([needed(model, prompt, blocks) for prompt in PROMPTS] for blocks in (min(theirs, ours), theirs))
+    least, most = (
+        [needed(model, prompt, blocks) for prompt in PROMPTS]
+        for blocks in (min(theirs, ours), theirs)
+    )
     with ForkedEngine(producer, logs) as source:
         for spec, allowed in ((consumer, most), (direct, least)):
             with ForkedEngine(spec, logs) as target:
                 found, read = hand_over_all(source, target)
             assert found == answers.of(model, block_size=ours), spec.name
-            plans = re.findall(r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text())
+            plans = re.findall(
+                r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text()
+            )
             assert ["staged" in plan for plan in plans] == [spec is consumer]
             # What is staged may be read in whole blocks of the producer.
-            assert all(low <= moved <= high for low, moved, high in zip(least, read, allowed, strict=True)), spec.name
+            assert all(
+                low <= moved <= high for low, moved, high in zip(least, read, allowed, strict=True)
+            ), spec.name

@@ -13,7 +13,7 @@ from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.stream_rows import STREAM_ROWS, header_word
 from kvferry.worker.leases import LeaseTable
-from kvferry.worker.stream_rows import Rows
+from kvferry.worker.stream_rows import StreamRowTable
 from tests.fakes.device_mark import FakeMark
 
 SLOTS = 3
@@ -24,7 +24,9 @@ CONSUMERS = ("a" * 32, "b" * 32)
 class ModelLease:
     """One lease by the rules: everything that ever happened to it under one epoch."""
 
-    def __init__(self, slot: int, epoch: Epoch, request_id: str, former: ModelLease | None = None) -> None:
+    def __init__(
+        self, slot: int, epoch: Epoch, request_id: str, former: ModelLease | None = None
+    ) -> None:
         self.slot, self.epoch, self.request_id = slot, epoch, request_id
         self.origin: Epoch = former.origin if former is not None else epoch
         self.row: int | None = former.row if former is not None else None
@@ -42,8 +44,13 @@ class ModelLease:
 
     @property
     def complete(self) -> bool:
-        counts = {consumer: sum(who == consumer for who, _ in self.notifiers) for consumer in self.expected}
-        return self.held and any(counts[consumer] >= expected for consumer, expected in self.expected.items())
+        counts = {
+            consumer: sum(who == consumer for who, _ in self.notifiers)
+            for consumer in self.expected
+        }
+        return self.held and any(
+            counts[consumer] >= expected for consumer, expected in self.expected.items()
+        )
 
     @property
     def word(self) -> int:
@@ -61,7 +68,7 @@ class LeaseTableHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = Rows(ROW_BLOCKS)
+        self.rows = StreamRowTable(ROW_BLOCKS)
         self.table = LeaseTable(SLOTS, rows=self.rows)
         self.leases: list[ModelLease] = []
         self.ids = np.zeros_like(self.rows.ids)
@@ -99,7 +106,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
         for lease in self.leases:
             lease.broken &= lease.slot != free[draw % len(free)]
         number = len(self.leases)
-        lease = ModelLease(free[draw % len(free)], Epoch(1 + number * 977 % 2**59), f"request-{number}")
+        lease = ModelLease(
+            free[draw % len(free)], Epoch(1 + number * 977 % 2**59), f"request-{number}"
+        )
         self.leases.append(lease)
         self.table.open(LeaseOpen(slot=lease.slot, epoch=lease.text))
 
@@ -107,7 +116,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
     @rule(draw=leases_of)
     def hold(self, draw: int) -> None:
         lease = self.pick(draw, [x for x in self.leases if not x.held])
-        said = self.table.hold(LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text), lease.mark)
+        said = self.table.hold(
+            LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text), lease.mark
+        )
         lease.held = True
         if lease.over:
             assert said == lease.request_id, "it waits for nothing"
@@ -124,26 +135,39 @@ class LeaseTableHistory(RuleBasedStateMachine):
         lease.mark.over = lease.ready = True
         self.table.advance()
 
-    def progress_of(self, lease: ModelLease, first: tuple[int, ...], counts: tuple[int, ...]) -> LeaseProgress:
+    def progress_of(
+        self, lease: ModelLease, first: tuple[int, ...], counts: tuple[int, ...]
+    ) -> LeaseProgress:
         """The next step computes more of a prompt: tokens that rise, blocks that are nowhere else."""
         # Of one whose order was lost, or whose step raised, the scheduler does not know: it still has its row.
         used = {x.row for x in self.leases if not x.over or x.broken}
-        row = lease.row if lease.row is not None else next(row for row in range(STREAM_ROWS) if row not in used)
+        row = (
+            lease.row
+            if lease.row is not None
+            else next(row for row in range(STREAM_ROWS) if row not in used)
+        )
         return LeaseProgress(
             slot=lease.slot,
             epoch=lease.text,
             row=row,
             origin=epoch_to_text(lease.origin),
-            tokens=lease.tokens + sum(order.epoch == lease.text for order in self.ending) + len(lease.steps) + 1,
+            tokens=lease.tokens
+            + sum(order.epoch == lease.text for order in self.ending)
+            + len(lease.steps)
+            + 1,
             first_blocks=first,
-            blocks=tuple(tuple(range(900 * group + 7, 900 * group + 7 + n)) for group, n in enumerate(counts)),
+            blocks=tuple(
+                tuple(range(900 * group + 7, 900 * group + 7 + n)) for group, n in enumerate(counts)
+            ),
         )
 
     @precondition(lambda self: any(not x.held for x in self.leases))
     @rule(draw=leases_of, more=st.tuples(st.integers(0, 2), st.integers(0, 2)))
     def publish(self, draw: int, more: tuple[int, int]) -> None:
         lease = self.pick(draw, [x for x in self.leases if not x.held])
-        counts = tuple(min(n, most - has) for n, most, has in zip(more, ROW_BLOCKS, lease.blocks, strict=True))
+        counts = tuple(
+            min(n, most - has) for n, most, has in zip(more, ROW_BLOCKS, lease.blocks, strict=True)
+        )
         order = self.progress_of(lease, lease.blocks, counts)
         assert self.table.publish(order) == (not lease.over)
         if lease.over:
@@ -155,7 +179,11 @@ class LeaseTableHistory(RuleBasedStateMachine):
         lease.blocks = tuple(map(sum, zip(lease.blocks, counts, strict=True)))
 
     @precondition(lambda self: any(not x.held for x in self.leases))
-    @rule(draw=leases_of, group=st.integers(0, 1), wrong=st.sampled_from(["behind", "too many", "row", "groups"]))
+    @rule(
+        draw=leases_of,
+        group=st.integers(0, 1),
+        wrong=st.sampled_from(["behind", "too many", "row", "groups"]),
+    )
     def publish_what_does_not_fit(self, draw: int, group: int, wrong: str) -> None:
         lease = self.pick(draw, [x for x in self.leases if not x.held])
         first, counts = list(lease.blocks), [0] * len(ROW_BLOCKS)
@@ -213,7 +241,11 @@ class LeaseTableHistory(RuleBasedStateMachine):
 
     def preemptible(self) -> list[ModelLease]:
         """Those that are computed; an order for one may have been lost."""
-        return [x for x in self.leases if not x.held and (not x.over or (x.broken and self.current(x.slot) is None))]
+        return [
+            x
+            for x in self.leases
+            if not x.held and (not x.over or (x.broken and self.current(x.slot) is None))
+        ]
 
     @precondition(lambda self: bool(self.preemptible()))
     @rule(draw=leases_of)
@@ -222,7 +254,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
         former = self.pick(draw, self.preemptible())
         number = len(self.leases)
         former.row = self.progress_of(former, (), ()).row
-        lease = ModelLease(former.slot, Epoch(1 + number * 977 % 2**59), f"request-{number}", former)
+        lease = ModelLease(
+            former.slot, Epoch(1 + number * 977 % 2**59), f"request-{number}", former
+        )
         former.over, former.broken = True, False
         self.leases.append(lease)
         origin = epoch_to_text(lease.origin)
@@ -232,7 +266,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
     @rule(draw=leases_of)
     def end(self, draw: int) -> None:
         lease = self.pick(draw, self.leases)
-        said = self.table.end(LeaseEnd(request_id=lease.request_id, slot=lease.slot, epoch=lease.text))
+        said = self.table.end(
+            LeaseEnd(request_id=lease.request_id, slot=lease.slot, epoch=lease.text)
+        )
         assert (said is not None) == (lease.held and not lease.over)
         lease.over = True
         self.report(lease, said)
@@ -242,7 +278,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
     def done(self, draw: int, notifier: tuple[str, int, int]) -> None:
         lease = self.pick(draw, self.leases)
         consumer, worker, expected = notifier
-        message = Done(slot=lease.slot, epoch=lease.text, consumer=consumer, worker=worker, expected=expected)
+        message = Done(
+            slot=lease.slot, epoch=lease.text, consumer=consumer, worker=worker, expected=expected
+        )
         if lease.over:
             with pytest.raises(KeyError):
                 self.table.done(message)
@@ -261,9 +299,16 @@ class LeaseTableHistory(RuleBasedStateMachine):
             return
         text = epoch_to_text(Epoch(epoch))
         with pytest.raises(KeyError):
-            self.table.done(Done(slot=slot, epoch=text, consumer=CONSUMERS[0], worker=0, expected=1))
+            self.table.done(
+                Done(slot=slot, epoch=text, consumer=CONSUMERS[0], worker=0, expected=1)
+            )
         assert self.table.end(LeaseEnd(request_id="forged", slot=slot, epoch=text)) is None
-        assert self.table.hold(LeaseHold(request_id="forged", slot=slot, epoch=text), FakeMark(over=True)) == "forged"
+        assert (
+            self.table.hold(
+                LeaseHold(request_id="forged", slot=slot, epoch=text), FakeMark(over=True)
+            )
+            == "forged"
+        )
         self.table.advance()
 
     @invariant()
@@ -272,7 +317,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
             lease = self.current(slot)
             assert self.table.words[slot] == (EMPTY if lease is None else lease.word)
             tokens = 0 if lease is None else lease.tokens
-            assert self.table.progress[slot] == (progress_word(lease.epoch, tokens) if lease and tokens else EMPTY)
+            assert self.table.progress[slot] == (
+                progress_word(lease.epoch, tokens) if lease and tokens else EMPTY
+            )
         live = [lease for lease in self.leases if not lease.over]
         assert self.table.held() == sum(lease.held for lease in live)
         assert self.table.pending() == sum((x.held and not x.ready) or bool(x.steps) for x in live)

@@ -27,7 +27,10 @@ def resumed() -> Counter[str]:
 @pytest.fixture
 def runner(resumed: Counter[str]) -> LoadRunner:
     """Three loads that are in flight for ever."""
-    context = cast("LoadContext", SimpleNamespace(reader=SimpleNamespace(let_go_s=-math.inf), slot_reads=None))
+    context = cast(
+        "LoadContext",
+        SimpleNamespace(reader=SimpleNamespace(gil_released_at_s=-math.inf), slot_reads=None),
+    )
     made = LoadRunner(context, ResultBox(), timeout_s=60.0, max_loads=8)
 
     def steps(name: str) -> Steps:
@@ -69,7 +72,9 @@ def test_where_posts_let_go_of_the_lock_one_load_follows_another(
     runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_runner, "_STRETCH_S", 0.0)
-    runner._context.reader.let_go_s = time.monotonic() + 60.0  # as if a post had come back just now, every time
+    runner._context.reader.gil_released_at_s = (
+        time.monotonic() + 60.0
+    )  # as if a post had come back just now, every time
     runner.step()
     assert resumed == {"a": 1, "b": 1, "c": 1}
 

@@ -20,7 +20,13 @@ from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 def test_an_allocation_is_registered_once_and_whole_however_many_views_there_are() -> None:
     shared = torch.zeros(1024, dtype=torch.float32)
     other = torch.zeros(7, dtype=torch.uint8)
-    views = (shared[:10], shared[512:].view(torch.bfloat16), shared.view(32, 32).t(), other, other[3:])
+    views = (
+        shared[:10],
+        shared[512:].view(torch.bfloat16),
+        shared.view(32, 32).t(),
+        other,
+        other[3:],
+    )
     regions = KvCaches(views, (), HOST).regions()
     assert regions == [
         Region(shared.data_ptr(), 4096, MemoryKind.DRAM, 0),
@@ -35,7 +41,11 @@ def test_host_memory_is_dram_of_device_0_and_a_gpu_is_named_by_its_ordinal() -> 
     assert (gpu.kind, gpu.device_index) == (MemoryKind.VRAM, 3)
 
 
-@given(wishes=st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from("abc")), max_size=60))
+@given(
+    wishes=st.lists(
+        st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from("abc")), max_size=60
+    )
+)
 def test_a_peer_gets_no_entry_that_would_leave_fewer_free_than_it_then_has(
     wishes: list[tuple[bool, int, str]],
 ) -> None:
@@ -87,7 +97,10 @@ def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
     row = (slots.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, len(slots))
     remote = consumer.prepare_remote(peer, DescriptorRows.of(MemoryKind.DRAM, [row]))
     read = consumer.post_read(
-        slot_reads.descriptors, np.array([5, 2], dtype=np.int32), remote, np.array([0, 3], dtype=np.int32)
+        slot_reads.descriptors,
+        np.array([5, 2], dtype=np.int32),
+        remote,
+        np.array([0, 3], dtype=np.int32),
     )
     assert consumer.poll(read) is TransferState.DONE
     assert slot_reads.words.tolist() == [0, 0, 7, 0, 0, 1]

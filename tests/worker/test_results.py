@@ -79,14 +79,22 @@ def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(scene: Scen
     scene.now_s += LATE_S - 0.01
     failed = {"bad": FailureReason.FENCE, "alive": FailureReason.DEADLINE}
     results = scene.poll(loaded={"good"}, failed=dict(failed), alive=frozenset({"alive"}))
-    assert (results.loaded, results.failed, results.alive) == ({"good"}, failed, frozenset({"alive"}))
+    assert (results.loaded, results.failed, results.alive) == (
+        {"good"},
+        failed,
+        frozenset({"alive"}),
+    )
     scene.now_s += 1000.0
     results = scene.poll()
-    assert (results.loaded, results.failed, results.alive) == (set(), {}, None), "nothing is reported twice"
+    assert (results.loaded, results.failed, results.alive) == (set(), {}, None), (
+        "nothing is reported twice"
+    )
     assert scene.poll(alive=frozenset()).alive == frozenset()
 
 
-def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_alive(scene: Scene) -> None:
+def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_alive(
+    scene: Scene,
+) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += 1.0
     scene.now_s += 1.0
@@ -96,7 +104,9 @@ def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_ali
     scene.now_s += 0.01
     results = scene.poll_twice()
     assert results.failed == {"stuck": FailureReason.DEADLINE}
-    assert results.alive == frozenset({"stuck"}), "in the same report, or its blocks could be given away in between"
+    assert results.alive == frozenset({"stuck"}), (
+        "in the same report, or its blocks could be given away in between"
+    )
     assert results.counts == {"quarantined_loads": 1}
     results = scene.poll()
     assert (results.failed, results.alive) == ({}, None)
@@ -125,11 +135,15 @@ def test_a_pause_of_the_whole_process_fails_no_load(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("late", ["loaded", "failed"])
-def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_blocks(scene: Scene, late: str) -> None:
+def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_blocks(
+    scene: Scene, late: str
+) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += LATE_S
     assert scene.poll_twice().failed
-    said = {"loaded": {"stuck"}} if late == "loaded" else {"failed": {"stuck": FailureReason.TRANSFER}}
+    said = (
+        {"loaded": {"stuck"}} if late == "loaded" else {"failed": {"stuck": FailureReason.TRANSFER}}
+    )
     results = scene.poll(**said)
     assert (results.loaded, results.failed, results.alive) == (set(), {}, frozenset())
 

@@ -13,7 +13,7 @@ import pytest
 from kvferry.protocol.ids import SLOT_BYTES, Epoch, SlotState, progress_of, progress_word, slot_word
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
-from kvferry.worker.fabric.reads import Reader, SlotReads
+from kvferry.worker.fabric.reads import FabricReader, SlotReads
 from kvferry.worker.loads.slot_watch import SlotWatch, Wait
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
@@ -36,7 +36,9 @@ class Scene:
         self.slot_reads.prepare(self.fabric)
         self.tables = [np.zeros((SLOTS, 2), dtype=np.uint64) for _ in range(2)]
         self.peer = self._peer()
-        self.watch = SlotWatch(Reader(self.fabric, GRACE_S, lambda: self.now_s), self.slot_reads)
+        self.watch = SlotWatch(
+            FabricReader(self.fabric, GRACE_S, lambda: self.now_s), self.slot_reads
+        )
 
     def _peer(self) -> Peer:
         routes = []
@@ -47,7 +49,13 @@ class Scene:
             row = (table.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, SLOTS)
             slots = self.fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
             routes.append(PeerRoute(cast("Any", None), agent, slots, (), ()))
-        return Peer(PeerKey("host", 1, "engine", "0" * 32), cast("Any", None), cast("Any", None), tuple(routes), ())
+        return Peer(
+            PeerKey("host", 1, "engine", "0" * 32),
+            cast("Any", None),
+            cast("Any", None),
+            tuple(routes),
+            (),
+        )
 
     def add(self, slot: int, num_tokens: int = 1, until_s: float = math.inf) -> Wait:
         words = tuple((int(table[slot, 0]), int(table[slot, 1])) for table in self.tables)
@@ -77,7 +85,9 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_one_read_of_each_worker_serves_all_waits_and_those_whose_slot_changed_are_over(scene: Scene) -> None:
+def test_one_read_of_each_worker_serves_all_waits_and_those_whose_slot_changed_are_over(
+    scene: Scene,
+) -> None:
     waits = [scene.add(slot) for slot in (7, 3, 500, 3, 1999)]
     assert scene.step() == []
     assert scene.posts() == 2
@@ -110,7 +120,9 @@ def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(sc
     assert scene.posts() == before + 2, "a new wait is served at once"
 
 
-def looks_of_a_step(scene: Scene, seconds: float, tokens: int = 16, slot: int = 1, missing: int = 160) -> list[float]:
+def looks_of_a_step(
+    scene: Scene, seconds: float, tokens: int = 16, slot: int = 1, missing: int = 160
+) -> list[float]:
     """A step of a producer, which computes so many tokens of a prompt that lacks some more. Returns when looks for them
     begin, in seconds from its start."""
     begun_s: list[float] = []
@@ -128,7 +140,9 @@ def looks_of_a_step(scene: Scene, seconds: float, tokens: int = 16, slot: int = 
     return begun_s
 
 
-def test_no_look_begins_in_three_quarters_of_the_time_that_the_two_steps_before_took(scene: Scene) -> None:
+def test_no_look_begins_in_three_quarters_of_the_time_that_the_two_steps_before_took(
+    scene: Scene,
+) -> None:
     for _ in range(3):
         first = looks_of_a_step(scene, 0.06)
     assert first[0] < 0.002, "one step's time says little"
@@ -156,7 +170,9 @@ def test_looks_begin_fifty_milliseconds_after_a_step_at_the_latest(scene: Scene)
 def test_a_prompts_last_step_is_looked_at_earlier_by_as_much_as_it_is_smaller(scene: Scene) -> None:
     for _ in range(4):
         looks_of_a_step(scene, 0.06)
-    assert looks_of_a_step(scene, 0.06, tokens=4, missing=4)[0] == pytest.approx(0.045 / 4, abs=0.004)
+    assert looks_of_a_step(scene, 0.06, tokens=4, missing=4)[0] == pytest.approx(
+        0.045 / 4, abs=0.004
+    )
 
 
 def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(scene: Scene) -> None:
@@ -207,7 +223,10 @@ FAILURES: dict[str, tuple[Callable[[Scene], None], type[Exception]]] = {
     ),
     "a read fails": (lambda scene: scene.network.fail_reads("p1"), TransferFailed),
     "the peer dies": (lambda scene: scene.network.kill("p0"), PeerLost),
-    "a bug": (lambda scene: scene.fabric.fail("post_read", lambda: ZeroDivisionError("bug")), ZeroDivisionError),
+    "a bug": (
+        lambda scene: scene.fabric.fail("post_read", lambda: ZeroDivisionError("bug")),
+        ZeroDivisionError,
+    ),
 }
 
 

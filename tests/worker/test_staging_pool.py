@@ -19,7 +19,9 @@ def pool_of(cells: int) -> StagingPool:
     return StagingPool(cells * CELL, alignment=CELL)
 
 
-def take(pool: StagingPool, load: str, cells: int, peer: str | None = None, at_least: int | None = None) -> Wave | None:
+def take(
+    pool: StagingPool, load: str, cells: int, peer: str | None = None, at_least: int | None = None
+) -> Wave | None:
     least = None if at_least is None else at_least * CELL
     return pool.try_take(load, peer or load, cells * CELL, at_least=least)
 
@@ -48,7 +50,13 @@ class CellModel:
         )
 
     def live_waves(self, load: str) -> int:
-        return len({owner for owner in self.owner if owner and owner[0] == load and owner not in self.quarantined})
+        return len(
+            {
+                owner
+                for owner in self.owner
+                if owner and owner[0] == load and owner not in self.quarantined
+            }
+        )
 
     def fits_at(self, size: int, free: list[bool]) -> int | None:
         return next((at for at in range(len(free) - size + 1) if all(free[at : at + size])), None)
@@ -57,7 +65,9 @@ class CellModel:
         """The largest size in `[least, wanted]` that fits once only quarantined cells are taken; 0: there is none."""
         free = [owner is None or owner not in self.quarantined for owner in self.owner]
         for size in range(wanted, least - 1, -1):
-            within = free.count(True) - size >= self.cells_of_peer(peer, quarantined_only=True) + size
+            within = (
+                free.count(True) - size >= self.cells_of_peer(peer, quarantined_only=True) + size
+            )
             if within and self.fits_at(size, free) is not None:
                 return size
         return 0
@@ -68,7 +78,9 @@ class CellModel:
 
     def waits_for_its_own(self, peer: str, size: int) -> bool:
         return self.over_share(peer, size) and any(
-            PEERS[owner[0]] == peer and owner not in self.quarantined for owner in self.owner if owner
+            PEERS[owner[0]] == peer and owner not in self.quarantined
+            for owner in self.owner
+            if owner
         )
 
     def ask(self, load: str, wanted: int, least: int) -> tuple[int, int] | None:
@@ -82,7 +94,9 @@ class CellModel:
         elif self.live_waves(load) == 0:
             if load not in [entry[0] for entry in self.queue]:
                 self.queue.append((load, wanted, least))
-            self.queue = [(load, wanted, least) if entry[0] == load else entry for entry in self.queue]
+            self.queue = [
+                (load, wanted, least) if entry[0] == load else entry for entry in self.queue
+            ]
         return granted
 
     def _granted(self, load: str, wanted: int, least: int) -> tuple[int, int] | None:
@@ -90,9 +104,13 @@ class CellModel:
         if self.live_waves(load) == 2 or size == 0 or self.over_share(peer, size):
             return None
         names = [entry[0] for entry in self.queue]
-        for other, other_wanted, other_least in self.queue[: names.index(load) if load in names else None]:
+        for other, other_wanted, other_least in self.queue[
+            : names.index(load) if load in names else None
+        ]:
             other_size = self.possible(PEERS[other], other_wanted, other_least)
-            if other_size and (PEERS[other] == peer or not self.waits_for_its_own(PEERS[other], other_size)):
+            if other_size and (
+                PEERS[other] == peer or not self.waits_for_its_own(PEERS[other], other_size)
+            ):
                 return None
         at = self.fits_at(size, [owner is None for owner in self.owner])
         return None if at is None else (at, size)
@@ -148,14 +166,21 @@ class PoolHistories(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.free_bytes == CELL * self.model.owner.count(None) + self.pool.capacity - self.cells * CELL
+        assert (
+            self.pool.free_bytes
+            == CELL * self.model.owner.count(None) + self.pool.capacity - self.cells * CELL
+        )
         held = [owner for owner in self.model.owner if owner]
-        assert self.pool.quarantined_bytes == CELL * sum(owner in self.model.quarantined for owner in held)
+        assert self.pool.quarantined_bytes == CELL * sum(
+            owner in self.model.quarantined for owner in held
+        )
         assert self.pool.waiting == tuple(entry[0] for entry in self.model.queue)
         for peer in set(PEERS.values()):
             assert self.pool.held_by(peer) == CELL * self.model.cells_of_peer(peer)
         for load, wanted, least in self.model.queue:
-            assert self.pool.lacks_room(load) == (not self.model.possible(PEERS[load], wanted, least))
+            assert self.pool.lacks_room(load) == (
+                not self.model.possible(PEERS[load], wanted, least)
+            )
 
     def teardown(self) -> None:
         """No load waits for ever: with everything given back, each in the queue is served in turn."""
@@ -194,7 +219,9 @@ def test_a_pool_without_eight_waves_is_refused_by_name() -> None:
 def test_what_no_wave_can_hold_is_refused_with_the_size_that_would_do() -> None:
     pool = pool_of(64)
     assert pool.try_take("load", "peer", 99 * CELL, at_least=8 * CELL) is not None
-    with pytest.raises(PoolTooSmall, match=rf"staging_pool_bytes is {64 * CELL}; expected at least {72 * CELL}"):
+    with pytest.raises(
+        PoolTooSmall, match=rf"staging_pool_bytes is {64 * CELL}; expected at least {72 * CELL}"
+    ):
         pool.try_take("other", "peer", 99 * CELL, at_least=8 * CELL + 1)
     assert pool.waiting == ()
 
@@ -244,7 +271,9 @@ def test_peers_that_stand_still_leave_room_for_the_next_however_many_they_are() 
     assert take(pool, "seven", 8, "seven", at_least=1) is not None
 
 
-def test_a_peer_that_has_its_share_keeps_no_other_waiting_and_is_served_when_it_gives_some_back() -> None:
+def test_a_peer_that_has_its_share_keeps_no_other_waiting_and_is_served_when_it_gives_some_back() -> (
+    None
+):
     pool = pool_of(64)
     held = fill(pool, "one", 8)
     assert take(pool, "more", 8, "one") is None

@@ -10,10 +10,16 @@ import pytest
 
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, progress_of, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
-from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, ROW_HEADER_BYTES, STREAM_ROWS, header_word
+from kvferry.protocol.stream_rows import (
+    ID_BYTES,
+    PAGE_IDS,
+    ROW_HEADER_BYTES,
+    STREAM_ROWS,
+    header_word,
+)
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.leases import LeaseTable
-from kvferry.worker.stream_rows import Rows
+from kvferry.worker.stream_rows import StreamRowTable
 from tests.fakes.device_mark import FakeMark
 
 FIRST, NEXT, OTHER = Epoch(5), Epoch(6), Epoch(7)
@@ -23,35 +29,48 @@ def opened(slot: int, epoch: Epoch, **row: Any) -> LeaseOpen:
     return LeaseOpen(slot=slot, epoch=epoch_to_text(epoch), **row)
 
 
-def progress(slot: int, epoch: Epoch, first: int, *ids: int, tokens: int = 16, **changed: Any) -> LeaseProgress:
+def progress(
+    slot: int, epoch: Epoch, first: int, *ids: int, tokens: int = 16, **changed: Any
+) -> LeaseProgress:
     """Of one cache group."""
     usual = {"row": 3, "origin": epoch_to_text(epoch), "first_blocks": (first,), "blocks": (ids,)}
-    return LeaseProgress(slot=slot, epoch=epoch_to_text(epoch), tokens=tokens, **{**usual, **changed})
+    return LeaseProgress(
+        slot=slot, epoch=epoch_to_text(epoch), tokens=tokens, **{**usual, **changed}
+    )
 
 
 def hold(slot: int, epoch: Epoch) -> LeaseHold:
     return LeaseHold(request_id="r", slot=slot, epoch=epoch_to_text(epoch))
 
 
-def table_of(*blocks: int) -> tuple[LeaseTable, Rows]:
-    rows = Rows(blocks)
+def table_of(*blocks: int) -> tuple[LeaseTable, StreamRowTable]:
+    rows = StreamRowTable(blocks)
     return LeaseTable(4, rows=rows), rows
 
 
 @pytest.mark.parametrize("blocks", [(1,), (PAGE_IDS,), (PAGE_IDS + 1, 3), (5, 600, 1)])
-def test_a_consumer_finds_header_and_ids_of_every_group_by_the_address(blocks: tuple[int, ...]) -> None:
+def test_a_consumer_finds_header_and_ids_of_every_group_by_the_address(
+    blocks: tuple[int, ...],
+) -> None:
     table, rows = table_of(*blocks)
-    address, ids = rows.address, tuple(tuple(range(9 + group, 9 + group + n)) for group, n in enumerate(blocks))
+    address, ids = (
+        rows.address,
+        tuple(tuple(range(9 + group, 9 + group + n)) for group, n in enumerate(blocks)),
+    )
     assert address is not None
     for row in (0, 1, STREAM_ROWS - 1):
         epoch = Epoch(row + 1)
         table.open(opened(0, epoch))
-        assert table.publish(progress(0, epoch, 0, row=row, first_blocks=(0,) * len(blocks), blocks=ids))
+        assert table.publish(
+            progress(0, epoch, 0, row=row, first_blocks=(0,) * len(blocks), blocks=ids)
+        )
         found = ctypes.string_at(address.headers + row * ROW_HEADER_BYTES, ROW_HEADER_BYTES)
         assert np.frombuffer(found, np.uint64).tolist() == [header_word(epoch)] * 2
         for group, expected in enumerate(ids):
             at = address.ids + ((row * address.pages * PAGE_IDS) + sum(blocks[:group])) * ID_BYTES
-            assert np.frombuffer(ctypes.string_at(at, len(expected) * ID_BYTES), np.uint32).tolist() == [*expected]
+            assert np.frombuffer(
+                ctypes.string_at(at, len(expected) * ID_BYTES), np.uint32
+            ).tolist() == [*expected]
     registered = [(region.address, region.length) for region in rows.regions()]
     sizes = (STREAM_ROWS * ROW_HEADER_BYTES, STREAM_ROWS * address.pages * PAGE_IDS * ID_BYTES)
     assert registered == [(address.headers, sizes[0]), (address.ids, sizes[1])]
@@ -100,7 +119,9 @@ def test_the_end_of_a_lease_does_not_touch_a_row_that_another_one_has_taken() ->
     assert table.errors() == []
 
 
-def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under_another_epoch() -> None:
+def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under_another_epoch() -> (
+    None
+):
     table, rows = table_of(9)
     table.open(opened(0, FIRST))
     mark = FakeMark()
@@ -110,7 +131,9 @@ def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under
         table.complete(order, reached)
     assert table.advance()
     assert progress_of(int(table.progress[0]), FIRST) == 16
-    assert not table.publish(progress(0, FIRST, 3, 9, tokens=64)), "the ids of the third block are missing"
+    assert not table.publish(progress(0, FIRST, 3, 9, tokens=64)), (
+        "the ids of the third block are missing"
+    )
     assert (int(table.words[0]), int(table.progress[0])) == (EMPTY, EMPTY)
     assert table.pending() == 0
     assert table.hold(hold(0, FIRST), None) == "r", "it is reported all the same"
@@ -133,7 +156,10 @@ def test_what_was_published_under_a_former_epoch_does_not_count() -> None:
     assert not table.publish(progress(0, FIRST, 2, 9))
     mark.over = True
     assert not table.advance()
-    assert (int(table.words[0]), int(table.progress[0])) == (slot_word(NEXT, SlotState.COMPUTING), EMPTY)
+    assert (int(table.words[0]), int(table.progress[0])) == (
+        slot_word(NEXT, SlotState.COMPUTING),
+        EMPTY,
+    )
     assert rows.headers[3].tolist() == [header_word(FIRST), header_word(NEXT)]
     assert table.publish(progress(0, NEXT, 0, 4, origin=epoch_to_text(FIRST)))
     assert rows.ids[3, :2].tolist() == [4, 8]
@@ -152,7 +178,10 @@ def test_a_step_that_ends_while_its_lease_goes_on_under_another_epoch_reports_no
     assert table.publish(order)
     table.complete(order, Late())
     assert table.advance()
-    assert (int(table.words[0]), int(table.progress[0])) == (slot_word(NEXT, SlotState.COMPUTING), EMPTY)
+    assert (int(table.words[0]), int(table.progress[0])) == (
+        slot_word(NEXT, SlotState.COMPUTING),
+        EMPTY,
+    )
 
 
 def test_a_row_that_belongs_to_no_lease_is_an_error() -> None:

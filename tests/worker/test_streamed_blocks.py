@@ -79,13 +79,22 @@ def test_any_words_are_a_number_of_tokens_or_none(words: list[tuple[int, int]]) 
 def test_the_pages_that_are_missing_list_the_ids_that_are_needed(
     stops: list[int], spans: list[int], ranks: int, restart: bool
 ) -> None:
-    groups, share = groups_of(*spans), Interleave(rank=0, ranks=ranks, run_tokens=1) if ranks > 1 else Interleave()
+    groups, share = (
+        groups_of(*spans),
+        Interleave(rank=0, ranks=ranks, run_tokens=1) if ranks > 1 else Interleave(),
+    )
     num_tokens = max(stops)
     room = tuple(-(-num_tokens // (span * ranks)) + index for index, span in enumerate(spans))
     blocks = StreamedBlocks(
-        rows_of(*room), 1, plan_of(*((index, share) for index in range(len(spans)))), groups, num_tokens
+        rows_of(*room),
+        1,
+        plan_of(*((index, share) for index in range(len(spans)))),
+        groups,
+        num_tokens,
     )
-    row = np.arange(1000, 1000 + -(-sum(room) // PAGE_IDS) * PAGE_IDS, dtype=np.uint32).reshape(-1, PAGE_IDS)
+    row = np.arange(1000, 1000 + -(-sum(room) // PAGE_IDS) * PAGE_IDS, dtype=np.uint32).reshape(
+        -1, PAGE_IDS
+    )
     for _ in range(1 + restart):
         held, seen = 0, 0
         for stop in sorted(stops):
@@ -99,7 +108,9 @@ def test_the_pages_that_are_missing_list_the_ids_that_are_needed(
                 assert ids == list(range(first, first + -(-held // (span * ranks))))
                 first += most
         assert held == num_tokens
-        assert seen <= len(row) + len(stops) * len(spans), "a page is read again only where it was read in part"
+        assert seen <= len(row) + len(stops) * len(spans), (
+            "a page is read again only where it was read in part"
+        )
         blocks.forget()
 
 
@@ -112,29 +123,40 @@ def test_the_pages_that_are_missing_list_the_ids_that_are_needed(
         (rows_of(1), 0, [WINDOW], 8),
     ],
 )
-def test_a_row_that_does_not_fit_is_refused(rows: StreamRows, row: int, groups: list[CacheGroup], tokens: int) -> None:
+def test_a_row_that_does_not_fit_is_refused(
+    rows: StreamRows, row: int, groups: list[CacheGroup], tokens: int
+) -> None:
     with pytest.raises(InvalidParams):
         StreamedBlocks(rows, row, plan_of((0, Interleave())), groups, tokens)
 
 
 def test_tokens_are_rounded_down_to_whole_blocks_of_all_workers_and_groups() -> None:
     share = Interleave(rank=0, ranks=2, run_tokens=4)
-    blocks = StreamedBlocks(rows_of(50, 50), 0, plan_of((0, share), (1, share)), groups_of(4, 12), 100)
+    blocks = StreamedBlocks(
+        rows_of(50, 50), 0, plan_of((0, share), (1, share)), groups_of(4, 12), 100
+    )
     assert [blocks.whole(tokens) for tokens in (0, 23, 24, 47, 99, 100)] == [0, 0, 24, 24, 96, 100]
 
 
 def test_blocks_of_a_window_are_taken_when_the_prompt_is_complete() -> None:
-    plan, row = plan_of((0, Interleave()), (1, Interleave())), {0: np.arange(PAGE_IDS, dtype=np.uint32)}
+    plan, row = (
+        plan_of((0, Interleave()), (1, Interleave())),
+        {0: np.arange(PAGE_IDS, dtype=np.uint32)},
+    )
     blocks = StreamedBlocks(rows_of(5, 5), 0, plan, [*groups_of(16), WINDOW], 18, held_from=(0, 8))
     assert blocks.grows
     assert blocks.has_ends
-    assert [blocks.whole(tokens) for tokens in (15, 17, 18)] == [0, 16, 18], "in blocks of the other group"
+    assert [blocks.whole(tokens) for tokens in (15, 17, 18)] == [0, 16, 18], (
+        "in blocks of the other group"
+    )
     blocks.take(18, row, is_ready=False)
     assert blocks.ids(18) == [[0, 1], []]
     blocks.take(18, row, is_ready=True)
     assert blocks.ids(18) == [[0, 1], [5, 6, 7]]
     for group, (grows, has_ends) in enumerate([(True, False), (False, True)]):
-        one = StreamedBlocks(rows_of(5, 5), 0, plan_of((group, Interleave())), [*groups_of(16), WINDOW], 18)
+        one = StreamedBlocks(
+            rows_of(5, 5), 0, plan_of((group, Interleave())), [*groups_of(16), WINDOW], 18
+        )
         assert (one.grows, one.has_ends) == (grows, has_ends)
 
 

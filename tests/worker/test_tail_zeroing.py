@@ -32,11 +32,15 @@ WARM_UP_BYTES = 1536
 def loaded(
     group: CacheGroup, tokens: TokenMap, blocks: list[int], stop: int
 ) -> tuple[dict[TokenMap, UnitPairs], RequestBlocks]:
-    request = RequestBlocks(local=[blocks], remote=[blocks], first_token=0, stop_token=stop, num_tokens=stop)
+    request = RequestBlocks(
+        local=[blocks], remote=[blocks], first_token=0, stop_token=stop, num_tokens=stop
+    )
     return {tokens: pair_units(tokens, group, group, request)}, request
 
 
-def zero(tail_zeroing: TailZeroing, shape: CacheShape, blocks: list[int], stop: int) -> DeviceMark | None:
+def zero(
+    tail_zeroing: TailZeroing, shape: CacheShape, blocks: list[int], stop: int
+) -> DeviceMark | None:
     """Zero what these blocks hold after the last token; both sides have the same blocks."""
     side = TokenSide(shape.block_tokens, shape.blocks, Interleave())
     units, request = loaded(shape.group, TokenMap(0, shape.block_tokens, side, side), blocks, stop)
@@ -76,7 +80,9 @@ def test_exactly_the_cells_after_the_last_token_are_zeroed_in_every_tensor(
 
 
 @given(shape=shapes(), draw=st.data())
-def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(shape: CacheShape, draw: st.DataObject) -> None:
+def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(
+    shape: CacheShape, draw: st.DataObject
+) -> None:
     with fake_gpu() as cuda:
         check_the_tail(shape, draw, cuda.device)
 
@@ -89,7 +95,10 @@ def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_don
         tail_zeroing = TailZeroing(ToyCaches(shape, 0xA5, cuda.device).kv)
         relayout: Any = tail_zeroing._relayout
         before = relayout._slots[0].mark
-        monkeypatch.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", Mock(side_effect=RuntimeError))
+        monkeypatch.setattr(
+            "kvferry.worker.relayout.triton_relayout.launch_relayout",
+            Mock(side_effect=RuntimeError),
+        )
         with pytest.raises(RuntimeError):
             zero(tail_zeroing, shape, [3], 2)
         assert relayout._slots[0].mark is not before
@@ -131,12 +140,18 @@ def test_what_lies_before_a_window_is_zeroed_and_what_lies_before_the_first_toke
     tokens = TokenMap(0, 2, side, other)
     there = CacheGroup(policy="window", block_tokens=2, window_tokens=6)
     # 21 tokens; the producer has given back all blocks before token 14, the consumer's window begins in its block 1.
-    request = RequestBlocks([[0, 5, 6]], [[9, 10, 11, 12]], first_token=0, stop_token=21, num_tokens=21)
+    request = RequestBlocks(
+        [[0, 5, 6]], [[9, 10, 11, 12]], first_token=0, stop_token=21, num_tokens=21
+    )
     units = {tokens: pair_units(tokens, group, there, request)}
     assert list(units[tokens].local_block) == [5, 6, 6, 6]
     assert list(gaps(units, (group,), request)) == [Gap(0, 5, 0, 6), Gap(0, 6, 5, 8)]
-    partial = RequestBlocks([[0, 5, 6]], [[9, 10, 11, 12]], first_token=12, stop_token=21, num_tokens=21)
-    assert next(iter(gaps({tokens: pair_units(tokens, group, there, partial)}, (group,), partial))) == Gap(0, 5, 4, 6)
+    partial = RequestBlocks(
+        [[0, 5, 6]], [[9, 10, 11, 12]], first_token=12, stop_token=21, num_tokens=21
+    )
+    assert next(
+        iter(gaps({tokens: pair_units(tokens, group, there, partial)}, (group,), partial))
+    ) == Gap(0, 5, 4, 6)
 
 
 def test_the_tail_of_an_interleaved_rank_is_counted_in_its_own_slots() -> None:

@@ -4,7 +4,7 @@ InputError (`kvferry.protocol.errors`)
 ├── InvalidArgument  an argument, an option, or a key of an engine that is written as `layers=32,heads=8,…`
 ├── InvalidModel     a model's config.json
 ├── InvalidSide      any of these in PRODUCER or CONSUMER
-└── InvalidRequest   the file of `--copies`
+└── InvalidCopies   the file of `--copies`
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def read_address(name: str, text: str, default_port: int = 0) -> tuple[str, int]
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%a-z]+)\]|([^\s:/\[\]]+))(?::([0-9]{1,5}))?", text)
     port = int(found[3] or default_port) if found else 0
     if not found or not 1 <= port <= 65535:
-        raise InvalidArgument(name, text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535")
+        raise InvalidArgument(
+            name, text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535"
+        )
     return found[1] or found[2], port
 
 
@@ -48,7 +50,7 @@ class InvalidSide(InputError):
         self.field, self.shown_value, self.expected = wrong.field, wrong.shown_value, wrong.expected
 
 
-class InvalidRequest(InputError):
+class InvalidCopies(InputError):
     """A request for `--copies` that cannot be used."""
 
     what = "request"

@@ -32,7 +32,9 @@ def terminal(*, errors: bool = False) -> Console:
 
     wide = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if wide else WIDTH
-    return Console(width=width, height=24, stderr=errors, highlight=False)  # without both rich reads COLUMNS itself
+    return Console(
+        width=width, height=24, stderr=errors, highlight=False
+    )  # without both rich reads COLUMNS itself
 
 
 def _print(content: RenderableType, least: int = 0) -> None:
@@ -48,13 +50,17 @@ def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
     """Print one `visible` line, wrapped between words; the lines after the first begin with `hang` spaces."""
     from rich.text import Text
 
-    wrapper = textwrap.TextWrapper(terminal().width, subsequent_indent=" " * hang, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(
+        terminal().width, subsequent_indent=" " * hang, break_on_hyphens=False
+    )
     wrapper.break_long_words = False  # paths can be copied
     lines = wrapper.wrap(visible(content))
     _print(Text("\n".join(lines), style), max(map(len, lines), default=0))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None) -> None:
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None
+) -> None:
     """Print `visible` cells as a table. The first column is as wide as its cells, and each other one has `_COLUMN`
     letters on average, as far as `WIDTH` goes, also on a terminal that is narrower.
 
@@ -71,10 +77,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: M
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not table.columns)
+        table.add_column(
+            column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not table.columns
+        )
     for row in rows:
         cells = [visible(cell) for cell in row]
-        known = [next((styles[word] for word in styles if cell.startswith(word)), "") for cell in cells]
+        known = [
+            next((styles[word] for word in styles if cell.startswith(word)), "") for cell in cells
+        ]
         table.add_row(*(Text(cell, style) for cell, style in zip(cells, known, strict=True)))
         first = max(first, *map(len, cells[:1]))
     _print(table, min(WIDTH, first + _COLUMN * (len(columns) - 1)))

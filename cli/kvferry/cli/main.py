@@ -58,9 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except KvferryError as wrong:
         print(visible(f"kvferry {options.command}: {wrong}"), file=sys.stderr)
-        return NO_ANSWER if options.command == "describe" and not isinstance(wrong, InputError) else BAD
+        return (
+            NO_ANSWER
+            if options.command == "describe" and not isinstance(wrong, InputError)
+            else BAD
+        )
     except OSError as refused:  # of standard output; other files have errors of their own
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python has yet to write there
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python has yet to write there
         if isinstance(refused, BrokenPipeError):
             return GOOD
         print(visible(f"kvferry {options.command}: the system refused: {refused}"), file=sys.stderr)
@@ -70,9 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="kvferry", description="Plans, checks, measures and traces transfers of KV caches between engines."
+        prog="kvferry",
+        description="Plans, checks, measures and traces transfers of KV caches between engines.",
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {__version__}", help="print the version")
+    parser.add_argument(
+        "--version", action="version", version=f"kvferry {__version__}", help="print the version"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_describe(commands)
@@ -93,14 +102,31 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     plan.add_argument("producer", metavar="PRODUCER", help="the engine that prefills")
     plan.add_argument("consumer", metavar="CONSUMER", help="the engine that decodes")
-    plan.add_argument("--tokens", metavar="N", help="length of the prompt (default: 8192, or what the caches hold)")
-    plan.add_argument("--link", metavar="G", default="50", help="GB/s of every worker's link (default: %(default)s)")
-    plan.add_argument("--direct-min-bytes", metavar="N", help="the consumer's direct_min_bytes (default: 16384)")
-    plan.add_argument("--staging-pool-bytes", metavar="N", help="the consumer's staging_pool_bytes, 0 for none")
+    plan.add_argument(
+        "--tokens",
+        metavar="N",
+        help="length of the prompt (default: 8192, or what the caches hold)",
+    )
+    plan.add_argument(
+        "--link",
+        metavar="G",
+        default="50",
+        help="GB/s of every worker's link (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--direct-min-bytes", metavar="N", help="the consumer's direct_min_bytes (default: 16384)"
+    )
+    plan.add_argument(
+        "--staging-pool-bytes", metavar="N", help="the consumer's staging_pool_bytes, 0 for none"
+    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan")
-    plan.add_argument("--copies", metavar="REQUEST", help="print every copy for the blocks in this JSON file")
-    plan.add_argument("--out", metavar="FILE", help="where --copies goes (default: standard output, and no table)")
+    plan.add_argument(
+        "--copies", metavar="REQUEST", help="print every copy for the blocks in this JSON file"
+    )
+    plan.add_argument(
+        "--out", metavar="FILE", help="where --copies goes (default: standard output, and no table)"
+    )
 
 
 def _add_describe(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -109,9 +135,15 @@ def _add_describe(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="ask a running engine for its description",
         description="Ask the engine whose side channel is at HOST:PORT for its description.",
     )
-    describe.add_argument("address", metavar="HOST:PORT", help="the producer's side channel, [host]:port for IPv6")
-    describe.add_argument("--json", action="store_true", help="print the description JSON that `kvferry plan` reads")
-    describe.add_argument("--timeout", metavar="S", default="5", help="seconds to wait (default: %(default)s)")
+    describe.add_argument(
+        "address", metavar="HOST:PORT", help="the producer's side channel, [host]:port for IPv6"
+    )
+    describe.add_argument(
+        "--json", action="store_true", help="print the description JSON that `kvferry plan` reads"
+    )
+    describe.add_argument(
+        "--timeout", metavar="S", default="5", help="seconds to wait (default: %(default)s)"
+    )
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -124,7 +156,10 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.add_argument(
-        "--data-parallel-size", metavar="N", default="1", help="ranks whose ports are tried (default: %(default)s)"
+        "--data-parallel-size",
+        metavar="N",
+        default="1",
+        help="ranks whose ports are tried (default: %(default)s)",
     )
     doctor.add_argument(
         "--timeout",
@@ -155,11 +190,30 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="addresses and networks whose clients may join a listener without a secret, or * for any (default: this "
         "host's)",
     )
-    bench.add_argument("--connect", metavar="HOST[:PORT]", help="read from a listener, at port 5700 by default")
-    bench.add_argument("--device", metavar="D", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    bench.add_argument("--max-size", metavar="N", default="64M", help="largest read, up to 1G (default: %(default)s)")
-    bench.add_argument("--seconds", metavar="S", default="0.5", help="for each row of the table (default: %(default)s)")
-    bench.add_argument("--timeout", metavar="S", default="10", help="for a read, or an answer (default: %(default)s)")
+    bench.add_argument(
+        "--connect", metavar="HOST[:PORT]", help="read from a listener, at port 5700 by default"
+    )
+    bench.add_argument(
+        "--device", metavar="D", default="auto", help="auto, cpu or cuda (default: %(default)s)"
+    )
+    bench.add_argument(
+        "--max-size",
+        metavar="N",
+        default="64M",
+        help="largest read, up to 1G (default: %(default)s)",
+    )
+    bench.add_argument(
+        "--seconds",
+        metavar="S",
+        default="0.5",
+        help="for each row of the table (default: %(default)s)",
+    )
+    bench.add_argument(
+        "--timeout",
+        metavar="S",
+        default="10",
+        help="for a read, or an answer (default: %(default)s)",
+    )
     bench.add_argument("--json", action="store_true", help="print what was measured as JSON")
 
 
@@ -169,10 +223,21 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="where the time of handovers went",
         description="Merges what engines with `trace_dir` recorded to one timeline per handover, the slowest first.",
     )
-    trace.add_argument("dirs", metavar="DIR", nargs="+", help="folders, searched to the bottom, or files *.jsonl")
-    trace.add_argument("-o", dest="out", metavar="OUT", help="a folder to make, or one file: .html, .svg or .json")
-    trace.add_argument("--request", metavar="ID", help="only handovers with an id (of any kind) that contains this")
-    trace.add_argument("--slowest", metavar="N", default="20", help="handovers that are shown (default: %(default)s)")
+    trace.add_argument(
+        "dirs", metavar="DIR", nargs="+", help="folders, searched to the bottom, or files *.jsonl"
+    )
+    trace.add_argument(
+        "-o", dest="out", metavar="OUT", help="a folder to make, or one file: .html, .svg or .json"
+    )
+    trace.add_argument(
+        "--request", metavar="ID", help="only handovers with an id (of any kind) that contains this"
+    )
+    trace.add_argument(
+        "--slowest",
+        metavar="N",
+        default="20",
+        help="handovers that are shown (default: %(default)s)",
+    )
     trace.add_argument("--json", action="store_true", help="print what was found as JSON")
 
 

@@ -31,7 +31,8 @@ def document(width: float, height: float, parts: Iterable[str]) -> str:
 def element(name: str, *children: str, hint: str = "", **attributes: str | float) -> str:
     """One element; `_` in an attribute's name stands for `-`, a trailing one for nothing. `hint` is its tooltip."""
     shown = "".join(
-        f" {key.rstrip('_').replace('_', '-')}={quoteattr(_clean(_value(value)))}" for key, value in attributes.items()
+        f" {key.rstrip('_').replace('_', '-')}={quoteattr(_clean(_value(value)))}"
+        for key, value in attributes.items()
     )
     inside = (f"<title>{plain(hint)}</title>" if hint else "") + "".join(children)
     return f"<{name}{shown}>{inside}</{name}>" if inside else f"<{name}{shown}/>"

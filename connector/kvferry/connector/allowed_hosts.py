@@ -19,14 +19,20 @@ _MOST_ADVISED = 256
 """Hosts that the log gives advice about; clients choose them."""
 
 
-def allowed_hosts_of(listed: Sequence[str] | None, secrets: Secrets, own_host: str = "localhost") -> AllowedHosts:
+def allowed_hosts_of(
+    listed: Sequence[str] | None, secrets: Secrets, own_host: str = "localhost"
+) -> AllowedHosts:
     """The hosts that this engine may connect to.
 
     Args:
         listed: the key `allowed_hosts`; None if it is not set.
         own_host: this engine's `VLLM_NIXL_SIDE_CHANNEL_HOST`.
     """
-    return AllowedHosts.of(listed) if listed is not None else AllowedHosts.without_list(secrets, own_host)
+    return (
+        AllowedHosts.of(listed)
+        if listed is not None
+        else AllowedHosts.without_list(secrets, own_host)
+    )
 
 
 def warn_of_trust(allowed: AllowedHosts, secrets: Secrets) -> None:
@@ -70,14 +76,21 @@ class TrustedHosts:
             return None
         if host not in self._advised and len(self._advised) < _MOST_ADVISED:
             self._advised.add(host)
-            logger.warning("prompts of host %s are computed here: it %s. %s", shorten(host), why, self._advice(host))
+            logger.warning(
+                "prompts of host %s are computed here: it %s. %s",
+                shorten(host),
+                why,
+                self._advice(host),
+            )
         return f"host {shorten(host)} {why}"
 
     def _advice(self, host: str) -> str:
         try:
             written = json.dumps(str(read_host(host)))
         except ValueError:
-            return f"Set {HOST_VARIABLE} on its producer to an address or a name that decoders reach"
+            return (
+                f"Set {HOST_VARIABLE} on its producer to an address or a name that decoders reach"
+            )
         if self._has_list:
             key = f"add {written} to allowed_hosts here"
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.connector.config_values import (
-    Range,
+    NumberRange,
     address_of,
     addresses,
     choice,
@@ -45,7 +45,9 @@ STOCK_NAME = "NixlConnector"
 """The name of vLLM's own connector. Under it, a configuration made for that connector must start."""
 
 
-def _option(default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False) -> Any:
+def _option(
+    default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False
+) -> Any:
     return field(default=default, metadata={"check": check, "doc": doc, "peer": peer})
 
 
@@ -53,8 +55,12 @@ def _option(default: object, check: Callable[[str, Any], object], doc: str, *, p
 class FerryConfig:
     """All options of an operator. Each field's metadata has its check and its documentation."""
 
-    backends: tuple[str, ...] = _option(("UCX",), names, "NIXL plugins, in order of preference", peer=True)
-    num_threads: int = _option(0, whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True)
+    backends: tuple[str, ...] = _option(
+        ("UCX",), names, "NIXL plugins, in order of preference", peer=True
+    )
+    num_threads: int = _option(
+        0, whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True
+    )
     kv_lease_duration: float = _option(
         30.0,
         number(SHORTEST_LEASE_S, 86400),
@@ -86,7 +92,9 @@ class FerryConfig:
         "prefilled: `auto`, once a decoder that can ask has connected; `off`, never",
     )
     lease_slots: int = _option(
-        0, whole(0, 1 << 20), "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024"
+        0,
+        whole(0, 1 << 20),
+        "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024",
     )
     max_leased_fraction: float = _option(
         0.875,
@@ -107,7 +115,9 @@ class FerryConfig:
         "being read from",
     )
     handshake_timeout_s: float = _option(
-        5.0, number(0.1, 600), "seconds that a producer may take to send its description, and again for the first read"
+        5.0,
+        number(0.1, 600),
+        "seconds that a producer may take to send its description, and again for the first read",
     )
     load_timeout_s: float = _option(
         60.0,
@@ -128,7 +138,9 @@ class FerryConfig:
         "bytes per worker through which short runs are read; 0 for none; default 256 MiB on a GPU, 64 MiB elsewhere",
     )
     direct_min_bytes: int = _option(
-        DIRECT_MIN_BYTES, whole(1, 1 << 40), "run length in bytes from which reads go straight into the cache"
+        DIRECT_MIN_BYTES,
+        whole(1, 1 << 40),
+        "run length in bytes from which reads go straight into the cache",
     )
     max_peer_labels: int = _option(
         32,
@@ -136,10 +148,14 @@ class FerryConfig:
         "producers that metrics name in their label `peer`; all others are `other`",
     )
     debug_check_integrity: bool = _option(
-        False, yes_or_no, "whether integrity is checked in every step, not only when the engine is idle; slow"
+        False,
+        yes_or_no,
+        "whether integrity is checked in every step, not only when the engine is idle; slow",
     )
     allow_cumem_allocator: bool = _option(
-        False, yes_or_no, "whether `--enable-cumem-allocator` is accepted; such an engine must never be put to sleep"
+        False,
+        yes_or_no,
+        "whether `--enable-cumem-allocator` is accepted; such an engine must never be put to sleep",
     )
     allowed_hosts: tuple[str, ...] | None = _option(
         None,
@@ -155,7 +171,9 @@ class FerryConfig:
         "docs/operations.md",
     )
     model_fingerprint: str | None = _option(
-        None, name, "a name for the weights; engines with equal names are assumed to serve the same model"
+        None,
+        name,
+        "a name for the weights; engines with equal names are assumed to serve the same model",
     )
     description_file: str | None = _option(
         None,
@@ -169,7 +187,9 @@ class FerryConfig:
         "nothing is recorded",
     )
     trace_max_bytes: int = _option(
-        DEFAULT_BYTES, whole(SMALLEST_BYTES, 1 << 40), "bytes per process in `trace_dir`; the newest are kept"
+        DEFAULT_BYTES,
+        whole(SMALLEST_BYTES, 1 << 40),
+        "bytes per process in `trace_dir`; the newest are kept",
     )
 
 
@@ -185,7 +205,9 @@ def known_keys() -> tuple[str, ...]:
     return tuple(sorted([*(option.name for option in fields(FerryConfig)), *WITHOUT_MEANING]))
 
 
-def read_config(extra: Mapping[str, Any], kv_connector: str | None = "FerryConnector") -> FerryConfig:
+def read_config(
+    extra: Mapping[str, Any], kv_connector: str | None = "FerryConnector"
+) -> FerryConfig:
     """Parse `kv_connector_extra_config`.
 
     Under the name `NixlConnector` an unknown key is ignored with a warning, as the stock connector ignores it. A number
@@ -204,7 +226,7 @@ def read_config(extra: Mapping[str, Any], kv_connector: str | None = "FerryConne
     for key, value in extra.items():
         if key in options:
             check = options[key]["check"]
-            if is_stock and options[key]["peer"] and isinstance(check, Range):
+            if is_stock and options[key]["peer"] and isinstance(check, NumberRange):
                 check = check.nearest
             if value is not None:
                 values[key] = check(key, value)
@@ -226,7 +248,9 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
             list.
     """
     if config.prewarm_peers and kv_role == "kv_producer":
-        raise InvalidConfig("prewarm_peers", list(config.prewarm_peers), "none: a kv_producer reads from no engine")
+        raise InvalidConfig(
+            "prewarm_peers", list(config.prewarm_peers), "none: a kv_producer reads from no engine"
+        )
     if config.allowed_hosts is not None:
         allowed = AllowedHosts.of(config.allowed_hosts)
         for peer in config.prewarm_peers:

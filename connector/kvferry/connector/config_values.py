@@ -28,7 +28,9 @@ _CHOICES = {"true": True, "1": True, "false": False, "0": False}
 """Keys in lower case: the upstream guide writes `"True"`, in quotes."""
 
 
-_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})")
+_ADDRESS = re.compile(
+    r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})"
+)
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -45,7 +47,7 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class NumberRange:
     """The check of a number from `low` to `high`, both included."""
 
     low: float
@@ -69,7 +71,13 @@ class Range:
             raise InvalidConfig(key, value, self._expected())
         clipped = min(max(found, self.low), self.high)
         if clipped != found:
-            logger.warning("%s=%s is out of range: %g is used; %s", key, shorten(value), clipped, self._expected())
+            logger.warning(
+                "%s=%s is out of range: %g is used; %s",
+                key,
+                shorten(value),
+                clipped,
+                self._expected(),
+            )
         return int(clipped) if self.is_whole else float(clipped)
 
     def _expected(self) -> str:
@@ -78,14 +86,14 @@ class Range:
         return f"a number from {self.low:g} to {self.high:g}"
 
 
-def number(low: float, high: float) -> Range:
+def number(low: float, high: float) -> NumberRange:
     """A number, whole or not."""
-    return Range(low, high)
+    return NumberRange(low, high)
 
 
-def whole(low: int, high: int) -> Range:
+def whole(low: int, high: int) -> NumberRange:
     """A whole number."""
-    return Range(low, high, is_whole=True)
+    return NumberRange(low, high, is_whole=True)
 
 
 def choice(*values: str) -> Callable[[str, Any], str]:
@@ -155,7 +163,8 @@ def hosts(key: str, value: Any) -> tuple[str, ...]:
 def addresses(key: str, value: Any) -> tuple[str, ...]:
     """Side channels, each `host:port`."""
     expected = (
-        f'a list of at most {MAX_PREWARM_PEERS} side channels of producers, e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
+        f"a list of at most {MAX_PREWARM_PEERS} side channels of producers,"
+        ' e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
     )
     few = isinstance(value, (list, tuple)) and len(value) <= MAX_PREWARM_PEERS
     if not few or not all(isinstance(x, str) for x in value):

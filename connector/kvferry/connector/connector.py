@@ -49,7 +49,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
         transfer = vllm_config.kv_transfer_config
@@ -113,7 +115,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         matched = self.scheduler_side.matched_tokens(request, num_computed_tokens)
         return matched, bool(matched)
 
@@ -121,20 +125,26 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """All transferred groups: a load writes the request's own blocks in each."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.scheduler_side.tracing.scheduled(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         return self.scheduler_side.build_metadata(
-            scheduler_output.num_scheduled_tokens, preempted, loads=scheduler_output.has_sync_kv_loads
+            scheduler_output.num_scheduled_tokens,
+            preempted,
+            loads=scheduler_output.has_sync_kv_loads,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.update(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_side.finished(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -180,7 +190,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: loads end between steps, never within one."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
     ) -> None:
         """Does nothing: consumers read the blocks where they are."""
 

@@ -56,10 +56,14 @@ class AttentionRefused(KvferryError):
     def __init__(self, sizes: str, reasons: tuple[Incapable, ...]) -> None:
         self.sizes, self.reasons = sizes, reasons
         listed = "; ".join(str(reason) for reason in reasons)
-        super().__init__(f"context parallelism of {sizes}: {listed}; choose another attention backend, or sizes of 1")
+        super().__init__(
+            f"context parallelism of {sizes}: {listed}; choose another attention backend, or sizes of 1"
+        )
 
 
-def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names: Container[str] | None = None) -> None:
+def check_attention_cp_compatibility(
+    vllm_config: VllmConfig, target_layer_names: Container[str] | None = None
+) -> None:
     """Refuse a model whose attention does not support the configured context-parallel sizes.
 
     It refuses the same models as vLLM's function of this name. Layers enter the configuration when the model is built:
@@ -77,7 +81,9 @@ def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names
     parallel = vllm_config.parallel_config
     pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
     interleave = parallel.cp_kv_cache_interleave_size
-    interleaved_drafts = pcp * dcp > 1 and vllm_config.speculative_config is not None and interleave > 1
+    interleaved_drafts = (
+        pcp * dcp > 1 and vllm_config.speculative_config is not None and interleave > 1
+    )
     found: dict[tuple[str, str], list[str]] = {}
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         is_target = target_layer_names is None or name in target_layer_names
@@ -90,11 +96,15 @@ def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names
     if found:
         raise AttentionRefused(
             f"pcp={pcp}, dcp={dcp}, interleave={interleave}",
-            tuple(Incapable(backend, lacks, tuple(names)) for (backend, lacks), names in found.items()),
+            tuple(
+                Incapable(backend, lacks, tuple(names)) for (backend, lacks), names in found.items()
+            ),
         )
 
 
-def _lacks(layer: object, partitioned: bool, merged: bool, interleaved_drafts: bool) -> Iterator[tuple[str, str]]:
+def _lacks(
+    layer: object, partitioned: bool, merged: bool, interleaved_drafts: bool
+) -> Iterator[tuple[str, str]]:
     """The features that one layer's backend lacks, as (backend, lack)."""
     make_backend = getattr(layer, "get_attn_backend", None)
     backend = make_backend() if callable(make_backend) else None
@@ -109,8 +119,13 @@ def _lacks(layer: object, partitioned: bool, merged: bool, interleaved_drafts: b
         return
     if merged and (problem := _problem(impl, "need_to_return_lse_for_decode")):
         yield _name_of(backend, impl), f"cannot do decode context parallelism ({problem})"
-    if interleaved_drafts and (problem := _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")):
-        yield _name_of(backend, impl), f"cannot check drafts under an interleave of several tokens ({problem})"
+    if interleaved_drafts and (
+        problem := _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")
+    ):
+        yield (
+            _name_of(backend, impl),
+            f"cannot check drafts under an interleave of several tokens ({problem})",
+        )
 
 
 def _problem(asked: object, attribute: str) -> str:
@@ -123,7 +138,11 @@ def _problem(asked: object, attribute: str) -> str:
             return f"it does not declare {attribute}"
     if answer is True:
         return ""
-    return f"it does not declare {attribute}" if answer is None else f"{attribute} is {answer}, not True"
+    return (
+        f"it does not declare {attribute}"
+        if answer is None
+        else f"{attribute} is {answer}, not True"
+    )
 
 
 def _name_of(backend: object, impl: object) -> str:

@@ -33,13 +33,13 @@ class FerryMetadata(KVConnectorMetadata):
     Attributes:
         head: the part that workers read before their step goes on (`encode_head`).
         frame: all orders (`encode_orders`).
-        asks: whether every worker must report `FerryWorkerMetadata.over`, even if it is empty.
+        wants_report: whether every worker must report `FerryWorkerMetadata.over`, even if it is empty.
         is_idle: whether the step computes nothing, so that it may wait a moment for a load.
     """
 
     head: bytes = b""
     frame: bytes = b""
-    asks: bool = False
+    wants_report: bool = False
     is_idle: bool = False
 
 
@@ -60,7 +60,13 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
     @classmethod
     def of(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:
         """The handshake of the worker at `place`: it and its replicas, out of all workers of the engine."""
-        return cls(tuple(encode(one) for one in workers if (one.place.pp, one.place.tp) == (place.pp, place.tp)))
+        return cls(
+            tuple(
+                encode(one)
+                for one in workers
+                if (one.place.pp, one.place.tp) == (place.pp, place.tp)
+            )
+        )
 
 
 def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
@@ -74,13 +80,19 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
     frames: list[bytes] = []
     for one in handshakes:
         if not isinstance(one, FerryHandshake):
-            raise InvalidConfig("connectors", type(one).__name__, "one child that hands prompts over: FerryConnector")
+            raise InvalidConfig(
+                "connectors",
+                type(one).__name__,
+                "one child that hands prompts over: FerryConnector",
+            )
         frames.extend(one.frames)
     by_place = {worker.place: worker for worker in map(decode_worker, frames)}
     tensors = sum(len(worker.tensors) for worker in by_place.values())
     if tensors > MAX_ENGINE_TENSORS:
         raise InvalidConfig(
-            "parallel sizes", f"{tensors} paged tensors of all workers", f"at most {MAX_ENGINE_TENSORS}"
+            "parallel sizes",
+            f"{tensors} paged tensors of all workers",
+            f"at most {MAX_ENGINE_TENSORS}",
         )
     places = sorted(by_place, key=lambda place: (place.pp, place.pcp, place.tp))
     return tuple(by_place[place] for place in places)
@@ -93,7 +105,11 @@ def engine_groups() -> list[ProcessGroup]:
     """
     from vllm.distributed import parallel_state
 
-    axes: list[Any] = [parallel_state.get_tp_group(), parallel_state.get_pcp_group(), parallel_state.get_pp_group()]
+    axes: list[Any] = [
+        parallel_state.get_tp_group(),
+        parallel_state.get_pcp_group(),
+        parallel_state.get_pp_group(),
+    ]
     return [axis.cpu_group for axis in axes if axis.world_size > 1]
 
 
@@ -118,17 +134,23 @@ def gather_workers(
         InvalidMessage: a worker's description cannot be read.
         Exception: `mine`, if it is an error.
     """
-    known: list[bytes | str] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else encode(mine)]
+    known: list[bytes | str] = [
+        f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else encode(mine)
+    ]
     for group in groups:
         reported: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(reported, known, group=group)
         known = [description for rank in reported for description in rank]
     if isinstance(mine, Exception):
         raise mine
-    failed = [f"worker {index}: {error}" for index, error in enumerate(known) if isinstance(error, str)]
+    failed = [
+        f"worker {index}: {error}" for index, error in enumerate(known) if isinstance(error, str)
+    ]
     if failed:
         raise SiblingFailed("; ".join(failed))
-    return tuple(decode_worker(description) for description in known if isinstance(description, bytes))
+    return tuple(
+        decode_worker(description) for description in known if isinstance(description, bytes)
+    )
 
 
 @dataclass

@@ -8,4 +8,6 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "FerryConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("FerryConnector", "kvferry.connector", "FerryConnector")
+        KVConnectorFactory.register_connector(
+            "FerryConnector", "kvferry.connector", "FerryConnector"
+        )

@@ -34,7 +34,7 @@ from kvferry.protocol.side_channel.hosts import check_announced
 from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
@@ -99,7 +99,9 @@ class StandaloneEngine:
         escape_logs()
         self.counters = Counters()
         check_announced(host, "host")
-        self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters, workers=len(shards))
+        self.leases = ProducerLedger(
+            settings.lease_slots, lease_s, self.counters, workers=len(shards)
+        )
         self.loads = ConsumerLedger(self.counters, max_ended=max_ended)
         self.host, self.port = host, port
         self._copies_blocks = settings.host_buffer and settings.is_read_from
@@ -169,7 +171,12 @@ class StandaloneEngine:
         return self.params_of(lease, blocks, len(prompt.tokens), digest_chain(prompt)).to_json()
 
     def params_of(
-        self, lease: Lease, blocks: Blocks, num_tokens: int, digests: tuple[str, ...], row: int | None = None
+        self,
+        lease: ProducerLease,
+        blocks: Blocks,
+        num_tokens: int,
+        digests: tuple[str, ...],
+        row: int | None = None,
     ) -> RemotePrefill:
         """The signed params of a prompt. `row`: where its blocks are listed, in place of `blocks`, while it is
         computed."""
@@ -281,7 +288,9 @@ class StandaloneEngine:
             else:
                 self.loads.failed(request_id)
                 self._ended.failed[request_id] = failed
-            self.loads.finished(request_id)  # nothing is asked about it any more; its params may be megabytes
+            self.loads.finished(
+                request_id
+            )  # nothing is asked about it any more; its params may be megabytes
 
     def _check_blocks(self, blocks: Blocks, num_tokens: int, *, from_first: bool) -> None:
         """Raises `InvalidBlocks` if a block that these tokens need is block 0: the plan takes it for one that is not
@@ -292,7 +301,9 @@ class StandaloneEngine:
         """
         groups = self.description.groups
         if len(blocks) != len(groups):
-            raise InvalidBlocks("blocks", f"of {len(blocks)} cache groups", f"those of {len(groups)}")
+            raise InvalidBlocks(
+                "blocks", f"of {len(blocks)} cache groups", f"those of {len(groups)}"
+            )
         for index, (group, ids) in enumerate(zip(groups, blocks, strict=True)):
             span = group.block_tokens * self.description.topology.dcp
             first = first_needed(group, num_tokens) // span
@@ -300,7 +311,9 @@ class StandaloneEngine:
             needed = ids[first:stop] if from_first else ids[max(0, len(ids) - (stop - first)) :]
             if group.policy != "state" and NULL_BLOCK in needed:
                 raise InvalidBlocks(
-                    f"blocks[{index}]", NULL_BLOCK, f"ids above {NULL_BLOCK}, which stands for no block"
+                    f"blocks[{index}]",
+                    NULL_BLOCK,
+                    f"ids above {NULL_BLOCK}, which stands for no block",
                 )
 
     def _knows(self, boot: str, name: LeaseName) -> bool:

@@ -69,7 +69,10 @@ class EngineBlocks:
             self.longest = self._count_longest(manager)
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
             self.longest = None
-            logger.warning("lease eviction disabled: this vLLM does not count the blocks of a request (%r)", error)
+            logger.warning(
+                "lease eviction disabled: this vLLM does not count the blocks of a request (%r)",
+                error,
+            )
 
     @property
     def num_free(self) -> int:
@@ -90,7 +93,11 @@ class EngineBlocks:
         vLLM caches a load's blocks when the load has ended well, so the others are its local prefix hit, which other
         requests may use at any time.
         """
-        return tuple(dict.fromkeys(chain(*self._bound.get_blocks(request_id).get_unhashed_block_ids_all_groups())))
+        return tuple(
+            dict.fromkeys(
+                chain(*self._bound.get_blocks(request_id).get_unhashed_block_ids_all_groups())
+            )
+        )
 
     def keep(self, blocks: Sequence[int]) -> None:
         """Add a reference on each block, which keeps it out of the pool."""
@@ -120,7 +127,15 @@ class EngineBlocks:
         """Tokens of the longest possible request."""
         return int(self._bound.max_model_len)
 
-    def lacking(self, request_id: str, num_tokens: int, num_slots: int, *, num_computed: int, prefill_end: int) -> int:
+    def lacking(
+        self,
+        request_id: str,
+        num_tokens: int,
+        num_slots: int,
+        *,
+        num_computed: int,
+        prefill_end: int,
+    ) -> int:
         """Blocks that a request lacks, by the call that vLLM's own admission makes (`KVCacheManager.allocate_slots`).
 
         So groups with a window, a chunk or a recurrent state count as in vLLM. A block is added for each group in
@@ -155,7 +170,9 @@ class EngineBlocks:
     def _count_longest(self, manager: KVCacheManager) -> int:
         length, unknown = self.max_model_len, ""
         longest = self.lacking(unknown, length, length, num_computed=0, prefill_end=length)
-        manager.coordinator.free(unknown)  # the call registers the request in some groups, without blocks
+        manager.coordinator.free(
+            unknown
+        )  # the call registers the request in some groups, without blocks
         return longest + self.watermark
 
     @property
@@ -177,12 +194,17 @@ def _try_references(manager: KVCacheManager) -> None:
     exception if the pool differs from the one that kvferry was tested with."""
     pool = manager.block_pool
     free = pool.get_num_free_blocks()
-    for kept in [block for block in pool.blocks[:2] if block.ref_cnt == 0 and not block.is_null][:1]:
+    for kept in [block for block in pool.blocks[:2] if block.ref_cnt == 0 and not block.is_null][
+        :1
+    ]:
         pool.touch([kept])
         if (kept.ref_cnt, pool.get_num_free_blocks()) != (1, free - 1):
             raise ValueError("a block with a reference is still free")
         pool.free_blocks([kept])
-    _ = manager.free, manager.get_blocks("").get_unhashed_block_ids_all_groups()  # used when a load has failed
+    _ = (
+        manager.free,
+        manager.get_blocks("").get_unhashed_block_ids_all_groups(),
+    )  # used when a load has failed
     if pool.get_num_free_blocks() != free or manager.get_block_ids("") is None:
         raise ValueError("a block that was given back is not free")
 
@@ -202,7 +224,11 @@ def cpu_attention_isa(layer: Any) -> str:
 
         config = get_current_vllm_config()
         dtype, block_size = config.model_config.dtype, config.cache_config.block_size
-        return str(_get_attn_isa(dtype, block_size, layer.head_size, getattr(layer, "kv_cache_dtype", None)))
+        return str(
+            _get_attn_isa(
+                dtype, block_size, layer.head_size, getattr(layer, "kv_cache_dtype", None)
+            )
+        )
     except Exception as error:
         raise UnsupportedVllm("cpu_attn._get_attn_isa", repr(error), _AS_TESTED) from error
 
@@ -285,7 +311,9 @@ class EngineLoop:
     def _wait(self, queue: Any, timeout_s: float) -> bool:
         with queue.not_empty:
             self._is_waiting = not queue.queue
-            while queue.queue and queue.queue[0] is self._message:  # news since the last wait, no input
+            while (
+                queue.queue and queue.queue[0] is self._message
+            ):  # news since the last wait, no input
                 queue.queue.popleft()
             if self._is_waiting:
                 queue.not_empty.wait(timeout_s)
@@ -301,7 +329,10 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
             if not self._is_reported:
                 self._is_reported = True
-                logger.info("this engine cannot be woken (%r): while idle, its metrics are of its last step", error)
+                logger.info(
+                    "this engine cannot be woken (%r): while idle, its metrics are of its last step",
+                    error,
+                )
 
 
 class RunningWeights:
@@ -382,7 +413,10 @@ def _find_core() -> Any:
     """The engine core whose loop runs in this process. Raises `LookupError` if there is none, or more than one, and
     `AttributeError` if it lacks what is used of it."""
     kind = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", ())
-    owners = (getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate())
+    owners = (
+        getattr(getattr(thread, "_target", None), "__self__", None)
+        for thread in threading.enumerate()
+    )
     cores = {id(owner): owner for owner in owners if isinstance(owner, kind)}
     if len(cores) != 1:
         raise LookupError(f"{len(cores)} engine cores run in this process")

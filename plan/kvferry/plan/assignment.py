@@ -37,7 +37,7 @@ class Holding(NamedTuple):
     share: Interleave
 
 
-class Source(NamedTuple):
+class ReadSource(NamedTuple):
     """One read: these heads of this tensor."""
 
     name: Name
@@ -62,14 +62,15 @@ class Assignment:
         lacks: shares that no producer worker holds, at most `MAX_LACKS`; the pair cannot work unless this is empty.
     """
 
-    sources: tuple[Mapping[int, tuple[Source, ...]], ...]
+    sources: tuple[Mapping[int, tuple[ReadSource, ...]], ...]
     released: tuple[tuple[int, ...], ...]
     lacks: tuple[Lack, ...]
 
     def expected(self, producer: int) -> int:
         """The number of consumer workers that report `done` to a producer worker."""
         return sum(
-            producer in read or producer in reported for read, reported in zip(self.sources, self.released, strict=True)
+            producer in read or producer in reported
+            for read, reported in zip(self.sources, self.released, strict=True)
         )
 
 
@@ -78,7 +79,7 @@ class _Ledger:
     """The assignment so far: bytes per producer worker, each consumer worker's sources, and steps taken."""
 
     load: list[int]
-    sources: list[dict[int, list[Source]]]
+    sources: list[dict[int, list[ReadSource]]]
     lacks: list[Lack] = field(default_factory=list)
     steps: int = 0
 
@@ -91,10 +92,18 @@ class _Ledger:
         self.steps += steps
         if self.steps > MAX_STEPS:
             change = "shard the cache in fewer different ways"
-            raise PlanRefused([Reason("workers", "too many overlapping head ranges", f"{MAX_STEPS} steps", change)])
+            raise PlanRefused(
+                [
+                    Reason(
+                        "workers", "too many overlapping head ranges", f"{MAX_STEPS} steps", change
+                    )
+                ]
+            )
 
 
-def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDescription]) -> Assignment:
+def assign(
+    consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDescription]
+) -> Assignment:
     """Choose for every (tensor, head, share of the tokens) that a consumer needs exactly one producer that holds it.
 
     Of several holders each serves as many readers of this head and share as the others, or one more. Within that, as
@@ -112,16 +121,22 @@ def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDes
         PlanRefused: the search takes more than `MAX_STEPS`.
     """
     wanted, held = _holdings(consumers), _holdings(producers)
-    patterns: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Name]] = {}  # equal holdings are one object
+    patterns: dict[
+        tuple[tuple[int, ...], tuple[int, ...]], list[Name]
+    ] = {}  # equal holdings are one object
     for name, wants in wanted.items():
-        patterns.setdefault((tuple(map(id, wants)), tuple(map(id, held.get(name, ())))), []).append(name)
+        patterns.setdefault((tuple(map(id, wants)), tuple(map(id, held.get(name, ())))), []).append(
+            name
+        )
     cells = {tensor.name: tensor.cell_bytes for worker in consumers for tensor in worker.tensors}
     ledger = _Ledger([0] * len(producers), [{} for _ in consumers])
     for names in sorted(patterns.values(), key=lambda names: _copies(held.get(names[0], ()))):
         readers, holders = wanted[names[0]], held.get(names[0], ())
         _share_out(readers, holders, names, sum(cells[name] for name in names), ledger)
     del ledger.lacks[MAX_LACKS:]
-    sources = tuple({worker: tuple(given) for worker, given in sorted(of.items())} for of in ledger.sources)
+    sources = tuple(
+        {worker: tuple(given) for worker, given in sorted(of.items())} for of in ledger.sources
+    )
     return Assignment(sources, _release_rest(sources, len(producers)), tuple(ledger.lacks))
 
 
@@ -144,7 +159,11 @@ def _holdings(workers: Iterable[WorkerDescription]) -> dict[Name, list[Holding]]
 
 
 def _share_out(
-    wants: Sequence[Holding], holds: Sequence[Holding], names: Sequence[Name], head_bytes: int, ledger: _Ledger
+    wants: Sequence[Holding],
+    holds: Sequence[Holding],
+    names: Sequence[Name],
+    head_bytes: int,
+    ledger: _Ledger,
 ) -> None:
     """Assign the sources of one pattern; `head_bytes` is the size of a head of all its tensors."""
     if len(ledger.lacks) >= MAX_LACKS:
@@ -154,7 +173,11 @@ def _share_out(
     shares = _complete_shares(holds)
     for segment in segments:
         ledger.take(len(wants))
-        readers = [one for one in wants if one.heads.start <= segment.start and segment.stop <= one.heads.stop]
+        readers = [
+            one
+            for one in wants
+            if one.heads.start <= segment.start and segment.stop <= one.heads.stop
+        ]
         if not readers:
             continue
         ledger.take(len(holds))
@@ -173,7 +196,9 @@ def _share_out(
                 continue
             ledger.take(len(meeting) * (len(holders) + len(names)))
             num_bytes = len(segment) * head_bytes // share.ranks
-            for reader, chosen in zip(meeting, _choose(meeting, holders, num_bytes, ledger), strict=True):
+            for reader, chosen in zip(
+                meeting, _choose(meeting, holders, num_bytes, ledger), strict=True
+            ):
                 _add(ledger.sources[reader].setdefault(chosen, []), names, segment)
         if not shares:
             ledger.lacks += [Lack(name, segment, Interleave()) for name in names]
@@ -184,11 +209,15 @@ def _copies(holds: Sequence[Holding]) -> float:
     return len(holds) / max(1, len({(one.heads, one.share) for one in holds}))
 
 
-def _choose(readers: Sequence[int], holders: Sequence[int], num_bytes: int, ledger: _Ledger) -> list[int]:
+def _choose(
+    readers: Sequence[int], holders: Sequence[int], num_bytes: int, ledger: _Ledger
+) -> list[int]:
     """The holder of each reader; adds `num_bytes` to the holder's load for each."""
     least, more = divmod(len(readers), len(holders))
     by_load = sorted(holders, key=lambda worker: (ledger.load[worker], worker))
-    known = [[holder for holder in by_load if holder in ledger.sources[reader]] for reader in readers]
+    known = [
+        [holder for holder in by_load if holder in ledger.sources[reader]] for reader in readers
+    ]
     given = _matched(known, least, more, ledger)
     times = dict.fromkeys(holders, 0)
     for matched in given:
@@ -206,7 +235,9 @@ def _choose(readers: Sequence[int], holders: Sequence[int], num_bytes: int, ledg
     return chosen
 
 
-def _matched(known: Sequence[Sequence[int]], least: int, more: int, ledger: _Ledger) -> list[int | None]:
+def _matched(
+    known: Sequence[Sequence[int]], least: int, more: int, ledger: _Ledger
+) -> list[int | None]:
     """Give as many readers as possible one of the holders that they know: a matching by augmenting paths.
 
     Args:
@@ -235,7 +266,9 @@ def _matched(known: Sequence[Sequence[int]], least: int, more: int, ledger: _Led
                     asking.extend(served[holder])
                     continue
                 at: int | None = holder
-                while at is not None:  # back along the path, every reader moves on to the holder that it asked
+                while (
+                    at is not None
+                ):  # back along the path, every reader moves on to the holder that it asked
                     moved = asked_by[at]
                     before = given[moved]
                     given[moved] = at
@@ -260,20 +293,27 @@ def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
     return [Interleave(ranks=ranks, rank=rank, run_tokens=run) for rank in range(ranks)]
 
 
-def _add(sources: list[Source], names: Sequence[Name], segment: Range) -> None:
+def _add(sources: list[ReadSource], names: Sequence[Name], segment: Range) -> None:
     """Add a segment for every name of a pattern, joined to the previous one if they are adjacent."""
     last = sources[-len(names) :]
     if [one.name for one in last] == list(names) and last[0].heads.stop == segment.start:
-        sources[-len(names) :] = [one._replace(heads=Range(one.heads.start, segment.stop)) for one in last]
+        sources[-len(names) :] = [
+            one._replace(heads=Range(one.heads.start, segment.stop)) for one in last
+        ]
     else:
-        sources += [Source(name, segment) for name in names]
+        sources += [ReadSource(name, segment) for name in names]
 
 
-def _release_rest(sources: Sequence[Mapping[int, object]], producers: int) -> tuple[tuple[int, ...], ...]:
+def _release_rest(
+    sources: Sequence[Mapping[int, object]], producers: int
+) -> tuple[tuple[int, ...], ...]:
     reported: list[list[int]] = [[] for _ in sources]
     read = {worker for of in sources for worker in of}
     for worker in range(producers):
         if worker not in read:
-            fewest = min(range(len(sources)), key=lambda index: (len(sources[index]) + len(reported[index]), index))
+            fewest = min(
+                range(len(sources)),
+                key=lambda index: (len(sources[index]) + len(reported[index]), index),
+            )
             reported[fewest].append(worker)
     return tuple(tuple(of) for of in reported)

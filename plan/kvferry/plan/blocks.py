@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan.tokens import TokenMap, TokenSide, first_needed, in_share, slot_of, slots_before, token_of
+from kvferry.plan.tokens import (
+    TokenMap,
+    TokenSide,
+    first_needed,
+    in_share,
+    slot_of,
+    slots_before,
+    token_of,
+)
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
@@ -91,7 +99,9 @@ def pair_request(
     return pairs
 
 
-def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: RequestBlocks) -> UnitPairs:
+def pair_units(
+    tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: RequestBlocks
+) -> UnitPairs:
     """Pair the units that hold the tokens to load; see `RequestBlocks` for the meaning of the ids.
 
     Units of a window or a chunk that no later token attends to may be absent on the remote side; they are left out.
@@ -114,7 +124,9 @@ def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: R
         text = f"no more than {len(local_ids)} local blocks of {here.block_tokens} tokens"
         raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
     held = local_ids[block] != NULL_BLOCK
-    slots_here, slots_there, block, inside = (array[held] for array in (slots_here, slots_there, block, inside))
+    slots_here, slots_there, block, inside = (
+        array[held] for array in (slots_here, slots_there, block, inside)
+    )
     total = -(-request.num_tokens // (there.block_tokens * tokens.remote.share.ranks))
     if len(remote_ids) > total:
         text = f"at most {total} blocks for {request.num_tokens} tokens"
@@ -126,7 +138,9 @@ def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: R
     if not found.all():
         _check_left_out(field, tokens, here, slots_here[~found], request, len(remote_ids))
         slots_here = slots_here[found]
-        block, inside, source, inside_source = (array[found] for array in (block, inside, source, inside_source))
+        block, inside, source, inside_source = (
+            array[found] for array in (block, inside, source, inside_source)
+        )
     local = _kernel_units(tokens, tokens.local, here, local_ids[block], inside)
     remote = _kernel_units(tokens, tokens.remote, there, remote_ids[source], inside_source)
     _check_bounds(field, tokens.remote, there, remote[0])
@@ -162,7 +176,11 @@ def _kernel_units(
 
 
 def _pair_states(
-    tokens: TokenMap, field: str, local_ids: np.ndarray, remote_ids: np.ndarray, request: RequestBlocks
+    tokens: TokenMap,
+    field: str,
+    local_ids: np.ndarray,
+    remote_ids: np.ndarray,
+    request: RequestBlocks,
 ) -> UnitPairs:
     """Pair the state after the last token: the last block of each side."""
     if request.stop_token != request.num_tokens:
@@ -170,8 +188,13 @@ def _pair_states(
         raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
     local_ids, remote_ids = local_ids[local_ids != NULL_BLOCK], remote_ids[remote_ids != NULL_BLOCK]
     if not len(local_ids) or not len(remote_ids):
-        raise InvalidParams(field, f"{len(remote_ids)} blocks", "a block with the state on both sides")
-    for name, ids, side in ((field, remote_ids, tokens.remote), ("local_blocks", local_ids, tokens.local)):
+        raise InvalidParams(
+            field, f"{len(remote_ids)} blocks", "a block with the state on both sides"
+        )
+    for name, ids, side in (
+        (field, remote_ids, tokens.remote),
+        ("local_blocks", local_ids, tokens.local),
+    ):
         if not 0 <= ids[-1] < side.blocks:
             raise InvalidParams(name, int(ids[-1]), f"block ids up to {side.blocks - 1}")
     zero = np.zeros(1, dtype=np.int64)
@@ -179,7 +202,12 @@ def _pair_states(
 
 
 def _check_left_out(
-    field: str, tokens: TokenMap, here: CacheGroup, slots: np.ndarray, request: RequestBlocks, reported: int
+    field: str,
+    tokens: TokenMap,
+    here: CacheGroup,
+    slots: np.ndarray,
+    request: RequestBlocks,
+    reported: int,
 ) -> None:
     """Check that absent units are before the window or chunk, where no later token attends to them."""
     last = token_of(tokens.local.share, slots + tokens.unit_tokens - 1)
@@ -192,4 +220,6 @@ def _check_left_out(
 def _check_bounds(field: str, side: TokenSide, group: CacheGroup, blocks: np.ndarray) -> None:
     if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < side.blocks:
         ratio = group.block_tokens // side.block_tokens
-        raise InvalidParams(field, int(blocks.max()) // ratio, f"block ids up to {side.blocks // ratio - 1}")
+        raise InvalidParams(
+            field, int(blocks.max()) // ratio, f"block ids up to {side.blocks // ratio - 1}"
+        )

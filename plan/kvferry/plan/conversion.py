@@ -14,7 +14,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "floa
 _QUANTIZATION = {1: "fp8_per_tensor", 2: "none", 4: "none"}
 
 
-class Conversion(NamedTuple):
+class DtypeConversion(NamedTuple):
     """Conversion from the producer's dtype and scale to the consumer's."""
 
     remote_dtype: str
@@ -38,7 +38,9 @@ def needs_conversion(local: PagedTensor, remote: PagedTensor) -> bool:
 
 def is_convertible(local: PagedTensor, remote: PagedTensor) -> bool:
     """Whether the remote tensor can be converted to the local one."""
-    if not all(_is_known(tensor.format) and _is_made_of_items(tensor) for tensor in (local, remote)):
+    if not all(
+        _is_known(tensor.format) and _is_made_of_items(tensor) for tensor in (local, remote)
+    ):
         return False
     return _elements(local) == _elements(remote)
 
@@ -48,9 +50,11 @@ def lacks_scales(tensor: PagedTensor) -> bool:
     return tensor.format.quantization != "none" and not tensor.scales
 
 
-def conversion_of(local: PagedTensor, remote: PagedTensor, head: int) -> Conversion:
+def conversion_of(local: PagedTensor, remote: PagedTensor, head: int) -> DtypeConversion:
     """The conversion of one global head of two convertible tensors."""
-    return Conversion(remote.format.dtype, local.format.dtype, _scale(remote, head), _scale(local, head))
+    return DtypeConversion(
+        remote.format.dtype, local.format.dtype, _scale(remote, head), _scale(local, head)
+    )
 
 
 def has_scales_by_head(tensor: PagedTensor) -> bool:
@@ -60,7 +64,9 @@ def has_scales_by_head(tensor: PagedTensor) -> bool:
 
 def _is_known(found: Format) -> bool:
     item = ITEM_BYTES.get(found.dtype)
-    return item is not None and found.packing == "plain" and found.quantization == _QUANTIZATION[item]
+    return (
+        item is not None and found.packing == "plain" and found.quantization == _QUANTIZATION[item]
+    )
 
 
 def _is_made_of_items(tensor: PagedTensor) -> bool:

@@ -39,7 +39,9 @@ def route_copies(route: Route, units: Mapping[TokenMap, UnitPairs]) -> tuple[Cop
     return tuple(found)
 
 
-def _expand(table: DescriptorTable, local: np.ndarray, remote: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _expand(
+    table: DescriptorTable, local: np.ndarray, remote: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dst, lengths = _addresses(table.local_rows, local)
     src, _ = _addresses(table.remote_rows, remote)
     return src, dst, lengths

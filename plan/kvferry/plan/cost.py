@@ -49,7 +49,7 @@ PUBLISHED = Costs()
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ReadOption:
     """A way of reading in the producer's shape: its bytes and descriptors."""
 
     read_bytes: float
@@ -58,32 +58,40 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How bytes are placed, and why. `offer` is the index of the chosen offer, None for direct."""
+    """How bytes are placed, and why. `option` is the index of the chosen option, None for direct."""
 
-    offer: int | None
+    option: int | None
     reason: str
 
 
-def choose(costs: Costs, num_bytes: float, descriptors: float, offers: Sequence[Offer]) -> Choice:
-    """Choose between reading `num_bytes` in place with `descriptors` and `offers` in the producer's shape.
+def choose(
+    costs: Costs, num_bytes: float, descriptors: float, read_options: Sequence[ReadOption]
+) -> Choice:
+    """Choose between reading `num_bytes` in place with `descriptors` and the options in the producer's shape.
 
     Runs of `direct_min_bytes` and more are never staged: their descriptors cost less than their bytes.
     """
     length = num_bytes / descriptors
     if length >= costs.direct_min_bytes:
-        return Choice(None, f"runs of {length:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap")
-    best = cheapest(costs, offers)
-    offer = offers[best] if best is not None else None
+        return Choice(
+            None,
+            f"runs of {length:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap",
+        )
+    best = cheapest(costs, read_options)
+    option = read_options[best] if best is not None else None
     direct_s, relayout_s = costs.read_s(num_bytes, descriptors), costs.relayout_s(num_bytes)
-    if offer is None or costs.read_s(offer.read_bytes, offer.descriptors) + relayout_s >= direct_s:
+    if (
+        option is None
+        or costs.read_s(option.read_bytes, option.descriptors) + relayout_s >= direct_s
+    ):
         return Choice(None, f"runs of {length:.0f} B, and no better ones on the producer")
-    reason = f"runs of {length:.0f} B, but of {offer.read_bytes / offer.descriptors:.0f} B on the producer"
-    if offer.read_bytes > num_bytes:
-        reason += f", where {offer.read_bytes / num_bytes:.3g} times the bytes are read"
+    reason = f"runs of {length:.0f} B, but of {option.read_bytes / option.descriptors:.0f} B on the producer"
+    if option.read_bytes > num_bytes:
+        reason += f", where {option.read_bytes / num_bytes:.3g} times the bytes are read"
     return Choice(best, reason)
 
 
-def cheapest(costs: Costs, offers: Sequence[Offer]) -> int | None:
-    """The index of the fastest offer; the first of equals."""
-    times = [costs.read_s(offer.read_bytes, offer.descriptors) for offer in offers]
-    return min(range(len(offers)), key=times.__getitem__, default=None)
+def cheapest(costs: Costs, read_options: Sequence[ReadOption]) -> int | None:
+    """The index of the fastest option; the first of equals."""
+    times = [costs.read_s(option.read_bytes, option.descriptors) for option in read_options]
+    return min(range(len(read_options)), key=times.__getitem__, default=None)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.runs import MAX_DESCRIPTORS, Axis, Bundle, UnitStride, grid
+from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, RunAxis, UnitStride, grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route
 
@@ -75,20 +75,31 @@ def route_tables(
         placing: of the bundles to include; None for all of them, as if everything were direct.
     """
     tables = []
-    for bundles in _portions([one for one in route.bundles if placing in (None, route.placing_of(one))]):
-        local, remote = Rows(local_device), Rows(remote_device)
+    for bundles in _portions(
+        [one for one in route.bundles if placing in (None, route.placing_of(one))]
+    ):
+        local, remote = RowBuilder(local_device), RowBuilder(remote_device)
         indices = []
         for bundle in bundles:
             local_starts, local_step = local.add(bundle, local_side(bundle))
             remote_starts, remote_step = remote.add(bundle, remote_side(bundle))
             indices.append(
-                BundleIndex(bundle.tokens, bundle.run_bytes, local_starts, remote_starts, local_step, remote_step)
+                BundleIndex(
+                    bundle.tokens,
+                    bundle.run_bytes,
+                    local_starts,
+                    remote_starts,
+                    local_step,
+                    remote_step,
+                )
             )
         tables.append(DescriptorTable(local.array(), remote.array(), tuple(indices)))
     return tuple(tables)
 
 
-def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]) -> DescriptorPairs:
+def descriptor_pairs(
+    table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
+) -> DescriptorPairs:
     """The index arrays of one request.
 
     In each run the units ascend on the remote side, because NIXL merges only indices that are ascending and adjacent on
@@ -103,10 +114,20 @@ def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
             continue
         order = _order(one, pairs)
         local.append(
-            row_indices(one.local_starts, one.local_step, pairs.local_block[order], pairs.local_position[order])
+            row_indices(
+                one.local_starts,
+                one.local_step,
+                pairs.local_block[order],
+                pairs.local_position[order],
+            )
         )
         remote.append(
-            row_indices(one.remote_starts, one.remote_step, pairs.remote_block[order], pairs.remote_position[order])
+            row_indices(
+                one.remote_starts,
+                one.remote_step,
+                pairs.remote_block[order],
+                pairs.remote_position[order],
+            )
         )
         num_bytes += len(local[-1]) * one.run_bytes
     if not local:
@@ -117,11 +138,15 @@ def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
 
 def _order(one: BundleIndex, pairs: UnitPairs) -> np.ndarray:
     if one.remote_step > 1 or one.remote_starts.shape[1] == 1:
-        return np.argsort(pairs.remote_block * one.remote_starts.shape[1] + pairs.remote_position, kind="stable")
+        return np.argsort(
+            pairs.remote_block * one.remote_starts.shape[1] + pairs.remote_position, kind="stable"
+        )
     return np.asarray(np.lexsort((pairs.remote_block, pairs.remote_position)))
 
 
-def row_indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def row_indices(
+    starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
     """The descriptors of units, run by run, int32; `starts` is `[runs, positions]`, the first descriptor of each."""
     inside = (blocks * step).astype(np.int32)
     if starts.shape[1] == 1:
@@ -129,7 +154,7 @@ def row_indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np
     return np.asarray((starts[:, positions] + inside[None, :]).ravel())
 
 
-class Side(NamedTuple):
+class BundleSide(NamedTuple):
     """One side of a bundle: bases, the strides of the bundle's axes, the bytes of a run, and its unit stride."""
 
     run_bytes: int
@@ -139,20 +164,20 @@ class Side(NamedTuple):
     positions: int
 
 
-def local_side(bundle: Bundle) -> Side:
+def local_side(bundle: Bundle) -> BundleSide:
     """The consumer's side of a bundle."""
     bases = np.array([base for base, _ in bundle.bases], dtype=np.int64)
     strides = tuple(axis.local_stride for axis in bundle.axes)
     positions = bundle.tokens.positions(bundle.tokens.local)
-    return Side(bundle.local_run_bytes, bases, strides, bundle.local_unit_stride, positions)
+    return BundleSide(bundle.local_run_bytes, bases, strides, bundle.local_unit_stride, positions)
 
 
-def remote_side(bundle: Bundle) -> Side:
+def remote_side(bundle: Bundle) -> BundleSide:
     """The producer's side of a bundle."""
     bases = np.array([base for _, base in bundle.bases], dtype=np.int64)
     strides = tuple(axis.remote_stride for axis in bundle.axes)
     positions = bundle.tokens.positions(bundle.tokens.remote)
-    return Side(bundle.run_bytes, bases, strides, bundle.remote_unit_stride, positions)
+    return BundleSide(bundle.run_bytes, bases, strides, bundle.remote_unit_stride, positions)
 
 
 class _Fold(NamedTuple):
@@ -163,7 +188,7 @@ class _Fold(NamedTuple):
     steps: int
 
 
-def _fold(axes: Sequence[Axis], side: Side) -> _Fold | None:
+def _fold(axes: Sequence[RunAxis], side: BundleSide) -> _Fold | None:
     """The axis that continues from block to block at a constant stride, if any: it needs no rows of its own."""
     unit_stride, positions = side.unit_stride, side.positions
     if positions * unit_stride.position_stride == unit_stride.block_stride or positions == 1:
@@ -176,7 +201,7 @@ def _fold(axes: Sequence[Axis], side: Side) -> _Fold | None:
     return None
 
 
-class Rows:
+class RowBuilder:
     """Builder of the rows of one side of a table."""
 
     def __init__(self, device: int) -> None:
@@ -188,7 +213,7 @@ class Rows:
         """All rows so far, int64 `[R, 5]`."""
         return np.asarray(np.concatenate([np.empty((0, 5), dtype=np.int64), *self._rows]))
 
-    def add(self, bundle: Bundle, side: Side) -> tuple[np.ndarray, int]:
+    def add(self, bundle: Bundle, side: BundleSide) -> tuple[np.ndarray, int]:
         """Add a bundle's rows.
 
         Returns:
@@ -271,6 +296,8 @@ def _countable(bundle: Bundle) -> Bundle:
                 for step in range(axis.steps)
             ),
             members=tuple(members for members in bundle.members for _ in range(axis.steps)),
-            conversions=tuple(conversion for conversion in bundle.conversions for _ in range(axis.steps)),
+            conversions=tuple(
+                conversion for conversion in bundle.conversions for _ in range(axis.steps)
+            ),
         )
     return bundle

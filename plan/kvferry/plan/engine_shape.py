@@ -29,7 +29,9 @@ class EngineShape:
     @classmethod
     def of(cls, engine: EngineDescription) -> EngineShape:
         """The shape of a whole engine."""
-        tensors = [tensor for worker in engine.workers for tensor in worker.tensors if len(tensor.heads)]
+        tensors = [
+            tensor for worker in engine.workers for tensor in worker.tensors if len(tensor.heads)
+        ]
         attention = [tensor for tensor in tensors if engine.groups[tensor.group].policy != "state"]
         # A convolution's heads are its channels.
         states = [tensor for tensor in tensors if not tensor.kind.startswith("conv")]
@@ -51,7 +53,9 @@ class EngineShape:
 def format_topology(topology: Topology) -> str:
     """`TP 4 · PP 2`: the tensor-parallel size, and the other parallel sizes above 1."""
     named = (("PP", topology.pp), ("PCP", topology.pcp), ("DCP", topology.dcp))
-    return " · ".join([f"TP {topology.tp}", *(f"{name} {size}" for name, size in named if size > 1)])
+    return " · ".join(
+        [f"TP {topology.tp}", *(f"{name} {size}" for name, size in named if size > 1)]
+    )
 
 
 def format_group(group: CacheGroup) -> str:

@@ -11,7 +11,7 @@ from kvferry.plan.engine_shape import EngineShape
 from kvferry.plan.placing import TokenMaps, parts_of, place
 from kvferry.plan.refusals import PlanRefused, Reason, check_description
 from kvferry.plan.run_merger import bundle
-from kvferry.plan.runs import Bundle, Part
+from kvferry.plan.runs import Bundle, TensorSlice
 from kvferry.plan.tokens import map_tokens
 from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Range
@@ -39,7 +39,8 @@ _SAME_SETTING = {
 }
 """By the first part of a setting's name the change that helps; for all others it is the model's configuration."""
 _SAME_CONFIG = (
-    "serve the same configuration on both sides (config.json, --hf-config-path, --hf-overrides, --trust-remote-code)"
+    "serve the same configuration on both sides"
+    " (config.json, --hf-config-path, --hf-overrides, --trust-remote-code)"
 )
 _SAME_GROUPS = (
     "serve the same model, on both sides with the hybrid cache manager or on both without: it is off with"
@@ -87,7 +88,9 @@ def plan_engine(
     return tuple(_plan(consumer, worker, producer, assignment, shapes, costs) for worker in workers)
 
 
-def _shapes(consumer: EngineDescription, producer: EngineDescription) -> tuple[EngineShape, EngineShape]:
+def _shapes(
+    consumer: EngineDescription, producer: EngineDescription
+) -> tuple[EngineShape, EngineShape]:
     return EngineShape.of(consumer), EngineShape.of(producer)
 
 
@@ -120,14 +123,16 @@ def _plan(
     for index, wanted in assignment.sources[worker].items():
         there = producer.workers[index]
         remote = {tensor.name: tensor for tensor in there.tensors}
-        parts: list[Part] = []
+        parts: list[TensorSlice] = []
         for name, heads in wanted:
             ours, theirs = local[name], remote[name]
             parts += parts_of(ours, theirs, heads, maps.of(ours, theirs))
         bundles = bundle(parts)
         sizes = _check_sizes(*sizes, bundles)
         slices, staged = place(parts, bundles, costs)
-        routes.append(Route(index, there.place, slices, bundles, staged, assignment.expected(index)))
+        routes.append(
+            Route(index, there.place, slices, bundles, staged, assignment.expected(index))
+        )
     routes += [
         Route(index, producer.workers[index].place, (), (), (), assignment.expected(index))
         for index in assignment.released[worker]
@@ -147,9 +152,14 @@ def _check_sizes(rows: int, descriptors: int, bundles: Sequence[Bundle]) -> tupl
     for one in bundles:
         sides = (one.tokens.local, one.tokens.remote)
         rows += one.unit_runs * max(map(one.tokens.positions, sides))
-        descriptors += one.unit_runs * max(one.tokens.positions(side) * side.blocks for side in sides)
+        descriptors += one.unit_runs * max(
+            one.tokens.positions(side) * side.blocks for side in sides
+        )
     change = "use block sizes and cache layouts that share longer runs"
-    for what, found, most in (("rows", rows, MAX_ROWS), ("descriptors", descriptors, MAX_TOTAL_DESCRIPTORS)):
+    for what, found, most in (
+        ("rows", rows, MAX_ROWS),
+        ("descriptors", descriptors, MAX_TOTAL_DESCRIPTORS),
+    ):
         if found > most:
             raise PlanRefused([Reason("descriptors", f"{found} {what}", f"at most {most}", change)])
     return rows, descriptors
@@ -172,12 +182,19 @@ def _setting_reasons(consumer: EngineDescription, producer: EngineDescription) -
         left = theirs.get(name, "not set")
         right = ours.get(name, "not set")
         if left != right:
-            yield Reason(f"model.{name}", left, right, _SAME_SETTING.get(name.partition(".")[0], _SAME_CONFIG))
+            yield Reason(
+                f"model.{name}",
+                left,
+                right,
+                _SAME_SETTING.get(name.partition(".")[0], _SAME_CONFIG),
+            )
 
 
 def _group_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
     if len(producer.groups) != len(consumer.groups):
-        yield Reason("cache_groups", str(len(producer.groups)), str(len(consumer.groups)), _SAME_GROUPS)
+        yield Reason(
+            "cache_groups", str(len(producer.groups)), str(len(consumer.groups)), _SAME_GROUPS
+        )
         return
     for index, (theirs, ours) in enumerate(zip(producer.groups, consumer.groups, strict=True)):
         for field in ("policy", "window_tokens"):
@@ -208,18 +225,26 @@ def _surplus_reasons(consumer: EngineDescription, producer: EngineDescription) -
     numbers differ, head 0 of one model is not head 0 of the other.
     """
     known = {tensor.layer for worker in consumer.workers for tensor in worker.tensors}
-    surplus = dict.fromkeys(x.layer for worker in producer.workers for x in worker.tensors if x.layer not in known)
+    surplus = dict.fromkeys(
+        x.layer for worker in producer.workers for x in worker.tensors if x.layer not in known
+    )
     if surplus:
         first, *more = surplus
         what = f"has it, and {len(more)} more up to {more[-1]}" if more else "has it"
-        yield Reason(f"layer {first}", what, "has no such layer", "serve the same layers on both sides")
+        yield Reason(
+            f"layer {first}", what, "has no such layer", "serve the same layers on both sides"
+        )
     wanted = _num_heads(consumer)
     too_many: dict[tuple[int, int], list[str]] = {}
     for key, held in _num_heads(producer).items():
         if held > wanted.get(key, held):
             too_many.setdefault((held, wanted[key]), []).append("/".join(key[0]))
     for (held, most), tensors in too_many.items():
-        others = f", as have {len(tensors) - 1} more tensors up to {tensors[-1]}" if len(tensors) > 1 else ""
+        others = (
+            f", as have {len(tensors) - 1} more tensors up to {tensors[-1]}"
+            if len(tensors) > 1
+            else ""
+        )
         change = "serve the same model on both sides: an equal model_fingerprint does not make two models the same"
         yield Reason(f"tensor {tensors[0]}", f"{held} heads{others}", f"{most} heads", change)
 
@@ -267,7 +292,9 @@ def _is_alike(local: PagedTensor, remote: PagedTensor) -> bool:
     )
 
 
-def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedTensor) -> Iterator[Reason]:
+def _differences(
+    consumer: EngineDescription, local: PagedTensor, remote: PagedTensor
+) -> Iterator[Reason]:
     if local.group >= len(consumer.groups):
         return  # the groups' own reasons cover it
     is_state = consumer.groups[local.group].policy == "state"
@@ -275,8 +302,12 @@ def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedT
     if needs_conversion(local, remote) and is_convertible(local, remote):
         irrelevant |= {"format", "cell_bytes", "scales"}
         if local.format != remote.format and (lacks_scales(local) or lacks_scales(remote)):
-            theirs, ours = ("missing" if lacks_scales(tensor) else "known" for tensor in (remote, local))
-            change = "what is converted needs static scales: use the same --kv-cache-dtype on both sides"
+            theirs, ours = (
+                "missing" if lacks_scales(tensor) else "known" for tensor in (remote, local)
+            )
+            change = (
+                "what is converted needs static scales: use the same --kv-cache-dtype on both sides"
+            )
             yield Reason(f"{local.layer}/{local.kind}.scales", theirs, ours, change)
     for field, change in _SAME_TENSOR.items():
         theirs, ours = getattr(remote, field), getattr(local, field)
@@ -288,7 +319,9 @@ def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedT
     if unit % local.tile_tokens:
         change = "choose block sizes and a cp_kv_cache_interleave_size that are multiples of a cell's tokens"
         cells = f"cells of {local.tile_tokens} tokens"
-        yield Reason(f"{local.layer}/{local.kind}.tile_tokens", f"runs of {unit} tokens", cells, change)
+        yield Reason(
+            f"{local.layer}/{local.kind}.tile_tokens", f"runs of {unit} tokens", cells, change
+        )
 
 
 def _shortened(reasons: list[Reason], most: int, field: str) -> list[Reason]:

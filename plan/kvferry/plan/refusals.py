@@ -38,7 +38,9 @@ class PlanRefused(KvferryError):
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)
-        super().__init__("; ".join(f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1)))
+        super().__init__(
+            "; ".join(f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1))
+        )
 
 
 MAX_BLOCK_TOKENS = 65536
@@ -53,18 +55,30 @@ def check_description(engine: EngineDescription) -> None:
     """
     places = [worker.place for worker in engine.workers]
     if len(set(places)) != len(places):
-        raise InvalidMessage("workers", f"{len(places)} workers", "a place of its own for every worker")
+        raise InvalidMessage(
+            "workers", f"{len(places)} workers", "a place of its own for every worker"
+        )
     for index, group in enumerate(engine.groups):
         if group.policy != "state" and group.block_tokens > MAX_BLOCK_TOKENS:
-            raise InvalidMessage(f"groups[{index}].block_tokens", group.block_tokens, f"at most {MAX_BLOCK_TOKENS}")
+            raise InvalidMessage(
+                f"groups[{index}].block_tokens", group.block_tokens, f"at most {MAX_BLOCK_TOKENS}"
+            )
     for index, worker in enumerate(engine.workers):
         names = [tensor.name for tensor in worker.tensors]
         if len(set(names)) != len(names):
-            raise InvalidMessage(f"workers[{index}].tensors", f"{len(names)} tensors", "distinct names")
+            raise InvalidMessage(
+                f"workers[{index}].tensors", f"{len(names)} tensors", "distinct names"
+            )
         reaches: dict[tuple[object, ...], int] = {}
         blocks_of: dict[int, tuple[int, int, Interleave]] = {}
         for tensor in worker.tensors:
-            shape = (*tensor.shape, tensor.group, tensor.heads, tensor.interleave, len(tensor.scales))
+            shape = (
+                *tensor.shape,
+                tensor.group,
+                tensor.heads,
+                tensor.interleave,
+                len(tensor.scales),
+            )
             reach = reaches.get(shape)
             if reach is not None and tensor.base + reach <= 1 << 63:
                 continue  # the same shape as a checked layer
@@ -83,7 +97,11 @@ def check_description(engine: EngineDescription) -> None:
 
 def _blocks(found: tuple[int, int, Interleave]) -> str:
     blocks, tokens, share = found
-    rank = f" on rank {share.rank} of {share.ranks}, runs of {share.run_tokens}" if share.ranks > 1 else ""
+    rank = (
+        f" on rank {share.rank} of {share.ranks}, runs of {share.run_tokens}"
+        if share.ranks > 1
+        else ""
+    )
     return f"{blocks} blocks of {tokens} tokens{rank}"
 
 
@@ -91,11 +109,15 @@ def _check_base(where: str, tensor: PagedTensor) -> int:
     """Check a tensor's base and return the bytes from there to its end."""
     if tensor.blocks * tensor.tiles >= 1 << 31:  # NIXL counts the descriptors of a run in int32
         raise InvalidMessage(
-            f"{where}.blocks", tensor.blocks, f"fewer than 2**31 cells of a head, {tensor.tiles} a block"
+            f"{where}.blocks",
+            tensor.blocks,
+            f"fewer than 2**31 cells of a head, {tensor.tiles} a block",
         )
     reach = (tensor.blocks - 1) * tensor.block_stride + tensor.block_extent
     if tensor.base + reach > 1 << 63:
-        raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
+        raise InvalidMessage(
+            f"{where}.base", tensor.base, "an address whose last cell ends below 2**63"
+        )
     return reach
 
 
@@ -103,25 +125,37 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
     if tensor.group >= len(engine.groups):
         raise InvalidMessage(f"{where}.group", tensor.group, f"below {len(engine.groups)}")
     if tensor.heads.stop < tensor.heads.start:
-        raise InvalidMessage(f"{where}.heads", tensor.heads, "a range that does not end before it starts")
+        raise InvalidMessage(
+            f"{where}.heads", tensor.heads, "a range that does not end before it starts"
+        )
     if tensor.block_tokens % tensor.tile_tokens:
-        raise InvalidMessage(f"{where}.tile_tokens", tensor.tile_tokens, f"a divisor of {tensor.block_tokens}")
+        raise InvalidMessage(
+            f"{where}.tile_tokens", tensor.tile_tokens, f"a divisor of {tensor.block_tokens}"
+        )
     if tensor.interleave.rank >= tensor.interleave.ranks:
-        raise InvalidMessage(f"{where}.interleave.rank", tensor.interleave.rank, f"below {tensor.interleave.ranks}")
+        raise InvalidMessage(
+            f"{where}.interleave.rank", tensor.interleave.rank, f"below {tensor.interleave.ranks}"
+        )
     element = tensor.element_bytes
     if element and (element & (element - 1) or tensor.cell_bytes % element):
         divisor = f"0, or a power of two that divides {tensor.cell_bytes}"
         raise InvalidMessage(f"{where}.element_bytes", element, divisor)
     pieces = tensor.cell_bytes // element if element else 1
     if len(tensor.heads) * tensor.tiles * pieces > 1 << 24:
-        raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**24 pieces of cells in a block")
+        raise InvalidMessage(
+            f"{where}.heads", tensor.heads, "at most 2**24 pieces of cells in a block"
+        )
     if len(tensor.scales) not in (0, 1, len(tensor.heads)):
         expected = f"none, one, or one for each of {len(tensor.heads)} heads"
         raise InvalidMessage(f"{where}.scales", f"{len(tensor.scales)} scales", expected)
     group = engine.groups[tensor.group]
     if group.policy != "state" and group.block_tokens % tensor.block_tokens:
-        raise InvalidMessage(f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}")
+        raise InvalidMessage(
+            f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}"
+        )
     share = tensor.interleave
     if group.policy != "state" and share.ranks > 1 and group.block_tokens % share.run_tokens:
         # Otherwise the number of blocks would not determine how many slots a rank has filled.
-        raise InvalidMessage(f"{where}.interleave.run_tokens", share.run_tokens, f"a divisor of {group.block_tokens}")
+        raise InvalidMessage(
+            f"{where}.interleave.run_tokens", share.run_tokens, f"a divisor of {group.block_tokens}"
+        )

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvferry.plan.conversion import Conversion
-from kvferry.plan.runs import Axis, Bundle, Part, Reading, UnitStride
+from kvferry.plan.conversion import DtypeConversion
+from kvferry.plan.runs import Bundle, Reading, RunAxis, TensorSlice, UnitStride
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor
 
 
-def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
+def bundle(parts: Sequence[TensorSlice]) -> tuple[Bundle, ...]:
     """Merge parts into bundles; the indices of `members` are those of `parts`.
 
     Example: K and V of one layer, 2 heads, units of 4 tokens, cells of 8 bytes. If both sides have head stride 64,
@@ -28,7 +28,9 @@ def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
     strided_runs = [merger.strided_run(index, part) for index, part in enumerate(parts)]
     while True:
         joined = [
-            strided for alike in _grouped(strided_runs, lambda strided: id(strided.loops)) for strided in _join(alike)
+            strided
+            for alike in _grouped(strided_runs, lambda strided: id(strided.loops))
+            for strided in _join(alike)
         ]
         settled = len(joined) == len(strided_runs)
         strided_runs = [merger.grow(strided) for strided in joined]
@@ -43,16 +45,22 @@ def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
             remote_unit_stride=alike[0].loops.remote_unit_stride,
             bases=tuple((strided.local_base, strided.remote_base) for strided in alike),
             members=tuple(strided.members for strided in alike),
-            conversions=tuple(strided.conversion for strided in alike if strided.conversion is not None),
+            conversions=tuple(
+                strided.conversion for strided in alike if strided.conversion is not None
+            ),
         )
         for alike in _grouped(
             strided_runs,
-            lambda strided: (id(strided.loops), strided.run, strided.conversion and strided.conversion[:2]),
+            lambda strided: (
+                id(strided.loops),
+                strided.run,
+                strided.conversion and strided.conversion[:2],
+            ),
         )
     )
 
 
-def producer_runs(parts: Sequence[Part], reading: Reading) -> tuple[Bundle, ...]:
+def producer_runs(parts: Sequence[TensorSlice], reading: Reading) -> tuple[Bundle, ...]:
     """The producer's own runs; both sides of these bundles describe the producer."""
     maps: dict[int, TokenMap] = {}
     return bundle([_producer_part(part, reading, maps) for part in parts])
@@ -62,7 +70,7 @@ class _Loops(NamedTuple):
     """Loop structure without the run."""
 
     tokens: TokenMap
-    axes: tuple[Axis, ...]
+    axes: tuple[RunAxis, ...]
     local_unit_stride: UnitStride
     remote_unit_stride: UnitStride
     items: tuple[int, int]
@@ -74,7 +82,7 @@ class _StridedRun(NamedTuple):
     local_base: int
     remote_base: int
     members: tuple[int, ...]
-    conversion: Conversion | None
+    conversion: DtypeConversion | None
 
 
 class _RunMerger:
@@ -85,7 +93,7 @@ class _RunMerger:
         self._equal: dict[_Loops, _Loops] = {}
         self._grown: dict[tuple[int, int], tuple[_Loops, int]] = {}
 
-    def strided_run(self, index: int, part: Part) -> _StridedRun:
+    def strided_run(self, index: int, part: TensorSlice) -> _StridedRun:
         """The strided run of one part."""
         local, remote, heads, tokens, conversion = part
         shape = (local.shape, remote.shape, len(heads), id(tokens), conversion and conversion[:2])
@@ -107,16 +115,20 @@ class _RunMerger:
         if found is None:
             axes, run = _absorb(strided.loops.axes, strided.run, strided.loops.items)
             found = self._grown[key] = (self._one(strided.loops._replace(axes=axes)), run)
-        return strided if found[1] == strided.run else strided._replace(loops=found[0], run=found[1])
+        return (
+            strided if found[1] == strided.run else strided._replace(loops=found[0], run=found[1])
+        )
 
-    def _loops(self, part: Part) -> tuple[_Loops, int]:
+    def _loops(self, part: TensorSlice) -> tuple[_Loops, int]:
         local, remote, heads, tokens, conversion = part
         tiles = local.tiles if tokens.is_state else tokens.unit_tokens // local.tile_tokens
         items = conversion.items if conversion is not None else (1, 1)
-        elements, contiguous = _elements(local, remote) if conversion is None else _items(local, remote, items)
+        elements, contiguous = (
+            _elements(local, remote) if conversion is None else _items(local, remote, items)
+        )
         axes = [
-            Axis(len(heads), local.head_stride, remote.head_stride),
-            Axis(tiles, local.tile_stride, remote.tile_stride),
+            RunAxis(len(heads), local.head_stride, remote.head_stride),
+            RunAxis(tiles, local.tile_stride, remote.tile_stride),
             *elements,
         ]
         merged, run = _absorb(axes, contiguous, items)
@@ -131,10 +143,12 @@ class _RunMerger:
 def _unit_stride(tensor: PagedTensor, tiles: int, positions: int) -> UnitStride:
     """The unit stride of one side; 0 within a block that is one unit, so that tensors with another order of
     tokens (K as [D, N] beside V as [N, D]) can merge."""
-    return UnitStride(tensor.block_stride, tiles * tensor.tile_stride if positions > 1 else 0, tensor.blocks)
+    return UnitStride(
+        tensor.block_stride, tiles * tensor.tile_stride if positions > 1 else 0, tensor.blocks
+    )
 
 
-def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]:
+def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[RunAxis], int]:
     """The axes inside a cell, and the bytes that are contiguous on both sides with any strides.
 
     Element sizes are powers of two, so the smaller one divides the larger.
@@ -151,19 +165,26 @@ def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]
     # Elements of `large` bytes around pieces of `small`: each side's own stride where its elements are that small.
     outer = [stride if size == large else stride * (large // size) for stride, size in strides]
     inner = [stride if size == small else small for stride, size in strides]
-    return [Axis(cell // large, outer[0], outer[1]), Axis(large // small, inner[0], inner[1])], small
+    return [
+        RunAxis(cell // large, outer[0], outer[1]),
+        RunAxis(large // small, inner[0], inner[1]),
+    ], small
 
 
-def _items(local: PagedTensor, remote: PagedTensor, items: tuple[int, int]) -> tuple[list[Axis], int]:
+def _items(
+    local: PagedTensor, remote: PagedTensor, items: tuple[int, int]
+) -> tuple[list[RunAxis], int]:
     """The axis of the elements of a converted cell, and a run of one element."""
     strides = [
         tensor.element_stride if tensor.element_bytes else item
         for tensor, item in zip((local, remote), items, strict=True)
     ]
-    return [Axis(local.cell_bytes // items[0], strides[0], strides[1])], 1
+    return [RunAxis(local.cell_bytes // items[0], strides[0], strides[1])], 1
 
 
-def _absorb(axes: Iterable[Axis], run: int, items: tuple[int, int]) -> tuple[tuple[Axis, ...], int]:
+def _absorb(
+    axes: Iterable[RunAxis], run: int, items: tuple[int, int]
+) -> tuple[tuple[RunAxis, ...], int]:
     """Grow the run by every axis that continues it on both sides; drop axes of one step."""
     left = [axis for axis in axes if axis.steps > 1]
     while True:
@@ -177,16 +198,20 @@ def _absorb(axes: Iterable[Axis], run: int, items: tuple[int, int]) -> tuple[tup
             return tuple(left), run
 
 
-def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> Part:
+def _producer_part(part: TensorSlice, reading: Reading, maps: dict[int, TokenMap]) -> TensorSlice:
     """The part with the producer's side on both sides; `maps` caches the producer's token maps."""
     remote, heads, tokens = part.remote, part.heads, part.tokens
     whole = reading is not Reading.UNITS and not tokens.is_state
     unit = remote.block_tokens if whole else tokens.unit_tokens
     tokens = maps.setdefault(id(tokens), TokenMap(tokens.group, unit, tokens.remote, tokens.remote))
-    return Part(remote, remote, remote.heads if reading is Reading.ALL_HEADS else heads, tokens)
+    return TensorSlice(
+        remote, remote, remote.heads if reading is Reading.ALL_HEADS else heads, tokens
+    )
 
 
-def _grouped(strided_runs: Iterable[_StridedRun], key: Callable[[_StridedRun], object]) -> list[list[_StridedRun]]:
+def _grouped(
+    strided_runs: Iterable[_StridedRun], key: Callable[[_StridedRun], object]
+) -> list[list[_StridedRun]]:
     """The strided runs grouped by a key, in order of first appearance."""
     groups: dict[object, list[_StridedRun]] = {}
     for strided in strided_runs:
@@ -204,7 +229,9 @@ def _join(alike: list[_StridedRun]) -> list[_StridedRun]:
     for strided in sorted(alike, key=lambda strided: strided.local_base):
         last = joined[-1] if joined else None
         if last is not None and _adjacent(last, strided):
-            joined[-1] = last._replace(run=last.run + strided.run, members=last.members + strided.members)
+            joined[-1] = last._replace(
+                run=last.run + strided.run, members=last.members + strided.members
+            )
         else:
             joined.append(strided)
     return joined
@@ -215,7 +242,9 @@ def _adjacent(last: _StridedRun, strided: _StridedRun) -> bool:
     return (
         last.conversion is None
         and strided.conversion is None
-        and strided.local_base - last.local_base == last.run == strided.remote_base - last.remote_base
+        and strided.local_base - last.local_base
+        == last.run
+        == strided.remote_base - last.remote_base
         and length <= last.loops.local_unit_stride.block_stride
         and length <= last.loops.remote_unit_stride.block_stride
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.conversion import Conversion
+from kvferry.plan.conversion import DtypeConversion
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor, Range
 
@@ -18,7 +18,7 @@ MAX_DESCRIPTORS = (1 << 31) - 1
 """Indices of descriptors are int32, in NIXL too."""
 
 
-class Axis(NamedTuple):
+class RunAxis(NamedTuple):
     """One loop around a run: number of steps, and the stride on each side."""
 
     steps: int
@@ -50,12 +50,12 @@ class Bundle:
 
     tokens: TokenMap
     run: int
-    axes: tuple[Axis, ...]
+    axes: tuple[RunAxis, ...]
     local_unit_stride: UnitStride
     remote_unit_stride: UnitStride
     bases: tuple[tuple[int, int], ...]
     members: tuple[tuple[int, ...], ...]
-    conversions: tuple[Conversion, ...] = ()
+    conversions: tuple[DtypeConversion, ...] = ()
 
     @property
     def run_bytes(self) -> int:
@@ -88,7 +88,7 @@ def grid(shape: Sequence[int]) -> np.ndarray:
     return np.asarray(np.indices(shape, dtype=np.int64).reshape(len(shape), math.prod(shape)))
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """One slice before merging: two tensors, the global heads, and how the tokens correspond.
 
     Parts with the same correspondence share one token map object: shapes are compared by its identity.
@@ -98,7 +98,7 @@ class Part(NamedTuple):
     remote: PagedTensor
     heads: Range
     tokens: TokenMap
-    conversion: Conversion | None = None
+    conversion: DtypeConversion | None = None
 
 
 class Reading(enum.Enum):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.cost import Offer
+from kvferry.plan.cost import ReadOption
 from kvferry.plan.run_merger import producer_runs
-from kvferry.plan.runs import MAX_DESCRIPTORS, Axis, Bundle, Part, Reading, grid
+from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, Reading, RunAxis, TensorSlice, grid
 from kvferry.plan.tokens import TokenMap
 
 
@@ -50,7 +50,7 @@ class Placement:
     """
 
     run: int
-    axes: tuple[Axis, ...]
+    axes: tuple[RunAxis, ...]
     block_stride: int
     position_stride: int
     source_position_stride: int
@@ -59,7 +59,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StagedSource:
     """Runs on the producer, and the places of their bytes.
 
     Attributes:
@@ -86,10 +86,12 @@ class Source:
     @property
     def unit_descriptors(self) -> float:
         """Descriptors of one unit; if whole blocks are read, its portion of a block's."""
-        return self.bundle.unit_runs / (self.tokens.positions(self.tokens.remote) if self.whole_blocks else 1)
+        return self.bundle.unit_runs / (
+            self.tokens.positions(self.tokens.remote) if self.whole_blocks else 1
+        )
 
 
-def differs(part: Part, reading: Reading) -> bool:
+def differs(part: TensorSlice, reading: Reading) -> bool:
     """Whether this reading of a part differs from those before it in `Reading`."""
     if reading is Reading.BLOCKS:
         return not part.tokens.is_state and part.tokens.unit_tokens < part.remote.block_tokens
@@ -100,15 +102,21 @@ MAX_RUNS = 8192
 """Most runs of a source: the relayout of a wave has a table with a row for every piece."""
 
 
-def offers(parts: Sequence[Part], indices: Sequence[int], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
+def read_options(
+    parts: Sequence[TensorSlice], indices: Sequence[int], reading: Reading, most_bytes: int
+) -> Mapping[int, ReadOption]:
     """The cost of reading each of the parts with these indices in the producer's shape, for one unit of its token map.
 
     Parts that cannot be read this way, or only in runs of more than `most_bytes`, or in more runs or descriptors than
     `MAX_RUNS` and `MAX_DESCRIPTORS`, are left out.
     """
-    found: dict[int, Offer] = {}
+    found: dict[int, ReadOption] = {}
     for one in producer_runs([parts[index] for index in indices], reading):
-        if one.run_bytes > most_bytes or one.unit_runs > MAX_RUNS or _descriptors(one) > MAX_DESCRIPTORS:
+        if (
+            one.run_bytes > most_bytes
+            or one.unit_runs > MAX_RUNS
+            or _descriptors(one) > MAX_DESCRIPTORS
+        ):
             continue
         for places in one.members:
             members = [indices[place] for place in places]
@@ -116,25 +124,35 @@ def offers(parts: Sequence[Part], indices: Sequence[int], reading: Reading, most
                 continue
             for member in members:
                 runs = one.runs_per_place / len(members) / _units_of_block(parts[member], reading)
-                found[member] = Offer(runs * one.run_bytes, runs)
+                found[member] = ReadOption(runs * one.run_bytes, runs)
     return found
 
 
-def sources(parts: Sequence[Part], bundles: Sequence[Bundle], chosen: Mapping[int, Reading]) -> tuple[Source, ...]:
+def sources(
+    parts: Sequence[TensorSlice], bundles: Sequence[Bundle], chosen: Mapping[int, Reading]
+) -> tuple[StagedSource, ...]:
     """The sources of the parts that are staged.
 
     Args:
         bundles: the parts as they are merged for both sides; their members index `parts`.
-        chosen: per staged part its reading: the same for all parts of a bundle, and one that `offers` returned.
+        chosen: per staged part its reading: the same for all parts of a bundle, and one that `read_options` returned.
     """
-    found: list[Source] = []
+    found: list[StagedSource] = []
     for reading in Reading:
         members = [index for index in range(len(parts)) if chosen.get(index) is reading]
         for one in producer_runs([parts[index] for index in members], reading):
-            places = {members[member]: place for place, of in enumerate(one.members) for member in of}
+            places = {
+                members[member]: place for place, of in enumerate(one.members) for member in of
+            }
             for tokens in dict.fromkeys(parts[member].tokens for member in places):
-                own = {member: place for member, place in places.items() if parts[member].tokens == tokens}
-                found.append(Source(tokens, reading, one, _placements(bundles, one, own, reading)))
+                own = {
+                    member: place
+                    for member, place in places.items()
+                    if parts[member].tokens == tokens
+                }
+                found.append(
+                    StagedSource(tokens, reading, one, _placements(bundles, one, own, reading))
+                )
     return tuple(found)
 
 
@@ -143,7 +161,7 @@ def _descriptors(one: Bundle) -> int:
     return one.unit_runs * one.tokens.positions(one.tokens.remote) * one.remote_unit_stride.blocks
 
 
-def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
+def _fits(part: TensorSlice, one: Bundle, reading: Reading) -> bool:
     """Whether the surplus bytes are inside the producer's runs; elsewhere they would only add runs."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return True
@@ -154,12 +172,14 @@ def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
     return reading is Reading.BLOCKS or len(remote.heads) == 1 or all_heads not in outside
 
 
-def _units_of_block(part: Part, reading: Reading) -> float:
+def _units_of_block(part: TensorSlice, reading: Reading) -> float:
     """Needed units of a producer's block, which share the cost of reading it."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return 1.0
     here, there = part.tokens.local.share, part.tokens.remote.share
-    return part.tokens.positions(part.tokens.remote) / (1 if here.ranks == 1 or here == there else here.ranks)
+    return part.tokens.positions(part.tokens.remote) / (
+        1 if here.ranks == 1 or here == there else here.ranks
+    )
 
 
 def _placements(
@@ -174,14 +194,21 @@ def _placements(
         combinations = grid([axis.steps for axis in across]).T
         steps = np.array([axis.local_stride for axis in across], dtype=np.int64)
         pieces = []
-        for index, ((local_base, remote_base), members) in enumerate(zip(one.bases, one.members, strict=True)):
+        for index, ((local_base, remote_base), members) in enumerate(
+            zip(one.bases, one.members, strict=True)
+        ):
             if members[0] not in places:
                 continue
             place = places[members[0]]
             offset = remote_base - source.bases[place][1]
             scales = one.conversions[index][2:] if one.conversions else (1.0, 1.0)
             pieces += [
-                Piece(place * source.runs_per_place + number, offset, local_base + int(steps @ combination), scales)
+                Piece(
+                    place * source.runs_per_place + number,
+                    offset,
+                    local_base + int(steps @ combination),
+                    scales,
+                )
                 for number, combination in enumerate(combinations)
             ]
         if pieces:
@@ -199,7 +226,7 @@ def _placements(
     return tuple(found)
 
 
-def _across(of_source: Sequence[Axis], of_places: Sequence[Axis]) -> list[Axis]:
+def _across(of_source: Sequence[RunAxis], of_places: Sequence[RunAxis]) -> list[RunAxis]:
     """The axes of a source's runs, as the places have them; their combinations are numbered as those of the runs.
 
     One axis of the source may be two axes of the places, if their elements are longer: 4 elements 6 bytes apart are
@@ -208,9 +235,11 @@ def _across(of_source: Sequence[Axis], of_places: Sequence[Axis]) -> list[Axis]:
     Raises:
         Unplaceable: the places do not have an axis.
     """
-    found: list[Axis] = []
+    found: list[RunAxis] = []
     for steps, _, stride in of_source:
-        whole = [(axis,) for axis in of_places if (axis.steps, axis.remote_stride) == (steps, stride)]
+        whole = [
+            (axis,) for axis in of_places if (axis.steps, axis.remote_stride) == (steps, stride)
+        ]
         halves = [
             (outer, inner)
             for inner in of_places

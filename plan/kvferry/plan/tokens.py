@@ -107,7 +107,9 @@ def shared_part(one: Interleave, other: Interleave) -> float:
 def slots_before(share: Interleave, token: int) -> int:
     """The number of tokens in `[0, token)` that are in a share: the local slot of the next one."""
     whole, rest = divmod(token, share.ranks * share.run_tokens)
-    return whole * share.run_tokens + min(max(rest - share.rank * share.run_tokens, 0), share.run_tokens)
+    return whole * share.run_tokens + min(
+        max(rest - share.rank * share.run_tokens, 0), share.run_tokens
+    )
 
 
 def slot_of(share: Interleave, tokens: np.ndarray) -> np.ndarray:
@@ -150,7 +152,9 @@ def first_needed(group: CacheGroup, next_token: int) -> int:
     return 0
 
 
-def reaches_back(group: CacheGroup, block_span: int, first_held: int, num_tokens: int, prompt_tokens: int) -> bool:
+def reaches_back(
+    group: CacheGroup, block_span: int, first_held: int, num_tokens: int, prompt_tokens: int
+) -> bool:
     """Whether an engine can continue a sequence from the tokens `[first_held, num_tokens)` that a producer holds.
 
     Two things can be missing. If the sequence is the whole prompt, vLLM computes the prompt's last token again for its

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.plan.engine_shape import EngineShape
 from kvferry.plan.runs import Bundle
-from kvferry.plan.staged_layout import Source
+from kvferry.plan.staged_layout import StagedSource
 from kvferry.plan.tokens import TokenMap, shared_part
 from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import PagedTensor, Place, Range
@@ -63,7 +63,11 @@ class Slice:
     @property
     def state_bytes(self) -> int:
         """Bytes per request of a recurrent state; 0 for everything else."""
-        return len(self.heads) * self.local.tiles * self.local.cell_bytes if self.tokens.is_state else 0
+        return (
+            len(self.heads) * self.local.tiles * self.local.cell_bytes
+            if self.tokens.is_state
+            else 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Route:
     place: Place
     slices: tuple[Slice, ...]
     bundles: tuple[Bundle, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[StagedSource, ...]
     expected: int
 
     def placing_of(self, bundle: Bundle) -> Placing:
@@ -93,14 +97,20 @@ class Route:
     @property
     def unit_descriptors(self) -> float:
         """Descriptors for one unit of every group; those of whole blocks are divided by their units."""
-        direct = sum(one.unit_runs for one in self.bundles if self.placing_of(one) is Placing.DIRECT)
+        direct = sum(
+            one.unit_runs for one in self.bundles if self.placing_of(one) is Placing.DIRECT
+        )
         return direct + sum(source.unit_descriptors for source in self.sources)
 
     @property
     def heads(self) -> Range | None:
         """The first to the last head that is read of attention, `[start, stop)`; None without attention."""
         held = [item.heads for item in self.slices if not item.tokens.is_state]
-        return Range(min(heads.start for heads in held), max(heads.stop for heads in held)) if held else None
+        return (
+            Range(min(heads.start for heads in held), max(heads.stop for heads in held))
+            if held
+            else None
+        )
 
     def phrases(self) -> tuple[str, ...]:
         """The reads without place and heads: tensors, bytes, placing, runs; empty for a release."""
@@ -118,9 +128,13 @@ class Route:
         phrases.append(f"{placings} ({reasons})" if reasons else placings)
         runs = f"runs of {_lengths(bundle.run_bytes for bundle in self.bundles)} B"
         if self.sources:
-            runs += f" read in runs of {_lengths(source.bundle.run_bytes for source in self.sources)} B"
+            runs += (
+                f" read in runs of {_lengths(source.bundle.run_bytes for source in self.sources)} B"
+            )
         phrases.append(runs)
-        units = sorted({bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state})
+        units = sorted(
+            {bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state}
+        )
         if units:
             phrases.append(f"units of {'/'.join(str(unit) for unit in units[:_MOST_UNITS])} tokens")
         return (*phrases, f"{self.unit_descriptors:g} descriptors a unit")
@@ -193,7 +207,10 @@ def _describe(phrases: tuple[str, ...], routes: Sequence[Route]) -> tuple[str, l
         return ", ".join([reads, *map(_format_heads, filter(None, [routes[0].heads])), *others]), []
     reads = f"reads {text}: each {tensors}"
     heads, is_whole = _format_heads_of_many(routes)
-    named = [f"{route.place} ({_format_heads(route.heads)})" if route.heads else str(route.place) for route in routes]
+    named = [
+        f"{route.place} ({_format_heads(route.heads)})" if route.heads else str(route.place)
+        for route in routes
+    ]
     rest = [] if is_whole and not is_short else _each("reads", named)
     return ", ".join([reads, *heads, *others]), rest
 
@@ -215,10 +232,13 @@ def _format_heads_of_many(routes: Sequence[Route]) -> tuple[list[str], bool]:
     if all(heads == first for heads in held):
         return [f"{_format_heads(first)} of each"], True
     is_in_order = all(
-        heads.start == before.stop and len(heads) == len(before) for before, heads in itertools.pairwise(held)
+        heads.start == before.stop and len(heads) == len(before)
+        for before, heads in itertools.pairwise(held)
     )
     if is_in_order:
-        return [f"{_format_heads(Range(first.start, held[-1].stop))} ({len(first)} of each rank, in order)"], True
+        return [
+            f"{_format_heads(Range(first.start, held[-1].stop))} ({len(first)} of each rank, in order)"
+        ], True
     if len(held) <= _MOST_RANKS_NAMED:
         named = [f"{_format_heads(of_rank[rank])} of tp{rank}" for rank in sorted(of_rank)]
         return [", ".join(named)], True
@@ -226,7 +246,14 @@ def _format_heads_of_many(routes: Sequence[Route]) -> tuple[list[str], bool]:
 
 
 def _format_all_heads(routes: Sequence[Route]) -> str:
-    heads = sorted({head for route in routes if route.heads for head in range(route.heads.start, route.heads.stop)})
+    heads = sorted(
+        {
+            head
+            for route in routes
+            if route.heads
+            for head in range(route.heads.start, route.heads.stop)
+        }
+    )
     return f"heads {format_numbers(heads)}"
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import Rows, remote_side, row_indices
-from kvferry.plan.staged_layout import Source
+from kvferry.plan.descriptors import RowBuilder, remote_side, row_indices
+from kvferry.plan.staged_layout import StagedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SourceTable:
         starts: int32 `[runs, positions]`.
     """
 
-    source: Source
+    source: StagedSource
     rows: np.ndarray
     starts: np.ndarray
     step: int
@@ -77,14 +77,14 @@ class Window(NamedTuple):
         return (self.stop_run - self.first_run) * self.units
 
 
-def source_table(source: Source, device: int) -> SourceTable:
+def source_table(source: StagedSource, device: int) -> SourceTable:
     """The producer's rows of a source."""
-    rows = Rows(device)
+    rows = RowBuilder(device)
     starts, step = rows.add(source.bundle, remote_side(source.bundle))
     return SourceTable(source, rows.array(), starts, step)
 
 
-def source_units(source: Source, pairs: UnitPairs) -> SourceUnits:
+def source_units(source: StagedSource, pairs: UnitPairs) -> SourceUnits:
     """The units of a request that a source reads, or the whole blocks that hold them."""
     if source.whole_blocks:
         blocks, of_unit = np.unique(pairs.remote_block, return_inverse=True)
@@ -95,7 +95,9 @@ def source_units(source: Source, pairs: UnitPairs) -> SourceUnits:
         order = np.lexsort((pairs.remote_position, pairs.remote_block))
         blocks, positions = pairs.remote_block[order], pairs.remote_position[order]
         source_unit, inside = np.arange(len(order), dtype=np.int64), np.zeros_like(positions)
-    places = np.stack([source_unit, inside, pairs.local_block[order], pairs.local_position[order]], axis=1)
+    places = np.stack(
+        [source_unit, inside, pairs.local_block[order], pairs.local_position[order]], axis=1
+    )
     return SourceUnits(blocks, positions, source_unit, places.astype(np.int32))
 
 
@@ -107,7 +109,9 @@ def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Wind
     """
     run, unit = 0, 0
     if last is not None:
-        run, unit = (0, last.stop_unit) if last.stop_run == runs else (last.stop_run, last.first_unit)
+        run, unit = (
+            (0, last.stop_unit) if last.stop_run == runs else (last.stop_run, last.first_unit)
+        )
     if unit >= units or not runs:
         return None
     if run == 0 and chunks >= runs:

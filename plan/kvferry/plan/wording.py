@@ -35,13 +35,21 @@ def format_places(places: Iterable[Place]) -> str:
             ends = [f"{f'/pp{pp}' if pp else ''}{f'/pcp{pcp}' if pcp else ''}" for pp in pps]
             parts += [f"tp{ranks}{end}" for ranks in _formatted(tps) for end in ends]
     last = max(place.tp for place in found)
-    return ", ".join(parts) if len(parts) <= _MOST_PARTS else f"{len(found)} of tp{min(map(min, alike))}…{last}"
+    return (
+        ", ".join(parts)
+        if len(parts) <= _MOST_PARTS
+        else f"{len(found)} of tp{min(map(min, alike))}…{last}"
+    )
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
     """Ascending numbers, bounded in length: `0…7`, `0…56 by 8`, `1, 4…6`, `30 of 1…63`."""
     parts = _formatted(numbers)
-    return ", ".join(parts) if len(parts) <= _MOST_PARTS else f"{len(numbers)} of {numbers[0]}…{numbers[-1]}"
+    return (
+        ", ".join(parts)
+        if len(parts) <= _MOST_PARTS
+        else f"{len(numbers)} of {numbers[0]}…{numbers[-1]}"
+    )
 
 
 def progressions(numbers: Sequence[int]) -> list[tuple[int, int, int]]:

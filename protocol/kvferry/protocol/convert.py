@@ -29,12 +29,19 @@ def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
         raise _named(refused, value, error) from None
     except UnicodeEncodeError as refused:  # msgspec encodes text that is in place of a number
         raise error(
-            (_path_of(refused.object, value) or "message").removeprefix("."), refused.object, "no lone surrogates"
+            (_path_of(refused.object, value) or "message").removeprefix("."),
+            refused.object,
+            "no lone surrogates",
         ) from None
 
 
 def decode(
-    payload: bytes, decoder: msgspec.msgpack.Decoder[T], max_bytes: int, error: type[InputError], *, where: str = ""
+    payload: bytes,
+    decoder: msgspec.msgpack.Decoder[T],
+    max_bytes: int,
+    error: type[InputError],
+    *,
+    where: str = "",
 ) -> T:
     """Decode a msgpack message.
 
@@ -51,24 +58,34 @@ def decode(
     except msgspec.ValidationError as refused:
         raise _named(refused, None, error, where) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise error(where or "message", payload[:16], cut(f"well-formed msgpack ({refused})")) from None
+        raise error(
+            where or "message", payload[:16], cut(f"well-formed msgpack ({refused})")
+        ) from None
 
 
-def _named(refused: msgspec.ValidationError, root: object, error: type[InputError], where: str = "") -> InputError:
+def _named(
+    refused: msgspec.ValidationError, root: object, error: type[InputError], where: str = ""
+) -> InputError:
     match = _AT.fullmatch(str(refused))
     path = (match.group("path") if match else None) or ""
     expected = match.group("expected") if match else str(refused)
     missing = _MISSING.fullmatch(expected)
     if missing:
         return error(_joined(where, path, missing.group(1)), MISSING, "a value")
-    expected = _UNKNOWN.sub("a value that this version knows, not ", expected.removeprefix("Expected "))
+    expected = _UNKNOWN.sub(
+        "a value that this version knows, not ", expected.removeprefix("Expected ")
+    )
     return error(_joined(where, path) or "message", _at_path(root, path), cut(expected))
 
 
 def _path_of(text: str, value: object, depth: int = 4) -> str | None:
     """The path of a text in plain objects, searched as deep as messages are nested, or None."""
     children = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, (list, tuple))
+        else ()
     )
     for key, child in children:
         name = f"[{key}]" if isinstance(key, int) else f".{key}"

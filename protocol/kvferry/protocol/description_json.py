@@ -87,7 +87,10 @@ def engine_of(engine_json: EngineJson) -> EngineDescription:
         groups=engine_json.groups,
         workers=tuple(
             WorkerDescription(
-                agent="none", agent_metadata=b"-", lease_table=LeaseTable(address=0, slots=1), **structs.asdict(worker)
+                agent="none",
+                agent_metadata=b"-",
+                lease_table=LeaseTable(address=0, slots=1),
+                **structs.asdict(worker),
             )
             for worker in engine_json.workers
         ),
@@ -106,25 +109,40 @@ def decode_engine_json(text: bytes) -> EngineJson:
         InvalidDescription: naming the first field that does not fit, its value and what was expected.
     """
     if len(text) > MAX_DESCRIPTION_JSON_BYTES:
-        raise InvalidDescription("description", f"{len(text)} bytes", f"at most {MAX_DESCRIPTION_JSON_BYTES} bytes")
+        raise InvalidDescription(
+            "description", f"{len(text)} bytes", f"at most {MAX_DESCRIPTION_JSON_BYTES} bytes"
+        )
     try:
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise InvalidDescription("description", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+        raise InvalidDescription(
+            "description", text[:32], cut(f"JSON in UTF-8 ({refused})")
+        ) from None
     if not isinstance(plain, dict) or "kvferry_description" not in plain:
         raise InvalidDescription(
-            "kvferry_description", MISSING, "a description that `kvferry describe` or `description_file` wrote"
+            "kvferry_description",
+            MISSING,
+            "a description that `kvferry describe` or `description_file` wrote",
         )
-    if plain["kvferry_description"] is True or plain["kvferry_description"] != DESCRIPTION_JSON_VERSION:
+    if (
+        plain["kvferry_description"] is True
+        or plain["kvferry_description"] != DESCRIPTION_JSON_VERSION
+    ):
         raise InvalidDescription(
-            "kvferry_description", plain["kvferry_description"], f"version {DESCRIPTION_JSON_VERSION} of this schema"
+            "kvferry_description",
+            plain["kvferry_description"],
+            f"version {DESCRIPTION_JSON_VERSION} of this schema",
         )
     engine_json = as_type(plain, EngineJson, InvalidDescription)
     tensors = sum(len(worker.tensors) for worker in engine_json.workers)
     if tensors > MAX_ENGINE_TENSORS:
-        raise InvalidDescription("workers.tensors", tensors, f"at most {MAX_ENGINE_TENSORS} in all, as at a handshake")
+        raise InvalidDescription(
+            "workers.tensors", tensors, f"at most {MAX_ENGINE_TENSORS} in all, as at a handshake"
+        )
     for path, names in _unknown(plain, engine_json, ""):
-        raise InvalidDescription(cut(path) or repr(path), UNKNOWN, one_of(path.rpartition(".")[2], names))
+        raise InvalidDescription(
+            cut(path) or repr(path), UNKNOWN, one_of(path.rpartition(".")[2], names)
+        )
     return engine_json
 
 

@@ -96,7 +96,9 @@ class GrowingChain:
     def digests(self, num_tokens: int) -> tuple[str, ...]:
         """The same as `digest_chain`, of at least as many tokens as before. Raises as that does."""
         if num_tokens > len(self._prompt.tokens):
-            raise ValueError(f"num_tokens is {num_tokens}; expected 0 to {len(self._prompt.tokens)}")
+            raise ValueError(
+                f"num_tokens is {num_tokens}; expected 0 to {len(self._prompt.tokens)}"
+            )
         self.grow(num_tokens)
         return (*self._whole, *self._after(len(self._whole) * CHUNK_TOKENS, num_tokens))
 
@@ -157,7 +159,9 @@ def _identity(prompt: Prompt) -> bytes:
     return _hash(b"".join(map(_counted, parts)))
 
 
-def _digests(media: tuple[Media, ...], digest: bytes, tokens: memoryview, first: int = 0) -> Iterator[bytes]:
+def _digests(
+    media: tuple[Media, ...], digest: bytes, tokens: memoryview, first: int = 0
+) -> Iterator[bytes]:
     """Yield the digest of each chunk in turn.
 
     Args:
@@ -169,7 +173,9 @@ def _digests(media: tuple[Media, ...], digest: bytes, tokens: memoryview, first:
         rest = _WHOLE_CHUNK
         if media or len(part) < _CHUNK_BYTES:
             start = first + at // TOKEN_BYTES
-            rest = _described(media, start, start + len(part) // TOKEN_BYTES) + _LENGTH.pack(len(part))
+            rest = _described(media, start, start + len(part) // TOKEN_BYTES) + _LENGTH.pack(
+                len(part)
+            )
         state = _CHUNK.copy()
         state.update(digest + rest)
         state.update(part)

@@ -54,7 +54,9 @@ class InputError(KvferryError):
         self.shown_value = shorten(value)
         self.expected = expected
         wanted = expected if expected.startswith("did you mean") else f"expected {expected}"
-        super().__init__(f"{f'{self.what}: ' if self.what else ''}{field} is {self.shown_value}; {wanted}")
+        super().__init__(
+            f"{f'{self.what}: ' if self.what else ''}{field} is {self.shown_value}; {wanted}"
+        )
 
 
 class Shown(str):
@@ -149,7 +151,10 @@ def one_of(found: str, accepted: Iterable[str], *, is_long: bool = False) -> str
     """`did you mean …? one of …`, for errors; the guess only if a name is close. `is_long`: not both."""
     names = {name.lower(): name for name in accepted}
     near = difflib.get_close_matches(found.lower(), names, n=1)
-    guess, every = f"did you mean {names[near[0]]}?" if near else "", f"one of {', '.join(names.values())}"
+    guess, every = (
+        f"did you mean {names[near[0]]}?" if near else "",
+        f"one of {', '.join(names.values())}",
+    )
     return guess if guess and is_long else f"{guess} {every}".strip()
 
 
@@ -159,7 +164,10 @@ def cut(text: str) -> str:
 
 
 def _summary(value: object) -> str | None:
-    if isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray, str)) and len(value) > _MAX_SHOWN:
+    if (
+        isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray, str))
+        and len(value) > _MAX_SHOWN
+    ):
         return f"{type(value).__name__} of length {len(value)}"
     return None
 

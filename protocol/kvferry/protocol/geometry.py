@@ -156,12 +156,17 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """Bytes from a cell's first byte to its end."""
         if not self.element_bytes:
             return self.cell_bytes
-        return (self.cell_bytes // self.element_bytes - 1) * self.element_stride + self.element_bytes
+        return (
+            self.cell_bytes // self.element_bytes - 1
+        ) * self.element_stride + self.element_bytes
 
     @property
     def block_extent(self) -> int:
         """Bytes from a block's first byte to its end, gaps included."""
-        heads, tiles = max(0, len(self.heads) - 1) * self.head_stride, (self.tiles - 1) * self.tile_stride
+        heads, tiles = (
+            max(0, len(self.heads) - 1) * self.head_stride,
+            (self.tiles - 1) * self.tile_stride,
+        )
         return heads + tiles + self.cell_extent
 
 
@@ -182,7 +187,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}"]
-        parts += [f"{name}{rank}" for name, rank in (("pp", self.pp), ("pcp", self.pcp), ("dcp", self.dcp)) if rank]
+        parts += [
+            f"{name}{rank}"
+            for name, rank in (("pp", self.pp), ("pcp", self.pcp), ("dcp", self.dcp))
+            if rank
+        ]
         return "/".join(parts)
 
 

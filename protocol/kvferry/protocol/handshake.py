@@ -9,7 +9,7 @@ of a REQ socket: an empty frame, then the message.
     Renew{leases}                         →      (no answer)
     Release{lease}                        →      (no answer)
 
-and the questions of `kvferry.protocol.asks`.
+and the questions of `kvferry.protocol.prompt_queries`.
 
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
 message type is only sent to peers that have announced it; anything else raises `CHANNEL_VERSION`.
@@ -23,16 +23,16 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.asks import Answers, Ask, Unask
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe
 from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.stream_rows import StreamRows
 
-CHANNEL_VERSION = 2
+CHANNEL_VERSION = 3
 MAX_REQUEST_BYTES = 256 << 10
 MAX_REPLY_BYTES = 64 << 20
 MAX_PART_BYTES = 256 << 10
@@ -57,15 +57,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     Attributes:
         version: of the side channel.
         engine_id: the engine that the asker expects at this address, or `?` for any.
-        asker: engine id of the sender, for the receiver's log.
-        asks: whether the sender asks for prompts that are named without a ticket.
+        client_id: engine id of the sender, for the receiver's log.
+        queries_prompts: whether the sender asks for prompts that are named without a ticket.
         at: for a sender that takes a long description in parts, the first byte of the next; None if it does not.
     """
 
     version: Positive = CHANNEL_VERSION
     engine_id: Text
-    asker: Text
-    asks: bool = False
+    client_id: Text
+    queries_prompts: bool = False
     at: Annotated[int, Meta(ge=0, lt=MAX_REPLY_BYTES)] | None = None
 
 
@@ -105,7 +105,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
 
 
-Request = Hello | Renew | Release | Ask | Unask
+Request = Hello | Renew | Release | Subscribe | Unsubscribe
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,9 +270,11 @@ class UnreadDescription(EngineDescription, frozen=True, kw_only=True, tag="engin
 
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = msgspec.msgpack.Decoder(UnreadDescription | Refused)
-_replies_or_parts: msgspec.msgpack.Decoder[UnreadDescription | Refused | DescriptionPart] = msgspec.msgpack.Decoder(
-    UnreadDescription | Refused | DescriptionPart
+_replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = msgspec.msgpack.Decoder(
+    UnreadDescription | Refused
+)
+_replies_or_parts: msgspec.msgpack.Decoder[UnreadDescription | Refused | DescriptionPart] = (
+    msgspec.msgpack.Decoder(UnreadDescription | Refused | DescriptionPart)
 )
 _workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(WorkerDescription)
 _encoder = msgspec.msgpack.Encoder()
@@ -320,7 +322,9 @@ class PartsSent:
         if at >= len(self.frame):
             raise InvalidMessage("at", at, f"less than {len(self.frame)}")
         data = self.frame[at : at + MAX_PART_BYTES]
-        return encode(DescriptionPart(total_bytes=len(self.frame), digest=self._digest, at=at, data=data))
+        return encode(
+            DescriptionPart(total_bytes=len(self.frame), digest=self._digest, at=at, data=data)
+        )
 
 
 class PartsReceived:
@@ -348,7 +352,9 @@ class PartsReceived:
             return frame
         first = self._first = self._first or part
         if (part.total_bytes, part.digest) != (first.total_bytes, first.digest):
-            raise InvalidMessage("digest", part.digest, f"{first.digest}: a part of the same description")
+            raise InvalidMessage(
+                "digest", part.digest, f"{first.digest}: a part of the same description"
+            )
         start = self.num_bytes
         expected = min(MAX_PART_BYTES, part.total_bytes - start)
         if part.at != start or len(part.data) != expected:
@@ -384,8 +390,14 @@ def _with_workers(unread: UnreadDescription) -> EngineDescription:
     workers: list[WorkerDescription] = []
     tensors = 0
     for index, raw in enumerate(unread.workers):
-        workers.append(decode(bytes(raw), _workers, MAX_REPLY_BYTES, InvalidMessage, where=f"workers[{index}]"))
+        workers.append(
+            decode(bytes(raw), _workers, MAX_REPLY_BYTES, InvalidMessage, where=f"workers[{index}]")
+        )
         tensors += len(workers[-1].tensors)
         if tensors > MAX_ENGINE_TENSORS:
-            raise InvalidMessage("workers.tensors", f"more than {tensors - 1}", f"at most {MAX_ENGINE_TENSORS} in all")
+            raise InvalidMessage(
+                "workers.tensors",
+                f"more than {tensors - 1}",
+                f"at most {MAX_ENGINE_TENSORS} in all",
+            )
     return EngineDescription(**(msgspec.structs.asdict(unread) | {"workers": tuple(workers)}))

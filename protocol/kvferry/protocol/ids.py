@@ -29,7 +29,9 @@ Epoch = NewType("Epoch", int)
 
 EPOCH_BITS = 60
 
-Text = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
+Text = Annotated[
+    str, Meta(min_length=1, max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")
+]
 """Names: no control characters, which could forge lines of a log, and no lone surrogates, which cannot be encoded."""
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Hex256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

@@ -15,10 +15,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.asks import MAX_ANSWERS_BYTES, boot_of, engine_of
 from kvferry.protocol.convert import as_type, decode
 from kvferry.protocol.errors import MISSING, ForeignParams, InvalidParams
-from kvferry.protocol.ids import BlockId, Count, Hex128, Hex256, HexEpoch, Port, Positive, Size, SlotIndex, Text
+from kvferry.protocol.ids import (
+    BlockId,
+    Count,
+    Hex128,
+    Hex256,
+    HexEpoch,
+    Port,
+    Positive,
+    Size,
+    SlotIndex,
+    Text,
+)
+from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, boot_of, engine_of
 from kvferry.protocol.stream_rows import RowIndex
 
 PARAMS_VERSION = 1
@@ -175,7 +186,9 @@ _answered: msgspec.msgpack.Decoder[RemotePrefill] = msgspec.msgpack.Decoder(Remo
 _FIELDS, _TICKET_FIELDS = (frozenset(of.__struct_fields__) for of in (RemotePrefill, Ticket))
 
 
-def read_params(raw: object, prompt_tokens: int | None = None) -> RemotePrefill | NamedPrefill | RemoteDecode | None:
+def read_params(
+    raw: object, prompt_tokens: int | None = None
+) -> RemotePrefill | NamedPrefill | RemoteDecode | None:
     """Read the `kv_transfer_params` of a request.
 
     Args:
@@ -218,19 +231,27 @@ def decode_params(encoded: msgspec.Raw, prompt_tokens: int | None = None) -> Rem
     params = decode(bytes(encoded), _answered, most_bytes, InvalidParams)
     if params.kvferry.version != PARAMS_VERSION:
         raise InvalidParams("kvferry.version", params.kvferry.version, f"{PARAMS_VERSION}")
-    _check_counts(sum(map(len, params.remote_block_ids)), len(params.kvferry.digests), prompt_tokens)
+    _check_counts(
+        sum(map(len, params.remote_block_ids)), len(params.kvferry.digests), prompt_tokens
+    )
     return _with_its_digests(params)
 
 
 def most_blocks(prompt_tokens: int | None) -> int:
     """Most block ids that params may list for a prompt of so many tokens, all groups together: reading them takes time
     of the engine's thread, and a client chooses their number. Four per token are more than any layout has."""
-    return MAX_BLOCKS if prompt_tokens is None else min(MAX_BLOCKS, _SPARE_BLOCKS + 4 * prompt_tokens)
+    return (
+        MAX_BLOCKS if prompt_tokens is None else min(MAX_BLOCKS, _SPARE_BLOCKS + 4 * prompt_tokens)
+    )
 
 
 def _check_counts(num_blocks: int, num_digests: int, prompt_tokens: int | None) -> None:
     most = most_blocks(prompt_tokens)
-    expected = f"at most {most}" if most == MAX_BLOCKS else f"at most {most} for a prompt of {prompt_tokens} tokens"
+    expected = (
+        f"at most {most}"
+        if most == MAX_BLOCKS
+        else f"at most {most} for a prompt of {prompt_tokens} tokens"
+    )
     if num_blocks > most:
         raise InvalidParams("remote_block_ids", f"{num_blocks} block ids", expected)
     if num_digests > most:
@@ -296,9 +317,13 @@ def _read_remote_prefill(raw: Mapping[str, Any], prompt_tokens: int | None) -> R
 def _check_lengths(groups: object, digests: object, prompt_tokens: int | None) -> None:
     """Bound the ids and digests before they are read one by one."""
     if not isinstance(groups, (list, tuple)):
-        raise InvalidParams("remote_block_ids", groups, "a list of lists of block ids, one per cache group")
+        raise InvalidParams(
+            "remote_block_ids", groups, "a list of lists of block ids, one per cache group"
+        )
     if len(groups) > MAX_GROUPS:
-        raise InvalidParams("remote_block_ids", f"{len(groups)} groups", f"at most {MAX_GROUPS} cache groups")
+        raise InvalidParams(
+            "remote_block_ids", f"{len(groups)} groups", f"at most {MAX_GROUPS} cache groups"
+        )
     for index, group in enumerate(groups):
         if not isinstance(group, (list, tuple)):
             raise InvalidParams(f"remote_block_ids[{index}]", group, "a list of block ids")
@@ -310,7 +335,10 @@ def _read_at_once(raw: Mapping[str, Any]) -> RemotePrefill | None:
     """Fast path for params that no router changed. None for all others, which may still be readable."""
     try:
         params = msgspec.convert(raw, RemotePrefill)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # UnicodeEncodeError: a key with half a surrogate pair
+    except (
+        msgspec.ValidationError,
+        UnicodeEncodeError,
+    ):  # UnicodeEncodeError: a key with half a surrogate pair
         return None
     is_known = params.kvferry.version == PARAMS_VERSION
     return params if is_known and len(params.kvferry.digests) == _num_digests(params) else None
@@ -324,7 +352,9 @@ def _read_part_by_part(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> Rem
     plain = {key: _integral(value) for key, value in raw.items() if key in _FIELDS}
     plain |= {"do_remote_prefill": True, "do_remote_decode": False}
     plain["remote_block_ids"] = list(map(_integrals, raw["remote_block_ids"]))
-    plain["kvferry"] = {key: _integral(value) for key, value in ticket.items() if key in _TICKET_FIELDS}
+    plain["kvferry"] = {
+        key: _integral(value) for key, value in ticket.items() if key in _TICKET_FIELDS
+    }
     held_from = ticket.get("held_from")
     if isinstance(held_from, (list, tuple)):
         plain["kvferry"]["held_from"] = [_integral(first) for first in held_from[: MAX_GROUPS + 1]]
@@ -334,7 +364,9 @@ def _read_part_by_part(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> Rem
 def _with_its_digests(params: RemotePrefill) -> RemotePrefill:
     expected = _num_digests(params)
     if len(params.kvferry.digests) != expected:
-        raise InvalidParams("kvferry.digests", f"{len(params.kvferry.digests)} digests", f"{expected} of them")
+        raise InvalidParams(
+            "kvferry.digests", f"{len(params.kvferry.digests)} digests", f"{expected} of them"
+        )
     return params
 
 
@@ -360,4 +392,8 @@ def _integrals(values: Sequence[Any]) -> Sequence[Any]:
 
 def _integral(value: Any) -> Any:
     """7.0 becomes 7: some routers decode every JSON number to float64. Other values are returned unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
+    return (
+        int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
+        else value
+    )

@@ -55,7 +55,9 @@ def check_params_mac(params: RemotePrefill, key: bytes) -> None:
         InvalidParams: the mac is not the producer's.
     """
     if not hmac.compare_digest(_mac(params, key), params.kvferry.mac):
-        raise InvalidParams("kvferry.mac", params.kvferry.mac, "the mac of exactly these params by their producer")
+        raise InvalidParams(
+            "kvferry.mac", params.kvferry.mac, "the mac of exactly these params by their producer"
+        )
 
 
 def _mac(params: RemotePrefill, key: bytes) -> str:

@@ -27,7 +27,9 @@ class RateLimitedLog:
         """As a logger's: with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, text, values, with_traceback=True)
 
-    def _log(self, level: int, text: str, values: tuple[object, ...], *, with_traceback: bool) -> None:
+    def _log(
+        self, level: int, text: str, values: tuple[object, ...], *, with_traceback: bool
+    ) -> None:
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:
             self._omitted += 1

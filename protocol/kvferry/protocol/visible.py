@@ -13,7 +13,9 @@ import logging
 def visible(text: str) -> str:
     """The text with every character escaped that is not printable: control, format (bidirectional, zero width), line
     separators, unassigned, private and half of a surrogate pair. Spaces other than `U+0020` are escaped too."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+    return (
+        text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+    )
 
 
 def visible_lines(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvferry.protocol.errors import LocalProtocolError
 
 if TYPE_CHECKING:
-    from kvferry.scheduler.producer.lease import Lease
+    from kvferry.scheduler.producer.lease import ProducerLease
 
 
 class BlockPool(Protocol):
@@ -33,7 +33,7 @@ class BlockPool(Protocol):
 
 
 class BlockReferences:
-    """The references that leases have on blocks; each block is in `Lease.block_ids`.
+    """The references that leases have on blocks; each block is in `ProducerLease.block_ids`.
 
     Args:
         pool: the engine's; without it only leases are assumed to use blocks.
@@ -45,8 +45,8 @@ class BlockReferences:
 
     def __init__(self, pool: BlockPool | None = None) -> None:
         self._pool = pool
-        self.held: dict[str, Lease] = {}
-        self.ending: dict[str, Lease] = {}
+        self.held: dict[str, ProducerLease] = {}
+        self.ending: dict[str, ProducerLease] = {}
         self._held: Counter[int] = Counter()
         self._ending: Counter[int] = Counter()
 
@@ -59,21 +59,21 @@ class BlockReferences:
         """Requests whose leases have references."""
         return len(self.held) + len(self.ending)
 
-    def keep(self, lease: Lease) -> None:
+    def keep(self, lease: ProducerLease) -> None:
         """Take a reference on each block of a request that has ended."""
         self.held[lease.request_id] = lease
         self._held.update(lease.block_ids)
         if self._pool is not None:
             self._pool.keep(lease.block_ids)
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: ProducerLease) -> None:
         """The lease has ended; its blocks are freed when every worker has acknowledged it."""
         del self.held[lease.request_id]
         self.ending[lease.request_id] = lease
         _take(self._held, lease.block_ids)
         self._ending.update(lease.block_ids)
 
-    def free(self, lease: Lease) -> None:
+    def free(self, lease: ProducerLease) -> None:
         """Drop the references; blocks without others are back in the pool."""
         if self.held.pop(lease.request_id, None) is not None:
             _take(self._held, lease.block_ids)
@@ -89,15 +89,19 @@ class BlockReferences:
 
     def num_coming(self) -> int:
         """Blocks that only ending leases keep: they return to the pool soon."""
-        return sum(block not in self._held and self._is_only_leased(block) for block in self._ending)
+        return sum(
+            block not in self._held and self._is_only_leased(block) for block in self._ending
+        )
 
-    def can_give(self, lease: Lease) -> bool:
+    def can_give(self, lease: ProducerLease) -> bool:
         """Whether any block of this lease is used by leases only, so that ending leases can free it."""
         return any(map(self._is_only_leased, lease.block_ids))
 
-    def gain(self, lease: Lease) -> int:
+    def gain(self, lease: ProducerLease) -> int:
         """The number of blocks that ending this lease alone frees."""
-        return sum(self._held[block] == 1 and self._is_only_leased(block) for block in lease.block_ids)
+        return sum(
+            self._held[block] == 1 and self._is_only_leased(block) for block in lease.block_ids
+        )
 
     def check_integrity(self) -> None:
         """Check the sums, and that every block has at least as many references as leases that keep it.
@@ -124,14 +128,19 @@ class BlockReferences:
                 )
 
     def _is_only_leased(self, block: int) -> bool:
-        return self._pool is None or self._pool.reference_count(block) == self._held[block] + self._ending[block]
+        return (
+            self._pool is None
+            or self._pool.reference_count(block) == self._held[block] + self._ending[block]
+        )
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:
     """Remove one reference from each of these distinct blocks. Most have only one, and need no Python loop."""
     found = list(map(counts.pop, blocks))
     if sum(found) > len(found):
-        counts.update({block: count - 1 for block, count in zip(blocks, found, strict=True) if count > 1})
+        counts.update(
+            {block: count - 1 for block, count in zip(blocks, found, strict=True) if count > 1}
+        )
 
 
 class QuarantinedBlocks:
@@ -146,7 +155,9 @@ class QuarantinedBlocks:
     def __init__(self, pool: BlockPool | None) -> None:
         self._pool = pool
         self._alive: dict[int, frozenset[str]] = {}
-        self._pinned: dict[str, tuple[tuple[int, ...], float]] = {}  # blocks, and since when; the oldest is first
+        self._pinned: dict[
+            str, tuple[tuple[int, ...], float]
+        ] = {}  # blocks, and since when; the oldest is first
 
     def __len__(self) -> int:
         """The number of requests whose blocks are pinned."""
@@ -173,7 +184,9 @@ class QuarantinedBlocks:
         return {
             "quarantined_requests_now": len(self._pinned),
             "quarantined_blocks_now": self.num_blocks,
-            "oldest_quarantine_s": next((now_s - since_s for _, since_s in self._pinned.values()), 0.0),
+            "oldest_quarantine_s": next(
+                (now_s - since_s for _, since_s in self._pinned.values()), 0.0
+            ),
         }
 
     def check_integrity(self) -> None:
@@ -183,9 +196,15 @@ class QuarantinedBlocks:
             LocalProtocolError: with the counts that disagree.
         """
         pinned = [block for blocks, _ in self._pinned.values() for block in blocks]
-        given = [block for block in pinned if self._pool is not None and self._pool.reference_count(block) < 1]
+        given = [
+            block
+            for block in pinned
+            if self._pool is not None and self._pool.reference_count(block) < 1
+        ]
         if given:
-            raise LocalProtocolError(f"quarantine: {len(given)} of {len(pinned)} pinned blocks are in the pool")
+            raise LocalProtocolError(
+                f"quarantine: {len(given)} of {len(pinned)} pinned blocks are in the pool"
+            )
 
     def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
         blocks = pool.loaded_into(request_id)

@@ -11,7 +11,7 @@ from kvferry.protocol.errors import LocalProtocolError
 
 if TYPE_CHECKING:
     from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
-    from kvferry.scheduler.producer.lease import Lease
+    from kvferry.scheduler.producer.lease import ProducerLease
 
 
 class TableEnum(enum.Enum):
@@ -26,7 +26,10 @@ Event = TypeVar("Event", bound=enum.Enum)
 
 
 def next_state(
-    transitions: Mapping[tuple[State, Event], State | None], state: State, event: Event, subject: object
+    transitions: Mapping[tuple[State, Event], State | None],
+    state: State,
+    event: Event,
+    subject: object,
 ) -> State | None:
     """The state after `event` by a table of all transitions of a state machine; None ends it.
 
@@ -36,16 +39,18 @@ def next_state(
     try:
         return transitions[state, event]
     except KeyError:
-        raise LocalProtocolError(f"{subject}: {event.name} cannot happen in state {state.name}") from None
+        raise LocalProtocolError(
+            f"{subject}: {event.name} cannot happen in state {state.name}"
+        ) from None
 
 
 class Observer:
     """Callbacks of both ledgers; no-ops by default. Overrides must neither raise nor wait."""
 
-    def lease_opened(self, lease: Lease) -> None:
+    def lease_opened(self, lease: ProducerLease) -> None:
         """A request has got a slot."""
 
-    def lease_over(self, lease: Lease, how: str) -> None:
+    def lease_over(self, lease: ProducerLease, how: str) -> None:
         """Its blocks are freed, or were never held; `how` is the label of `leases_released` or `turns_released`."""
 
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:

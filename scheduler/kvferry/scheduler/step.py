@@ -109,7 +109,9 @@ def next_orders(
     )
 
 
-def receive_messages(inbox: LeaseInbox, leases: ProducerLedger, boot: str, counters: Counters) -> None:
+def receive_messages(
+    inbox: LeaseInbox, leases: ProducerLedger, boot: str, counters: Counters
+) -> None:
     """Apply the renewals and releases that have arrived over the side channel.
 
     Those addressed to another `boot` than this engine's are counted (`renewals_unknown`, `releases_unknown`) and

@@ -76,6 +76,9 @@ def _windows_and_states(draw: st.DrawFn, layers: int) -> list[str]:
         if draw(st.booleans()) or not pairs[-1].startswith("ssm"):
             star = draw(st.sampled_from(["", "*"]))
             pairs.append(f"conv=x{draw(st.integers(1, 8))}+B{draw(st.integers(1, 4))}{star}")
-            pairs += [f"conv_width={draw(st.integers(1, 3))}", f"conv_layout={draw(st.sampled_from(['SD', 'DS']))}"]
+            pairs += [
+                f"conv_width={draw(st.integers(1, 3))}",
+                f"conv_layout={draw(st.sampled_from(['SD', 'DS']))}",
+            ]
         pairs.append(f"state_dtype={draw(st.sampled_from(sorted(DTYPE_BYTES)))}")
     return pairs

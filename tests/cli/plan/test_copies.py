@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.arguments import InvalidRequest
+from kvferry.cli.arguments import InvalidCopies
 from kvferry.cli.plan.copies import copy_lines, read_request
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import PagedTensor
@@ -18,7 +18,11 @@ from tests.cli.command import refused, run
 from tests.cli.plan.forms import read_pair
 
 MODEL = "layers=2,heads=4,dim=4,blocks=8"
-REQUEST: dict[str, Any] = {"remote_block_ids": [[5, 3, 6]], "local_block_ids": [[2, 7]], "num_tokens": 40}
+REQUEST: dict[str, Any] = {
+    "remote_block_ids": [[5, 3, 6]],
+    "local_block_ids": [[2, 7]],
+    "num_tokens": 40,
+}
 PAIR = (f"{MODEL},tp=2,layout=NHD", f"{MODEL},block=32")
 
 
@@ -37,11 +41,18 @@ def lines_of(folder: Path, *pair: str, **changes: object) -> list[dict[str, Any]
 
 def address(one: PagedTensor, block: int, head: int, token: int) -> int:
     """The address of a global head of a token of a kernel block."""
-    return one.base + block * one.block_stride + (head - one.heads.start) * one.head_stride + token * one.tile_stride
+    return (
+        one.base
+        + block * one.block_stride
+        + (head - one.heads.start) * one.head_stride
+        + token * one.tile_stride
+    )
 
 
 @pytest.mark.parametrize("pool", ["0", "1048576"])
-def test_all_copies_together_move_every_entry_of_every_token_to_its_place(tmp_path: Path, pool: str) -> None:
+def test_all_copies_together_move_every_entry_of_every_token_to_its_place(
+    tmp_path: Path, pool: str
+) -> None:
     """The oracle walks over layers, heads and tokens and knows only the address formula."""
     ran = run("plan", *PAIR, "--copies", written(tmp_path), "--staging-pool-bytes", pool)
     lines = [json.loads(line) for line in ran.out.splitlines()]
@@ -55,7 +66,9 @@ def test_all_copies_together_move_every_entry_of_every_token_to_its_place(tmp_pa
     for local in consumer.workers[0].tensors:
         for head in range(4):
             (rank,) = [
-                w.place.tp for w in producer.workers if w.tensors[0].heads.start <= head < w.tensors[0].heads.stop
+                w.place.tp
+                for w in producer.workers
+                if w.tensors[0].heads.start <= head < w.tensors[0].heads.stop
             ]
             (remote,) = [one for one in producer.workers[rank].tensors if one.name == local.name]
             for token in range(40):
@@ -73,7 +86,9 @@ def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
     _, consumer = read_pair(*PAIR)
     first = consumer.workers[0].tensors[0]
     block = first.base + 2 * first.block_stride
-    inside = [line["dst"] - block for line in part if block <= line["dst"] < block + first.block_stride]
+    inside = [
+        line["dst"] - block for line in part if block <= line["dst"] < block + first.block_stride
+    ]
     assert inside
     assert all(offset % first.head_stride >= 16 * first.tile_stride for offset in inside)
 
@@ -105,12 +120,21 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"num_tokens": 0}, "num_tokens is 0; expected `int` >= 1"),
     ({"num_tokens": "40"}, "num_tokens is '40'; expected `int`"),
     ({"num_tokens": 49}, "remote_block_ids[0] is"),
-    ({"num_tokens": 20}, "remote_block_ids[0] is '3 blocks'; expected at most 2 blocks for 20 tokens"),
-    ({"remote_block_ids": [[5, 3]]}, "remote_block_ids[0] is '2 blocks'; expected blocks for all tokens from 0 to 40"),
+    (
+        {"num_tokens": 20},
+        "remote_block_ids[0] is '3 blocks'; expected at most 2 blocks for 20 tokens",
+    ),
+    (
+        {"remote_block_ids": [[5, 3]]},
+        "remote_block_ids[0] is '2 blocks'; expected blocks for all tokens from 0 to 40",
+    ),
     ({"remote_block_ids": [[5, 3, 8]]}, "remote_block_ids[0] is 8; expected block ids up to 7"),
     ({"local_block_ids": [[2, 8]]}, "local_block_ids[0] is 8; expected block ids up to 7"),
     ({"local_block_ids": [[2]]}, "is 'tokens up to 40'; expected no more than 1 local blocks"),
-    ({"remote_block_ids": [[5, 3, 6], []]}, "remote_block_ids is '2 lists'; expected one per cache group: 1"),
+    (
+        {"remote_block_ids": [[5, 3, 6], []]},
+        "remote_block_ids is '2 lists'; expected one per cache group: 1",
+    ),
     ({"local_block_ids": []}, "local_block_ids is []; expected `array` of length >= 1"),
     ({"local_block_ids": [[-1, 2]]}, "local_block_ids[0][0] is -1"),
     ({"remote_block_ids": [[5, 3, 1.5]]}, "remote_block_ids[0][2] is 1.5"),
@@ -149,7 +173,7 @@ def test_no_request_raises_anything_but_its_own_error(text: bytes) -> None:
     try:
         blocks = read_request(text, CONSUMER, PRODUCER)
         lines = list(copy_lines(PLANS, CONSUMER, PRODUCER, blocks))
-    except InvalidRequest:
+    except InvalidCopies:
         return
     assert all(json.loads(line)["bytes"] > 0 for line in lines)
 

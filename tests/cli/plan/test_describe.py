@@ -72,7 +72,10 @@ def test_an_engine_with_a_secret_is_described_to_askers_with_the_file(
         monkeypatch.setenv(VARIABLE, write(tmp_path / "secrets", listing(OLD, NEW)))
         ran = run("describe", f"{HOST}:{port}", "--json")
         assert decode_engine_json(ran.out.encode()) == engine_json_of(engine())
-        for path, said in ((None, "and there is none here"), (write(tmp_path / "open", listing(NEW), 0o644), "chmod")):
+        for path, said in (
+            (None, "and there is none here"),
+            (write(tmp_path / "open", listing(NEW), 0o644), "chmod"),
+        ):
             monkeypatch.delenv(VARIABLE) if path is None else monkeypatch.setenv(VARIABLE, path)
             ran = run("describe", f"{HOST}:{port}")
             assert ran.code != 0
@@ -121,7 +124,10 @@ def test_a_name_that_does_not_resolve_is_reported_at_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     said = refused("describe", "prefill-9:5600", "--timeout", "60", code=1)
-    assert said == "kvferry describe: prefill-9 does not resolve to an address: Name or service not known\n"
+    assert (
+        said
+        == "kvferry describe: prefill-9 does not resolve to an address: Name or service not known\n"
+    )
 
 
 @contextlib.contextmanager
@@ -179,7 +185,9 @@ def test_a_port_that_speaks_something_else_is_told_from_one_that_hangs(
         assert said in refused("describe", address, "--timeout", "3", code=1)
 
 
-def test_a_host_that_does_not_accept_in_time_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_accept_in_time_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def drop(*_: object) -> None:
         raise TimeoutError
 
@@ -213,8 +221,8 @@ def test_an_unusable_answer_ends_in_one_line(frame: bytes) -> None:
     port = server.bind_to_random_port(f"tcp://{HOST}")
 
     def serve() -> None:
-        asker, empty, _ = server.recv_multipart()
-        server.send_multipart([asker, empty, frame])
+        client_id, empty, _ = server.recv_multipart()
+        server.send_multipart([client_id, empty, frame])
 
     thread = threading.Thread(target=serve)
     thread.start()

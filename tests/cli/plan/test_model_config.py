@@ -23,14 +23,23 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
 }
-GEMMA = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 12, "head_dim": 256, "sliding_window": 1024}
+GEMMA = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 12,
+    "head_dim": 256,
+    "sliding_window": 1024,
+}
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "grouped heads": (LLAMA, "layers=32,heads=8,dim=128,dtype=bfloat16"),
     "no number of KV heads": (
         {**LLAMA, "num_key_value_heads": None, "torch_dtype": "float16"},
         "layers=32,heads=32,dim=128,dtype=float16",
     ),
-    "a given head size": ({**LLAMA, "head_dim": 64, "dtype": "float32"}, "layers=32,heads=8,dim=64,dtype=bfloat16"),
+    "a given head size": (
+        {**LLAMA, "head_dim": 64, "dtype": "float32"},
+        "layers=32,heads=8,dim=64,dtype=bfloat16",
+    ),
     "other names": (
         {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float16"},
         "layers=12,heads=12,dim=64,dtype=float16",
@@ -40,11 +49,21 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "layers=32,heads=1,dim=128,dtype=bfloat16",
     ),
     "a latent": (
-        {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        {
+            **LLAMA,
+            "model_type": "deepseek_v3",
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
         "layers=32,mla=576,dtype=bfloat16",
     ),
     "a language model in a multi-modal one": (
-        {"model_type": "llava", "torch_dtype": "bfloat16", "text_config": {**LLAMA, "head_dim": 128}},
+        {
+            "model_type": "llava",
+            "torch_dtype": "bfloat16",
+            "text_config": {**LLAMA, "head_dim": 128},
+        },
         "layers=32,heads=8,dim=128,dtype=bfloat16",
     ),
     "windows in all layers": (
@@ -56,10 +75,19 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "layers=32,heads=8,dim=128,dtype=bfloat16",
     ),
     "a window that is off": (
-        {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 4},
+        {
+            **LLAMA,
+            "model_type": "qwen2",
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "max_window_layers": 4,
+        },
         "layers=32,heads=8,dim=128,dtype=bfloat16",
     ),
-    "windows by a pattern": (GEMMA, "layers=12,heads=8,dim=256,dtype=bfloat16,window=1024@0-4+6-10"),
+    "windows by a pattern": (
+        GEMMA,
+        "layers=12,heads=8,dim=256,dtype=bfloat16,window=1024@0-4+6-10",
+    ),
     "windows by name": (
         {
             **LLAMA,
@@ -89,17 +117,33 @@ def test_a_models_config_is_read_as_its_short_form(kind: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected a whole number", "layers=32"),
-    "layers of text": ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'; expected a whole number", "layers=32"),
+    "no layers": (
+        {"num_hidden_layers": None},
+        "num_hidden_layers is missing; expected a whole number",
+        "layers=32",
+    ),
+    "layers of text": (
+        {"num_hidden_layers": "32"},
+        "num_hidden_layers is '32'; expected a whole number",
+        "layers=32",
+    ),
     "true layers": ({"num_hidden_layers": True}, "num_hidden_layers is True", "layers=32"),
-    "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000", "layers=32"),
+    "endless layers": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers is 1000000000",
+        "layers=32",
+    ),
     "heads of the code": (
         {"model_type": "gemma2", "num_key_value_heads": None},
         "num_key_value_heads is missing",
         "heads=8",
     ),
     "head size of the code": ({"model_type": "qwen3"}, "head_dim is missing", "dim=128"),
-    "uneven heads": ({"num_attention_heads": 33}, "hidden_size is 4096; expected a multiple of 33", "dim=128"),
+    "uneven heads": (
+        {"num_attention_heads": 33},
+        "hidden_size is 4096; expected a multiple of 33",
+        "dim=128",
+    ),
     "no dtype": ({"torch_dtype": None}, "dtype is missing", "dtype=bfloat16"),
     "odd dtype": ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'", "dtype=bfloat16"),
     "quantised cache": (
@@ -107,7 +151,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "quantization_config is one",
         "dtype=",
     ),
-    "window of unknown layers": ({"sliding_window": 9}, "layer_types is missing", "window=4096@0-30/2"),
+    "window of unknown layers": (
+        {"sliding_window": 9},
+        "layer_types is missing",
+        "window=4096@0-30/2",
+    ),
     "window of the code": ({"model_type": "mistral"}, "sliding_window is missing", "window=4096"),
     "names of too few layers": (
         {"sliding_window": 9, "layer_types": ["full_attention"]},
@@ -123,7 +171,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "chunks": ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192", "description_file"),
     "an indexer": ({"index_topk": 2048}, "index_topk is 2048", "description_file"),
     "K unlike V": ({"v_head_dim": 64, "head_dim": 128}, "v_head_dim is 64", "description_file"),
-    "latent of another family": ({"kv_lora_rank": 512}, "model_type is 'llama'", "description_file"),
+    "latent of another family": (
+        {"kv_lora_rank": 512},
+        "model_type is 'llama'",
+        "description_file",
+    ),
     "an encoder": ({"is_encoder_decoder": True}, "is_encoder_decoder is True", "description_file"),
     "names that are no list": ({"layer_types": 5}, "layer_types is 5", "description_file"),
 }
@@ -144,7 +196,10 @@ def test_keys_that_are_written_behind_a_model_need_not_be_in_config_json() -> No
         read({**LLAMA, "torch_dtype": None, "num_key_value_heads": "?"}, dtype="float16", heads="4")
         == "layers=32,dim=128"
     )
-    assert read({**LLAMA, "sliding_window": 9}, window="9@0-30/2") == "layers=32,heads=8,dim=128,dtype=bfloat16"
+    assert (
+        read({**LLAMA, "sliding_window": 9}, window="9@0-30/2")
+        == "layers=32,heads=8,dim=128,dtype=bfloat16"
+    )
     hybrid = {**LLAMA, "num_hidden_layers": 2, "mamba_d_state": 128}
     assert read(hybrid, state_layers="0", ssm="4x8") == "layers=2,heads=8,dim=128,dtype=bfloat16"
     assert read({"model_type": "x"}, layers="2", mla="576", dtype="float16") == "layers=2"
@@ -163,11 +218,14 @@ VALUES = st.recursive(
     | st.floats()
     | st.text(max_size=9)
     | st.sampled_from(["full_attention", "bfloat16"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 KEYS_OF_CONFIGS = sorted(
-    {key for config, _ in MODELS.values() for key in config} | {"multi_query", "hybrid", "index_topk"}
+    {key for config, _ in MODELS.values() for key in config}
+    | {"multi_query", "hybrid", "index_topk"}
 )
 
 
@@ -178,7 +236,9 @@ KEYS_OF_CONFIGS = sorted(
 @settings(max_examples=300)
 def test_no_config_raises_any_other_error(config: dict[str, Any], changes: dict[str, Any]) -> None:
     try:
-        form = form_of(read_model_config(json.dumps({**config, **changes}, allow_nan=False).encode(), {}))
+        form = form_of(
+            read_model_config(json.dumps({**config, **changes}, allow_nan=False).encode(), {})
+        )
     except ValueError:  # no JSON
         return
     except (InvalidModel, InvalidArgument):
@@ -206,7 +266,10 @@ def test_a_path_a_folder_and_a_name_of_the_hub_cache_are_the_same_model(
         shown = f"producer TP 4 · 32 layers · 8 heads · bfloat16 · full, blocks of 16 tokens\n         {form},tp=4\n"
         assert ran.out.startswith(shown)
         assert (
-            ran.out.replace(f"         {form},tp=4\n", "").replace(f"         {form},tp=2,block=64\n", "") == wanted.out
+            ran.out.replace(f"         {form},tp=4\n", "").replace(
+                f"         {form},tp=2,block=64\n", ""
+            )
+            == wanted.out
         )
     assert run("plan", "tp=4", f"{path},tp=2,block=64").out == ran.out
     assert run("plan", str(path), "tp=1").code == 0
@@ -218,21 +281,34 @@ def test_a_path_a_folder_and_a_name_of_the_hub_cache_are_the_same_model(
 
 def test_the_second_side_has_the_model_of_the_first_and_what_it_says_itself() -> None:
     form = "layers=8,heads=8,dim=64,window=64@0-6/2,dtype=float16"
-    assert run("plan", form, "tp=2", "--json").out == run("plan", form, f"{form},tp=2", "--json").out
+    assert (
+        run("plan", form, "tp=2", "--json").out == run("plan", form, f"{form},tp=2", "--json").out
+    )
     ran = run("plan", form, "dtype=float8_e4m3,window=0", "--json")
     assert ran.code == 1
     assert json.loads(ran.out)["workable"] is False
     assert "CONSUMER: mla is" in refused("plan", form, "mla=x")
 
 
-SERVED_ELSEWHERE = ("t5", "moshi", "mimi", "kyutai", "dia_", "qwen3_omni_moe_talker", "openai_privacy_filter", "zaya")
+SERVED_ELSEWHERE = (
+    "t5",
+    "moshi",
+    "mimi",
+    "kyutai",
+    "dia_",
+    "qwen3_omni_moe_talker",
+    "openai_privacy_filter",
+    "zaya",
+)
 """Speech, encoders and classifiers, and a hybrid that only its own key betrays."""
 DROPPED = ("", "head_dim", "num_key_value_heads", "sliding_window", "layer_types")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With every key, and without each of those that a config.json may leave to the model's code."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pytest.importorskip("vllm.config")
@@ -250,20 +326,33 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(monkey
             plain = json.loads(whole)
             try:
                 inner = next(
-                    (plain[key] for key in ("text_config", "llm_config") if isinstance(plain.get(key), dict)), plain
+                    (
+                        plain[key]
+                        for key in ("text_config", "llm_config")
+                        if isinstance(plain.get(key), dict)
+                    ),
+                    plain,
                 )
                 if dropped and dropped not in inner:
                     continue
                 inner.pop(dropped, None)
                 config = auto.CONFIG_MAPPING[name].from_dict(dict(plain))
                 text = config.get_text_config(decoder=True)
-                kind = convertors.MODEL_ARCH_CONFIG_CONVERTORS.get(name, convertors.ModelArchConfigConvertorBase)
+                kind = convertors.MODEL_ARCH_CONFIG_CONVERTORS.get(
+                    name, convertors.ModelArchConfigConvertorBase
+                )
                 model = kind(config, text)
-                wanted = model.get_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size()
+                wanted = (
+                    model.get_num_hidden_layers(),
+                    model.get_total_num_kv_heads(),
+                    model.get_head_size(),
+                )
             except Exception:  # noqa: BLE001, S112 - of configurations that need more than their defaults
                 continue
             try:
-                form = form_of(read_model_config(json.dumps({**plain, "dtype": "bfloat16"}).encode(), {}))
+                form = form_of(
+                    read_model_config(json.dumps({**plain, "dtype": "bfloat16"}).encode(), {})
+                )
             except (InvalidModel, InvalidArgument):
                 continue
             shared = getattr(text, "num_kv_shared_layers", 0) or 0
@@ -273,7 +362,11 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(monkey
             kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * form.layers
             assert set(kinds) <= {"full_attention", "sliding_attention"}, (name, dropped)
             window = getattr(text, "sliding_window", None)
-            windows = [layer for layer in range(form.layers) if window and kinds[layer] == "sliding_attention"]
+            windows = [
+                layer
+                for layer in range(form.layers)
+                if window and kinds[layer] == "sliding_attention"
+            ]
             assert list(form.window_layers) == windows, (name, dropped)
             agreed += 1
     assert agreed > 250

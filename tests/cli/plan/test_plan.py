@@ -21,15 +21,23 @@ from tests.cli.command import refused, run
 from tests.cli.plan.forms import DENSE, read_pair
 from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, costs_of, placings, summary_of
 
-EIGHT, FOUR = f"{DENSE},heads=8,tp=8".replace("heads=4,", ""), f"{DENSE},heads=8,tp=4".replace("heads=4,", "")
+EIGHT, FOUR = (
+    f"{DENSE},heads=8,tp=8".replace("heads=4,", ""),
+    f"{DENSE},heads=8,tp=4".replace("heads=4,", ""),
+)
 
 
 def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
     for worker in summary_of(EIGHT, FOUR).workers:
-        assert [flow.producer.tp for flow in worker.flows] == [2 * worker.place.tp, 2 * worker.place.tp + 1]
+        assert [flow.producer.tp for flow in worker.flows] == [
+            2 * worker.place.tp,
+            2 * worker.place.tp + 1,
+        ]
         for flow in worker.flows:
             head = flow.producer.tp
-            assert {(heads.start, heads.stop) for one in flow.reads for heads in one.heads} == {(head, head + 1)}
+            assert {(heads.start, heads.stop) for one in flow.reads for heads in one.heads} == {
+                (head, head + 1)
+            }
 
 
 def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
@@ -37,10 +45,15 @@ def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
     wanted = [plan.describe_all() for plan in plan_engine(consumer, producer, costs_of(consumer))]
     printed = run("plan", EIGHT, f"{FOUR},layout=NHD").out
     assert (
-        " ".join(printed.partition("in the log of consumer tp0, one of 4 (--json has all):\n")[2].split())
+        " ".join(
+            printed.partition("in the log of consumer tp0, one of 4 (--json has all):\n")[2].split()
+        )
         == wanted[0][0]
     )
-    found = [(worker.log, *worker.log_debug) for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers]
+    found = [
+        (worker.log, *worker.log_debug)
+        for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers
+    ]
     assert found == wanted
 
 
@@ -75,7 +88,8 @@ def test_staged_reads_are_shown_with_their_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "direct", "staged"), [("--staging-pool-bytes", "0", "1048576"), ("--direct-min-bytes", "64", "65")]
+    ("option", "direct", "staged"),
+    [("--staging-pool-bytes", "0", "1048576"), ("--direct-min-bytes", "64", "65")],
 )
 def test_without_a_staging_pool_or_with_short_direct_runs_nothing_is_staged(
     option: str, direct: str, staged: str
@@ -106,7 +120,10 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1()
     ]
     for reason in refused.value.reasons:
         words = " ".join(table.out.split())
-        assert f"{reason.field} producer: {reason.producer} consumer: {reason.consumer} → {reason.change}" in words
+        assert (
+            f"{reason.field} producer: {reason.producer} consumer: {reason.consumer} → {reason.change}"
+            in words
+        )
 
 
 def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
@@ -120,7 +137,9 @@ def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["tables", "JSON"])
-def test_names_of_a_description_reorder_nothing_on_a_terminal(tmp_path: Path, form: list[str]) -> None:
+def test_names_of_a_description_reorder_nothing_on_a_terminal(
+    tmp_path: Path, form: list[str]
+) -> None:
     name = "e\u202edeliaf\u2066\u200b\U000e0041"
     producer, _ = read_pair(EIGHT, FOUR)
     renamed = msgspec.structs.replace(producer, engine_id=name)
@@ -135,13 +154,17 @@ def test_names_of_a_description_reorder_nothing_on_a_terminal(tmp_path: Path, fo
         assert name in json.dumps(json.loads(ran.out), ensure_ascii=False)
 
 
-def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(tmp_path: Path) -> None:
+def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
+    tmp_path: Path,
+) -> None:
     producer, _ = read_pair(EIGHT, FOUR)
     facts = msgspec.structs.replace(
         producer.facts, model="m", fingerprint="weights:1", dtype="float16", speculative="eagle"
     )
     path = tmp_path / "producer.json"
-    path.write_bytes(encode_engine_json(engine_json_of(msgspec.structs.replace(producer, facts=facts))))
+    path.write_bytes(
+        encode_engine_json(engine_json_of(msgspec.structs.replace(producer, facts=facts)))
+    )
     assert run("plan", str(path), FOUR).code == 0
     assert run("plan", FOUR, str(path)).code == 0
     refused = run("plan", str(path), f"{FOUR},kv=apart".replace("dim=8", "dim=4"))
@@ -199,7 +222,9 @@ def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch: pytest.MonkeyPatch
 
 
 FORM_OF_JSON = "layers=3,heads=4,dim=8,tp=2,blocks=8,window=40@1,state_layers=2,ssm=4x2,conv=x4+B2*"
-NUMBERS = st.sampled_from([0, 1, 2, 3, 5, 7, 15, 16, 17, 2**20, 2**31 - 1, 2**31, 2**40, 2**48 - 1, 2**62, 2**63 - 1])
+NUMBERS = st.sampled_from(
+    [0, 1, 2, 3, 5, 7, 15, 16, 17, 2**20, 2**31 - 1, 2**31, 2**40, 2**48 - 1, 2**62, 2**63 - 1]
+)
 
 
 def fields_of(plain: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -207,13 +232,17 @@ def fields_of(plain: object, path: tuple[str | int, ...] = ()) -> list[tuple[str
     if isinstance(plain, dict):
         return [found for key, value in plain.items() for found in fields_of(value, (*path, key))]
     if isinstance(plain, list):
-        return [found for index, value in enumerate(plain) for found in fields_of(value, (*path, index))]
+        return [
+            found for index, value in enumerate(plain) for found in fields_of(value, (*path, index))
+        ]
     return [path] if isinstance(plain, (int, float)) else []
 
 
 @given(st.data())
 @settings(max_examples=50)
-def test_every_description_json_with_changed_numbers_ends_with_an_exit_code(data: st.DataObject) -> None:
+def test_every_description_json_with_changed_numbers_ends_with_an_exit_code(
+    data: st.DataObject,
+) -> None:
     producer, _ = read_pair(FORM_OF_JSON, FORM_OF_JSON)
     plain = json.loads(encode_engine_json(engine_json_of(producer)))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -32,7 +32,9 @@ def summary_of(*arguments: str) -> PlanSummary:
 
 
 def placings(summary: PlanSummary) -> set[str]:
-    return {read.placing for worker in summary.workers for flow in worker.flows for read in flow.reads}
+    return {
+        read.placing for worker in summary.workers for flow in worker.flows for read in flow.reads
+    }
 
 
 def costs_of(consumer: EngineDescription) -> Costs:
@@ -40,7 +42,9 @@ def costs_of(consumer: EngineDescription) -> Costs:
     return Costs(staged_run_bytes=longest_staged_run(pool))
 
 
-def request_for(producer: EngineDescription, consumer: EngineDescription, tokens: int) -> RequestBlocks:
+def request_for(
+    producer: EngineDescription, consumer: EngineDescription, tokens: int
+) -> RequestBlocks:
     """Blocks 1, 2, 3, … of a prompt, without those outside its windows."""
     lists = []
     for engine in (consumer, producer):
@@ -54,7 +58,9 @@ def request_for(producer: EngineDescription, consumer: EngineDescription, tokens
                 ids[:gone] = [0] * gone
             of_engine.append([1] if group.policy == "state" else ids)
         lists.append(of_engine)
-    return RequestBlocks(local=lists[0], remote=lists[1], first_token=0, stop_token=tokens, num_tokens=tokens)
+    return RequestBlocks(
+        local=lists[0], remote=lists[1], first_token=0, stop_token=tokens, num_tokens=tokens
+    )
 
 
 def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
@@ -93,11 +99,15 @@ def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> No
             copies = route_copies(route, pairs)
             direct = [one for one in copies if one.placing is Placing.DIRECT]
             event(f"{len(route.sources)} sources")
-            reads = [(source_table(s, 0), len(source_units(s, pairs[s.tokens]))) for s in route.sources]
+            reads = [
+                (source_table(s, 0), len(source_units(s, pairs[s.tokens]))) for s in route.sources
+            ]
             if not any(read.conversion for read in flow.reads):
                 assert flow.bytes == sum(int(one.num_bytes.sum()) for one in copies)
             assert sum(read.runs for read in flow.reads) == sum(len(one.src) for one in copies)
-            assert flow.descriptors == sum(len(one.src) for one in direct) + sum(t.runs * n for t, n in reads)
+            assert flow.descriptors == sum(len(one.src) for one in direct) + sum(
+                t.runs * n for t, n in reads
+            )
             staged = sum(t.runs * t.run_bytes * n for t, n in reads)
             assert flow.link_bytes == sum(int(one.num_bytes.sum()) for one in direct) + staged
             assert flow.expected == route.expected
@@ -106,25 +116,45 @@ def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> No
 
 
 def test_the_predicted_time_is_the_slowest_links_bytes_and_descriptors() -> None:
-    summary = summary_of("layers=4,heads=4,dim=8,tp=4", "layers=4,heads=4,dim=8,tp=1", "--tokens", "160", "--link", "2")
+    summary = summary_of(
+        "layers=4,heads=4,dim=8,tp=4",
+        "layers=4,heads=4,dim=8,tp=1",
+        "--tokens",
+        "160",
+        "--link",
+        "2",
+    )
     descriptor_s = PUBLISHED.direct_min_bytes / 50e9
     (worker,) = summary.workers
     wanted_ms = (summary.bytes / 2e9 + summary.descriptors * descriptor_s) * 1000
     assert placings(summary) == {"direct"}
     assert summary.predicted_ms == pytest.approx(wanted_ms, abs=0.001)
     assert (summary.slowest.side, str(summary.slowest.place)) == ("consumer", "tp0")
-    back = summary_of("layers=4,heads=4,dim=8,tp=1", "layers=4,heads=4,dim=8,tp=4", "--tokens", "160", "--link", "2")
+    back = summary_of(
+        "layers=4,heads=4,dim=8,tp=1",
+        "layers=4,heads=4,dim=8,tp=4",
+        "--tokens",
+        "160",
+        "--link",
+        "2",
+    )
     assert (back.slowest.side, back.bytes) == ("producer", worker.bytes)
 
 
 def test_only_the_consumer_pays_for_the_relayout_of_staged_bytes() -> None:
     pair = ("layers=2,heads=4,dim=16,layout=NHD,tp={}", "layers=2,heads=4,dim=16,tp={}")
-    together = summary_of(*(form.format(1 + index) for index, form in enumerate(pair)), "--tokens", "1024")
-    apart = summary_of(*(form.format(2 - index) for index, form in enumerate(pair)), "--tokens", "1024")
+    together = summary_of(
+        *(form.format(1 + index) for index, form in enumerate(pair)), "--tokens", "1024"
+    )
+    apart = summary_of(
+        *(form.format(2 - index) for index, form in enumerate(pair)), "--tokens", "1024"
+    )
     assert placings(together) == placings(apart) == {"staged"}
     for summary, relaid in ((together, 0), (apart, apart.bytes)):
         link_s = summary.link_bytes / 50e9 + summary.descriptors * PUBLISHED.descriptor_s
-        assert summary.predicted_ms == pytest.approx((link_s + PUBLISHED.relayout_s(relaid)) * 1000, abs=0.0006)
+        assert summary.predicted_ms == pytest.approx(
+            (link_s + PUBLISHED.relayout_s(relaid)) * 1000, abs=0.0006
+        )
     assert (together.slowest.side, apart.slowest.side) == ("producer", "consumer")
 
 

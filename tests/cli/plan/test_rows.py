@@ -41,7 +41,9 @@ def test_every_set_of_numbers_can_be_read_back_or_is_counted() -> None:
             assert text.count(", ") < 3
             if " of " in text:
                 assert text == f"{size} of {numbers[0]}…{numbers[-1]}"
-                assert not any(numbers == tuple(range(numbers[0], numbers[-1] + 1, step)) for step in (1, 2, 3))
+                assert not any(
+                    numbers == tuple(range(numbers[0], numbers[-1] + 1, step)) for step in (1, 2, 3)
+                )
             else:
                 assert tuple(numbers_of(text)) == numbers
 
@@ -76,13 +78,26 @@ def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
             *_, layers, _, num_bytes, descriptors, placed = cells_of([one], ())
             assert [layers, num_bytes, descriptors, placed] == [cells[0], *cells[2:]]
         assert consumers == format_places(row.consumer for row in alike)
-        assert producers == (format_places(row.producer for row in alike if row.producer) if alike[0].producer else "")
+        assert producers == (
+            format_places(row.producer for row in alike if row.producer)
+            if alike[0].producer
+            else ""
+        )
 
 
 def test_unlike_rows_stay_apart() -> None:
-    rows = [Row(Place(), Place(tp=tp), placed="a", num_bytes=size) for tp, size in enumerate((1, 1, 2, 1))]
-    assert [[row.producer.tp for row in alike if row.producer] for alike in fold(rows)] == [[0, 1, 3], [2]]
-    heads = [Row(Place(), Place(tp=first), (Range(first, first + count),)) for first, count in ((0, 1), (1, 2), (3, 1))]
+    rows = [
+        Row(Place(), Place(tp=tp), placed="a", num_bytes=size)
+        for tp, size in enumerate((1, 1, 2, 1))
+    ]
+    assert [[row.producer.tp for row in alike if row.producer] for alike in fold(rows)] == [
+        [0, 1, 3],
+        [2],
+    ]
+    heads = [
+        Row(Place(), Place(tp=first), (Range(first, first + count),))
+        for first, count in ((0, 1), (1, 2), (3, 1))
+    ]
     assert [[len(row.heads[0]) for row in alike] for alike in fold(heads)] == [[1, 1], [2]]
 
 
@@ -105,8 +120,14 @@ def test_sixty_four_ranks_are_two_rows() -> None:
         (f"tp=4,{STATES}", f"tp=2,{STATES}"),
     ],
 )
-def test_the_output_fits_80_columns_with_at_most_three_significant_digits(producer: str, consumer: str) -> None:
-    ran = run("plan", f"{MODEL},{producer}", f"{MODEL},{consumer}".replace("heads=8,", "", "heads=7" in consumer))
+def test_the_output_fits_80_columns_with_at_most_three_significant_digits(
+    producer: str, consumer: str
+) -> None:
+    ran = run(
+        "plan",
+        f"{MODEL},{producer}",
+        f"{MODEL},{consumer}".replace("heads=8,", "", "heads=7" in consumer),
+    )
     assert ran.err == ""
     assert max(map(len, ran.out.splitlines())) <= 80
     figures = ran.out.partition("\na prompt of")[2].partition("in the log")[0]
@@ -115,16 +136,35 @@ def test_the_output_fits_80_columns_with_at_most_three_significant_digits(produc
 
 
 def test_numbers_have_three_significant_digits_without_an_exponent() -> None:
-    assert [digits(value) for value in (0.01234, 999.6, 1234, 50.0, 0)] == ["0.0123", "1000", "1230", "50", "0"]
-    assert [decimal_bytes(value) for value in (999, 999_600, 1_073_741_824)] == ["999 B", "1 MB", "1.07 GB"]
+    assert [digits(value) for value in (0.01234, 999.6, 1234, 50.0, 0)] == [
+        "0.0123",
+        "1000",
+        "1230",
+        "50",
+        "0",
+    ]
+    assert [decimal_bytes(value) for value in (999, 999_600, 1_073_741_824)] == [
+        "999 B",
+        "1 MB",
+        "1.07 GB",
+    ]
     assert [rounded_count(value) for value in (988, 16384, 1_048_576)] == ["988", "16.4k", "1.05M"]
     assert [milliseconds(value) for value in (22.191, 999.7, 64425)] == ["22.2 ms", "1 s", "64.4 s"]
 
 
 @pytest.mark.parametrize(
-    "producer", ["tp=64", "tp=61,pp=4", "tp=8,pp=8,layout=NHD", "stages=1+2+3+4+5+6+7+8+9+10,tp=3", "tp=7,pp=5"]
+    "producer",
+    [
+        "tp=64",
+        "tp=61,pp=4",
+        "tp=8,pp=8,layout=NHD",
+        "stages=1+2+3+4+5+6+7+8+9+10,tp=3",
+        "tp=7,pp=5",
+    ],
 )
-def test_a_workers_line_in_the_log_is_bounded_and_the_rest_is_said_in_lines_at_debug(producer: str) -> None:
+def test_a_workers_line_in_the_log_is_bounded_and_the_rest_is_said_in_lines_at_debug(
+    producer: str,
+) -> None:
     """Also where the workers that are read differ, as stages of ten sizes do. Every worker is named, with its heads."""
     model = "layers=55,heads=61,dim=8"
     (worker,) = summary_of(f"{model},{producer}", model).workers
@@ -139,7 +179,9 @@ def test_a_workers_line_in_the_log_is_bounded_and_the_rest_is_said_in_lines_at_d
 def places_in(lines: Iterable[str]) -> set[Place]:
     """The workers that these lines name."""
     found = set()
-    for ranks, step, stages in re.findall(r"tp(\d+(?:…\d+)?)( by \d+)?(?:/pp(\d+(?:…\d+)?))?", " ".join(lines)):
+    for ranks, step, stages in re.findall(
+        r"tp(\d+(?:…\d+)?)( by \d+)?(?:/pp(\d+(?:…\d+)?))?", " ".join(lines)
+    ):
         for tp in range_of(ranks, step):
             found |= {Place(tp=tp, pp=pp) for pp in range_of(stages or "0")}
     return found

@@ -15,7 +15,13 @@ from kvferry.cli.plan.short_engine import engine_of_form, heads_of_rank
 from kvferry.cli.plan.short_form import read_short_form
 from kvferry.cli.plan.short_values import LAYOUTS
 from kvferry.plan.refusals import check_description
-from kvferry.protocol.description_json import EngineJson, WorkerJson, decode_engine_json, encode_engine_json, engine_of
+from kvferry.protocol.description_json import (
+    EngineJson,
+    WorkerJson,
+    decode_engine_json,
+    encode_engine_json,
+    engine_of,
+)
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup
 from tests.cli.plan.forms import short_forms
@@ -27,7 +33,9 @@ def engine(text: str) -> EngineJson:
     return engine_of_form(read_short_form(text), "producer")
 
 
-def tensor(worker: WorkerJson, kind: str, layer: str = "model.layers.0.self_attn.attn") -> PagedTensor:
+def tensor(
+    worker: WorkerJson, kind: str, layer: str = "model.layers.0.self_attn.attn"
+) -> PagedTensor:
     (found,) = [one for one in worker.tensors if one.name == (layer, kind)]
     return found
 
@@ -36,23 +44,31 @@ def byte_addresses(one: PagedTensor) -> Ints:
     """Addresses of all bytes: int64, [blocks, heads, tiles, bytes]."""
     block, tile = (axis.ravel() for axis in np.indices((one.blocks, one.tiles)))
     found = geometry.byte_addresses(one, geometry.Cells(block, tile, tokens=tile[:, None]))
-    return found.reshape(one.blocks, one.tiles, len(one.heads), one.cell_bytes).transpose(0, 2, 1, 3)
+    return found.reshape(one.blocks, one.tiles, len(one.heads), one.cell_bytes).transpose(
+        0, 2, 1, 3
+    )
 
 
 @given(short_forms())
 @settings(max_examples=150)
-def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation_exactly(text: str) -> None:
+def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation_exactly(
+    text: str,
+) -> None:
     engine_json = engine(text)
     check_description(engine_of(engine_json))
     assert decode_engine_json(encode_engine_json(engine_json)) == engine_json
     for worker in engine_json.workers:
-        addresses = np.concatenate([byte_addresses(one).ravel() for one in worker.tensors] or [np.empty(0, np.int64)])
+        addresses = np.concatenate(
+            [byte_addresses(one).ravel() for one in worker.tensors] or [np.empty(0, np.int64)]
+        )
         assert np.array_equal(np.sort(addresses), np.arange(len(addresses)))
 
 
 @given(short_forms())
 @settings(max_examples=100)
-def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_ranks(text: str) -> None:
+def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_ranks(
+    text: str,
+) -> None:
     form, engine_json = read_short_form(text), engine(text)
     held: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
     for worker, one in pairs_of(engine_json):
@@ -96,7 +112,9 @@ def test_a_layouts_name_is_the_order_of_its_axes(layout: str, kv: str) -> None:
 def test_on_the_cpu_k_lies_by_elements_and_v_by_tokens() -> None:
     (worker,) = engine("layers=1,heads=2,dim=3,block=4,blocks=2,layout=CPU,dtype=bfloat16").workers
     cells = np.arange(2 * 2 * 2 * 3 * 4 * 2).reshape(2, 2, 2, 24)  # block, head, K or V, bytes
-    k = cells[:, :, 0].reshape(2, 2, 3, 4, 2).transpose(0, 1, 3, 2, 4).reshape(2, 2, 4, 6)  # [dim, tokens] elements
+    k = (
+        cells[:, :, 0].reshape(2, 2, 3, 4, 2).transpose(0, 1, 3, 2, 4).reshape(2, 2, 4, 6)
+    )  # [dim, tokens] elements
     assert np.array_equal(byte_addresses(tensor(worker, "k")), k)
     assert np.array_equal(byte_addresses(tensor(worker, "v")), cells[:, :, 1].reshape(2, 2, 4, 6))
     assert worker.memory == "DRAM"
@@ -106,14 +124,23 @@ def test_on_the_cpu_k_lies_by_elements_and_v_by_tokens() -> None:
 def test_a_convolution_state_has_its_channels_innermost_or_outermost(layout: str) -> None:
     text = f"layers=1,state_layers=0,conv=x4+B2*,conv_width=3,conv_layout={layout},tp=2,blocks=2,dtype=float32"
     engine_json = engine(text)
-    page = np.arange(2 * 4 * 3 * 4).reshape(2, 12, 4)  # block, element of the page, byte; 2 of x and 2 of B on a rank
-    grid = page.reshape(2, 3, 4, 4).transpose(0, 2, 1, 3) if layout == "SD" else page.reshape(2, 4, 3, 4)
+    page = np.arange(2 * 4 * 3 * 4).reshape(
+        2, 12, 4
+    )  # block, element of the page, byte; 2 of x and 2 of B on a rank
+    grid = (
+        page.reshape(2, 3, 4, 4).transpose(0, 2, 1, 3)
+        if layout == "SD"
+        else page.reshape(2, 4, 3, 4)
+    )
     channels = grid.reshape(2, 4, 1, 12)
     for worker in engine_json.workers:
         x, b = (tensor(worker, f"conv.{name}", "model.layers.0.mixer") for name in "xB")
         assert np.array_equal(byte_addresses(x), channels[:, :2])
         assert np.array_equal(byte_addresses(b), channels[:, 2:])
-        assert (x.heads, b.heads) == (Range(2 * worker.place.tp, 2 * worker.place.tp + 2), Range(0, 2))
+        assert (x.heads, b.heads) == (
+            Range(2 * worker.place.tp, 2 * worker.place.tp + 2),
+            Range(0, 2),
+        )
 
 
 @pytest.mark.parametrize(
@@ -124,13 +151,19 @@ def test_a_convolution_state_has_its_channels_innermost_or_outermost(layout: str
         (1, 3, [(0, 1)] * 3),
     ],
 )
-def test_heads_are_spread_as_the_documentation_says(heads: int, ranks: int, held: list[tuple[int, int]]) -> None:
-    assert [heads_of_rank(heads, ranks, rank) for rank in range(ranks)] == [Range(*one) for one in held]
+def test_heads_are_spread_as_the_documentation_says(
+    heads: int, ranks: int, held: list[tuple[int, int]]
+) -> None:
+    assert [heads_of_rank(heads, ranks, rank) for rank in range(ranks)] == [
+        Range(*one) for one in held
+    ]
 
 
 def test_context_parallel_ranks_are_neighbours_that_hold_the_same_heads() -> None:
     engine_json = engine("layers=1,heads=2,dim=8,tp=4,dcp=2,interleave=4")
-    assert [worker.place for worker in engine_json.workers] == [Place(tp=rank, dcp=rank % 2) for rank in range(4)]
+    assert [worker.place for worker in engine_json.workers] == [
+        Place(tp=rank, dcp=rank % 2) for rank in range(4)
+    ]
     assert [tensor(worker, "k").heads.start for worker in engine_json.workers] == [0, 0, 1, 1]
     assert {tensor(worker, "k").interleave.run_tokens for worker in engine_json.workers} == {4}
 

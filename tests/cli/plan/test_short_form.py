@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.plan.short_form import KEYS, MAX_LENGTH, ShortForm, defaults, even_stages, read_short_form
+from kvferry.cli.plan.short_form import (
+    KEYS,
+    MAX_LENGTH,
+    ShortForm,
+    defaults,
+    even_stages,
+    read_short_form,
+)
 from kvferry.cli.plan.short_values import ConvPart
 
 ATTENTION = "layers=32,heads=8,dim=128"
@@ -45,7 +52,10 @@ def test_the_split_is_vllms_own() -> None:
     for layers in range(1, 40):
         for pp in range(1, layers + 1):
             spans = [utils.get_pp_indices(layers, rank, pp) for rank in range(pp)]
-            assert even_stages(layers, pp) == tuple(stop - start for start, stop in spans), (layers, pp)
+            assert even_stages(layers, pp) == tuple(stop - start for start, stop in spans), (
+                layers,
+                pp,
+            )
 
 
 @pytest.mark.parametrize(
@@ -59,14 +69,18 @@ def test_the_split_is_vllms_own() -> None:
         ("2+2", (2,)),
     ],
 )
-def test_a_list_of_layers_has_single_ones_ranges_and_steps(listed: str, layers: tuple[int, ...]) -> None:
+def test_a_list_of_layers_has_single_ones_ranges_and_steps(
+    listed: str, layers: tuple[int, ...]
+) -> None:
     form = read_short_form(f"layers=6,heads=2,dim=8,window=32@{listed}")
     assert (form.window, form.window_layers) == (32, layers)
     assert form.full_layers == tuple(sorted(set(range(6)) - set(layers)))
 
 
 def test_states_have_heads_with_a_shape_and_named_channels() -> None:
-    form = read_short_form("layers=3,heads=2,dim=8,state_layers=0+2,ssm=24x64x128,conv=1536+B128*,state_dtype=float32")
+    form = read_short_form(
+        "layers=3,heads=2,dim=8,state_layers=0+2,ssm=24x64x128,conv=1536+B128*,state_dtype=float32"
+    )
     assert form.ssm == (24, 64, 128)
     assert form.conv == (ConvPart("x", 1536, False), ConvPart("B", 128, True))
     assert (form.state_layers, form.full_layers, form.state_dtype) == ((0, 2), (1,), "float32")
@@ -116,14 +130,35 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG.items(), ids=range(len(WRONG)))
-def test_an_invalid_short_form_is_refused_with_key_value_and_accepted_values(text: str, said: str) -> None:
+def test_an_invalid_short_form_is_refused_with_key_value_and_accepted_values(
+    text: str, said: str
+) -> None:
     with pytest.raises(InvalidArgument) as refused:
         read_short_form(text)
     assert said in str(refused.value)
     assert len(str(refused.value)) < 600
 
 
-PIECES = [*KEYS, "=", ",", "+", "-", "/", "@", "*", "x", "{}", "0", "1", "7", "99999999999999", "\n", "\0", "é", " "]
+PIECES = [
+    *KEYS,
+    "=",
+    ",",
+    "+",
+    "-",
+    "/",
+    "@",
+    "*",
+    "x",
+    "{}",
+    "0",
+    "1",
+    "7",
+    "99999999999999",
+    "\n",
+    "\0",
+    "é",
+    " ",
+]
 
 
 @given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=24).map("".join)))

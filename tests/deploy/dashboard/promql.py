@@ -66,7 +66,9 @@ class Asked:
 
 def asked(query: str) -> list[Asked]:
     """All metrics of a query."""
-    return [Asked(name, dict(_MATCHER.findall(matchers))) for name, matchers in _METRIC.findall(query)]
+    return [
+        Asked(name, dict(_MATCHER.findall(matchers))) for name, matchers in _METRIC.findall(query)
+    ]
 
 
 def kept(query: str) -> list[set[str]]:
@@ -84,7 +86,9 @@ def complaints(query: str) -> list[str]:
             continue
         for label, values in sample.labels.items():
             named = one.matchers.get(label, "").split("|")
-            wrong += [f"{one.name} has no {label}={part}" for part in named if part and part not in values]
+            wrong += [
+                f"{one.name} has no {label}={part}" for part in named if part and part not in values
+            ]
         known = {*sample.labels, "job", "instance", "engine"}
         wrong += [f"{one.name} has no label {label}" for label in {*one.matchers} - known]
     return wrong
@@ -94,20 +98,26 @@ def tool(name: str) -> str:
     """The path of a program of Prometheus, installed or beside Python (scripts/fetch_prometheus.sh), or a skip."""
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
-        pytest.skip(f"NOT TESTED: {name} is not here (scripts/fetch_prometheus.sh); queries were only parsed")
+        pytest.skip(
+            f"NOT TESTED: {name} is not here (scripts/fetch_prometheus.sh); queries were only parsed"
+        )
     return found
 
 
 def panels() -> list[dict[str, Any]]:
     """Every panel of the dashboard, in its order; those of a folded row are in the row."""
     rows = json.loads(DASHBOARD.read_text())["panels"]
-    return [panel for row in rows for panel in (row, *row.get("panels", ())) if panel["type"] != "row"]
+    return [
+        panel for row in rows for panel in (row, *row.get("panels", ())) if panel["type"] != "row"
+    ]
 
 
 def panel_queries() -> list[tuple[str, str, str]]:
     """The title, PromQL and legend of every query of the dashboard, in its order."""
     return [
-        (panel["title"], target["expr"], target["legendFormat"]) for panel in panels() for target in panel["targets"]
+        (panel["title"], target["expr"], target["legendFormat"])
+        for panel in panels()
+        for target in panel["targets"]
     ]
 
 
@@ -143,7 +153,9 @@ def dimension(query: str) -> Dimension:
         found = dimension(words[1 if call[1] == "histogram_quantile" else 0])
         if call[1] == "rate":
             return Dimension(found.of_bytes, found.of_seconds - 1)
-        if call[1] == "histogram_quantile":  # of the rate of a bucket: what the bucket's bound measures
+        if (
+            call[1] == "histogram_quantile"
+        ):  # of the rate of a bucket: what the bucket's bound measures
             (name,) = {one.name for one in asked(query)}
             return dimension(name.removesuffix("_bucket"))
         return found
@@ -151,7 +163,9 @@ def dimension(query: str) -> Dimension:
     stem = re.sub(r"_total$|_sum$", "", query)
     if stem.endswith(("_bucket", "_count")):
         return Dimension(0, 0)
-    return Dimension(int("bytes" in stem), int("_seconds" in stem), stem.endswith(("_perc", "_fraction_now")))
+    return Dimension(
+        int("bytes" in stem), int("_seconds" in stem), stem.endswith(("_perc", "_fraction_now"))
+    )
 
 
 def _split(query: str, sign: str) -> list[str]:

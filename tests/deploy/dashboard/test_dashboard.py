@@ -63,22 +63,38 @@ def test_the_unit_of_every_panel_is_that_of_all_its_queries() -> None:
         assert panel["fieldConfig"]["overrides"] == [], "a unit of its own for one of the queries"
         for target in panel["targets"]:
             units = dimension(target["expr"]).units()
-            assert unit in units, f"{panel['title']}: {target['legendFormat']} is in {units}, not {unit}"
+            assert unit in units, (
+                f"{panel['title']}: {target['legendFormat']} is in {units}, not {unit}"
+            )
 
 
 def test_units_come_from_the_query() -> None:
     rate = "sum by (peer) (rate({}[5m]))"
     assert dimension(rate.format("vllm:kvferry_handshake_seconds_count")).units() == {"ops"}
-    assert dimension("histogram_quantile(0.9, sum by (le) (rate(vllm:a_seconds_bucket[5m])))").units() == {"s"}
-    assert dimension(f"{rate.format('vllm:a_bytes_total')} / {rate.format('vllm:t_seconds_sum')}").units() == {"Bps"}
-    assert dimension(f"{rate.format('vllm:a_seconds_sum')} / {rate.format('vllm:a_seconds_count')}").units() == {"s"}
+    assert dimension(
+        "histogram_quantile(0.9, sum by (le) (rate(vllm:a_seconds_bucket[5m])))"
+    ).units() == {"s"}
+    assert dimension(
+        f"{rate.format('vllm:a_bytes_total')} / {rate.format('vllm:t_seconds_sum')}"
+    ).units() == {"Bps"}
+    assert dimension(
+        f"{rate.format('vllm:a_seconds_sum')} / {rate.format('vllm:a_seconds_count')}"
+    ).units() == {"s"}
     assert dimension("sum(increase(vllm:a_total[5m]))").units() == {"short"}
-    assert "percentunit" in dimension("rate(vllm:a_total[1m]) / clamp_min((rate(vllm:b_total[1m])), 1e-9)").units()
+    assert (
+        "percentunit"
+        in dimension("rate(vllm:a_total[1m]) / clamp_min((rate(vllm:b_total[1m])), 1e-9)").units()
+    )
 
 
 def test_rows_are_folded_but_the_first_two() -> None:
-    rows = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] == "row"]
-    assert [row["title"] for row in rows if not row["collapsed"]] == ["At a glance", "What users wait for"]
+    rows = [
+        panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] == "row"
+    ]
+    assert [row["title"] for row in rows if not row["collapsed"]] == [
+        "At a glance",
+        "What users wait for",
+    ]
     assert all(row["panels"] for row in rows if row["collapsed"])
     numbers = [panel["id"] for panel in (*rows, *panels())]
     assert len(set(numbers)) == len(numbers)
@@ -89,7 +105,11 @@ def test_no_two_panels_of_a_row_overlap() -> None:
         places = [panel["gridPos"] for panel in (row, *row.get("panels", ()))]
         columns = [range(at["x"], at["x"] + at["w"]) for at in places]
         lines = [range(at["y"], at["y"] + at["h"]) for at in places]
-        taken = [place for wide, high in zip(columns, lines, strict=True) for place in product(wide, high)]
+        taken = [
+            place
+            for wide, high in zip(columns, lines, strict=True)
+            for place in product(wide, high)
+        ]
         assert len(set(taken)) == len(taken), row["title"]
         assert max(x for x, _ in taken) < 24
 
@@ -98,14 +118,21 @@ def test_links_lead_to_headings_of_the_documentation() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert {link["title"] for link in dashboard["links"]} >= {"What to do", "Metrics", "Streaming"}
     assert dead_links([link["url"] for link in dashboard["links"]]) == []
-    linked = {panel["title"]: [link["url"] for link in panel.get("links", ())] for panel in panels()}
+    linked = {
+        panel["title"]: [link["url"] for link in panel.get("links", ())] for panel in panels()
+    }
     assert sum(map(bool, linked.values())) > 30
     assert dead_links([url for urls in linked.values() for url in urls]) == []
 
 
 def test_prometheus_can_read_every_query(tmp_path: Path) -> None:
-    rules = [{"record": f"q{at}", "expr": re.sub(r"\$__\w+", "5m", query)} for at, (_, query, _) in enumerate(QUERIES)]
+    rules = [
+        {"record": f"q{at}", "expr": re.sub(r"\$__\w+", "5m", query)}
+        for at, (_, query, _) in enumerate(QUERIES)
+    ]
     file = tmp_path / "rules.json"  # which is YAML
     file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
-    done = subprocess.run([tool("promtool"), "check", "rules", file], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [tool("promtool"), "check", "rules", file], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -61,8 +61,12 @@ SICK: dict[str, dict[str, str]] = {
     "KvferryLoadsFail": {'vllm:kvferry_local_recomputes_total{reason="load_failed"}': "0+4x120"},
     "KvferryPairRefused": {'vllm:kvferry_failed_loads_total{reason="plan"}': "0x110 1x10"},
     "KvferryParamsMacWrong": {'vllm:kvferry_failed_loads_total{reason="mac"}': "0x110 1x10"},
-    "KvferryProducersUnreachable": {'vllm:kvferry_failed_loads_total{reason="handshake"}': "0x100 1+1x20"},
-    "KvferryLeasesEndBeforeTheyAreRead": {'vllm:kvferry_failed_loads_total{reason="fence"}': "0+1x120"},
+    "KvferryProducersUnreachable": {
+        'vllm:kvferry_failed_loads_total{reason="handshake"}': "0x100 1+1x20"
+    },
+    "KvferryLeasesEndBeforeTheyAreRead": {
+        'vllm:kvferry_failed_loads_total{reason="fence"}': "0+1x120"
+    },
     "KvferryTransfersFail": {'vllm:kvferry_failed_loads_total{reason="deadline"}': "0x100 1+1x20"},
     "KvferryPromptsComputedTwice": {  # each of the two alone would not do
         'vllm:kvferry_local_recomputes_total{reason="foreign_params"}': "0+4x120",
@@ -83,7 +87,9 @@ SICK: dict[str, dict[str, str]] = {
     "KvferryStagingFull": {"vllm:kvferry_staging_used_bytes": "900x120"},
     "KvferrySlowHandovers": {'vllm:kvferry_handover_seconds_bucket{le="0.1"}': "0+57x120"},
     "KvferryShortRuns": {'vllm:kvferry_run_bytes_bucket{le="4096.0"}': "0+60x120"},
-    "KvferrySecretsDiffer": {'vllm:kvferry_side_channel_refusals_total{reason="one_sided"}': "0+1x120"},
+    "KvferrySecretsDiffer": {
+        'vllm:kvferry_side_channel_refusals_total{reason="one_sided"}': "0+1x120"
+    },
     "KvferrySideChannelFlooded": {"vllm:kvferry_dropped_messages_total": "0+1x120"},
     "KvferryRenewalsNotSent": {"vllm:kvferry_side_channel_errors_total": "0+1x120"},
     "KvferryInvalidMessages": {"vllm:kvferry_bad_frames_total": "0+1x120"},
@@ -98,7 +104,9 @@ FINE: dict[str, dict[str, str]] = {
     "a prompt in a hundred is another one": {
         'vllm:kvferry_local_recomputes_total{reason="other_prompt"}': "0+1x120",
     },
-    "prompts that the cache has": {'vllm:kvferry_local_recomputes_total{reason="below_threshold"}': "0+50x120"},
+    "prompts that the cache has": {
+        'vllm:kvferry_local_recomputes_total{reason="below_threshold"}': "0+50x120"
+    },
     "a failed read's grace": {"vllm:kvferry_oldest_quarantine_seconds": "0x117 30 60 0"},
     "a cache full of running requests": {
         "vllm:kv_cache_usage_perc": "0.99x120",
@@ -140,7 +148,12 @@ def every_series() -> dict[str, str]:
     for name, sample in samples().items():
         if name in wanted and sample.kind in ("counter", "gauge"):
             ((label, values),) = sample.labels.items() or (("", ("",)),)
-            found.update({f'{name}{{{label}="{value}"}}' if label else name: f"0x{MINUTES}" for value in values})
+            found.update(
+                {
+                    f'{name}{{{label}="{value}"}}' if label else name: f"0x{MINUTES}"
+                    for value in values
+                }
+            )
     return found
 
 
@@ -151,13 +164,18 @@ def case(name: str, changed: dict[str, str], fires: list[str]) -> dict[str, Any]
     return {
         "name": name,
         "interval": "1m",
-        "input_series": [{"series": placed(one), "values": values} for one, values in series.items()],
+        "input_series": [
+            {"series": placed(one), "values": values} for one, values in series.items()
+        ],
         "promql_expr_test": [
             {
                 "expr": 'count by (alertname, severity) (ALERTS{alertstate="firing"})',
                 "eval_time": WHEN,
                 "exp_samples": [
-                    {"labels": f'{{alertname="{alert}", severity="{severities[alert]}"}}', "value": 1}
+                    {
+                        "labels": f'{{alertname="{alert}", severity="{severities[alert]}"}}',
+                        "value": 1,
+                    }
                     for alert in fires
                 ],
             }
@@ -173,8 +191,12 @@ def placed(series: str) -> str:
 
 def judged(cases: list[dict[str, Any]], folder: Path) -> subprocess.CompletedProcess[str]:
     file = folder / "alerts_test.json"  # which is YAML
-    file.write_text(json.dumps({"rule_files": [str(FILE)], "evaluation_interval": "1m", "tests": cases}))
-    return subprocess.run([tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    file.write_text(
+        json.dumps({"rule_files": [str(FILE)], "evaluation_interval": "1m", "tests": cases})
+    )
+    return subprocess.run(
+        [tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
 
 
 def test_every_alert_fires_for_what_it_is_for_and_alone(tmp_path: Path) -> None:
@@ -183,5 +205,8 @@ def test_every_alert_fires_for_what_it_is_for_and_alone(tmp_path: Path) -> None:
 
 
 def test_nothing_fires_for_what_passes_by_itself(tmp_path: Path) -> None:
-    reported = judged([case("healthy", {}, []), *(case(name, changed, []) for name, changed in FINE.items())], tmp_path)
+    reported = judged(
+        [case("healthy", {}, []), *(case(name, changed, []) for name, changed in FINE.items())],
+        tmp_path,
+    )
     assert reported.returncode == 0, reported.stdout + reported.stderr

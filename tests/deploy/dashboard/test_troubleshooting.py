@@ -37,7 +37,10 @@ def log_lines(text: str) -> list[str]:
 
 def pieces_of(template: str) -> list[str | None]:
     """The texts of a line that logging fills in, with None for what is filled in."""
-    return [None if number % 2 else text for number, text in enumerate(re.split(r"(%(?:\.\d+)?[sdrfg])", template))]
+    return [
+        None if number % 2 else text
+        for number, text in enumerate(re.split(r"(%(?:\.\d+)?[sdrfg])", template))
+    ]
 
 
 def filled(template: str) -> str:
@@ -69,8 +72,15 @@ def unknown_metrics(text: str) -> list[str]:
         sample = known.get(name) or known.get(f"{name}_bucket")
         if sample is None or (label and value not in sample.labels.get(label, ())):
             wrong.append(f'{name}{{{label}="{value}"}}' if label else name)
-    every = {(label, value) for sample in known.values() for label, values in sample.labels.items() for value in values}
-    return wrong + [f'{label}="{value}"' for label, value in LABEL.findall(text) if (label, value) not in every]
+    every = {
+        (label, value)
+        for sample in known.values()
+        for label, values in sample.labels.items()
+        for value in values
+    }
+    return wrong + [
+        f'{label}="{value}"' for label, value in LABEL.findall(text) if (label, value) not in every
+    ]
 
 
 def test_every_metric_on_the_page_is_exported_under_that_label() -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
@@ -49,7 +56,9 @@ def layer_of(stage: int) -> str:
 def model_config(max_tokens: int = 512) -> Any:
     """The smallest model that vLLM's configuration accepts: a config.json, no weights."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
-    (folder / "config.json").write_text(json.dumps({**_CONFIG, "max_position_embeddings": max(1024, max_tokens)}))
+    (folder / "config.json").write_text(
+        json.dumps({**_CONFIG, "max_position_embeddings": max(1024, max_tokens)})
+    )
     init_none_hash(sha256)
     return ModelConfig(
         model=str(folder),
@@ -75,20 +84,37 @@ def kv_cache_config(
     and `states` more groups with a recurrent state in vLLM's `align` mode.
     As always in vLLM, the groups lie on the same bytes: a block belongs to one of them at a time.
     """
-    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS // tp, "head_size": HEAD_SIZE, "dtype": torch.float32}
+    shape = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": HEADS // tp,
+        "head_size": HEAD_SIZE,
+        "dtype": torch.float32,
+    }
     full = FullAttentionSpec(**shape)
     groups = [KVCacheGroupSpec([layer_of(stage) for stage in stages], full)]
     if window:
-        groups.append(KVCacheGroupSpec([WINDOW_LAYER], SlidingWindowSpec(**shape, sliding_window=window)))
+        groups.append(
+            KVCacheGroupSpec([WINDOW_LAYER], SlidingWindowSpec(**shape, sliding_window=window))
+        )
     for index in range(states):
         shapes = ((full.page_size_bytes // torch.float32.itemsize,),)
-        state = MambaSpec(block_size=BLOCK_TOKENS, shapes=shapes, dtypes=(torch.float32,), mamba_cache_mode="align")
+        state = MambaSpec(
+            block_size=BLOCK_TOKENS,
+            shapes=shapes,
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+        )
         groups.append(KVCacheGroupSpec([f"model.layers.{20 + index}.mixer"], state))
     page, size = full.page_size_bytes, num_blocks * full.page_size_bytes * len(stages)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
-            KVCacheTensor(size=size, layers=group.layer_names, layer_stride=num_blocks * page, block_stride=page)
+            KVCacheTensor(
+                size=size,
+                layers=group.layer_names,
+                layer_stride=num_blocks * page,
+                block_stride=page,
+            )
             for group in groups
         ],
         kv_cache_groups=groups,
@@ -149,5 +175,7 @@ def vllm_config(
         config.cache_config.mamba_cache_mode = "align"
     config.parallel_config.pipeline_parallel_size = pp  # not before: the model has one layer only
     config.parallel_config.world_size = tp * pp
-    config.scheduler_config.async_scheduling = overlap  # the CPU platform switches it off while it validates
+    config.scheduler_config.async_scheduling = (
+        overlap  # the CPU platform switches it off while it validates
+    )
     return config

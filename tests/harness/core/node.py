@@ -37,7 +37,11 @@ from tests.waiting import deadline_s
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
 _IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"
 _LAYER_MODULE = SimpleNamespace(
-    get_attn_backend=lambda: CPUAttentionBackend, impl=_IMPL, isa="vec", _k_scale_float=1.0, _v_scale_float=1.0
+    get_attn_backend=lambda: CPUAttentionBackend,
+    impl=_IMPL,
+    isa="vec",
+    _k_scale_float=1.0,
+    _v_scale_float=1.0,
 )
 """The replacement of the attention layer where vLLM looks layers up by name: it can write a cache."""
 _TIMEOUT_S = 60.0
@@ -59,7 +63,10 @@ def between_processes(value: Any) -> Any:
 @contextmanager
 def side_channel(port: int) -> Iterator[None]:
     """The environment of an engine whose side channel is on this port."""
-    settings = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    settings = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+    }
     with mock.patch.dict(os.environ, settings):
         yield
 
@@ -75,7 +82,9 @@ def start_parallel_state(config: Any) -> None:
     if parallel_state.model_parallel_is_initialized():
         return
     with set_current_vllm_config(config):
-        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        parallel_state.init_distributed_environment(
+            1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo"
+        )
         parallel_state.initialize_model_parallel(1, 1, backend="gloo")
 
 
@@ -114,11 +123,15 @@ class Node:
         if module == "kvferry.connector" and connector == "NixlConnector":
             config["extra"] = {"handshake_timeout_s": _TIMEOUT_S / 2, **(config.get("extra") or {})}
         with side_channel(self.port):
-            self.engine = Engine(connector, module=module, role=role, tp=tp, pp=pp, window=window, **config)
+            self.engine = Engine(
+                connector, module=module, role=role, tp=tp, pp=pp, window=window, **config
+            )
         current_platform.import_kernels()
         start_parallel_state(self.engine.config)
         layers = [*map(layer_of, range(pp)), WINDOW_LAYER]
-        self.engine.config.compilation_config.static_forward_context.update(dict.fromkeys(layers, _LAYER_MODULE))
+        self.engine.config.compilation_config.static_forward_context.update(
+            dict.fromkeys(layers, _LAYER_MODULE)
+        )
         self._depth = max(int(config.get("overlap", False)), pp - 1)
         self._in_flight: deque[tuple[Scheduled, Any]] = deque()
         self.workers: list[Any] = []
@@ -127,7 +140,9 @@ class Node:
         blocks = self.engine.cache_config.num_blocks
         try:
             caches = [
-                self._add_worker(runner, place, kv_cache_config(blocks, tp=tp, window=window, stages=(place.pp,)))
+                self._add_worker(
+                    runner, place, kv_cache_config(blocks, tp=tp, window=window, stages=(place.pp,))
+                )
                 for place in places
             ]
         except BaseException:
@@ -141,7 +156,8 @@ class Node:
         self.engine.sample = self.model.sample
         self._aggregator = KVOutputAggregator.from_connector(self.engine.connector, len(places))
         described = {
-            (place.pp, place.tp): _described(worker) for place, worker in zip(places, self.workers, strict=True)
+            (place.pp, place.tp): _described(worker)
+            for place, worker in zip(places, self.workers, strict=True)
         }
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(between_processes(described))
         self._add_siblings()
@@ -203,7 +219,13 @@ class Node:
         return params
 
     def decode(
-        self, request_id: str, prompt: Sequence[int], params: Any, *others: Node, count: int = 5, **request: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: Any,
+        *others: Node,
+        count: int = 5,
+        **request: Any,
     ) -> int:
         """Decode so many tokens and check each; `others` step as well.
 
@@ -219,7 +241,9 @@ class Node:
             for other in others:
                 other.step()
             time.sleep(0.001)
-        assert self.engine.answers[request_id].tokens == expected_tokens(list(prompt), count, self.window)
+        assert self.engine.answers[request_id].tokens == expected_tokens(
+            list(prompt), count, self.window
+        )
         return computed - (count - 1)
 
     def close(self, *, idle: bool = True) -> None:
@@ -239,7 +263,10 @@ class Node:
 
     def _answer_oldest(self) -> None:
         answered, reported = self._in_flight.popleft()
-        outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in reported]
+        outputs = [
+            ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one)
+            for one in reported
+        ]
         self.engine.finish(answered, worker=self._aggregator.aggregate(outputs).kv_connector_output)
 
     def _add_siblings(self) -> None:
@@ -248,7 +275,9 @@ class Node:
         for half in halves:
             half.add_siblings([one.description for one in halves])
 
-    def _add_worker(self, runner: RunnerType, place: Place, cache_config: Any) -> dict[str, torch.Tensor]:
+    def _add_worker(
+        self, runner: RunnerType, place: Place, cache_config: Any
+    ) -> dict[str, torch.Tensor]:
         config = self.engine.config
         # One process has one rank, so the place of a worker of several is passed in.
         reported = mock.patch.multiple(
@@ -256,8 +285,13 @@ class Node:
             place_of_this_worker=lambda: place,
             gather_workers=lambda mine, _: (mine,) * config.parallel_config.world_size,
         )
-        with set_current_vllm_config(config), reported if config.parallel_config.world_size > 1 else nullcontext():
-            worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
+        with (
+            set_current_vllm_config(config),
+            reported if config.parallel_config.world_size > 1 else nullcontext(),
+        ):
+            worker: Any = KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, cache_config
+            )
             sizes = [BLOCK_TOKENS] * len(cache_config.kv_cache_groups)
             caches: dict[str, torch.Tensor] = allocate_kv_cache(
                 cache_config, torch.device("cpu"), KVCacheLayout.LBHNC, sizes

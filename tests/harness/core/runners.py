@@ -81,7 +81,9 @@ class SecondRunner:
             self._forward(output, forward)
             return self._wrapper.post_forward(output.finished_req_ids)
 
-    def step_0_33(self, output: Any, forward: Forward = no_forward, drafter: Forward = no_forward) -> Any:
+    def step_0_33(
+        self, output: Any, forward: Forward = no_forward, drafter: Forward = no_forward
+    ) -> Any:
         """0.33 with a drafter: results first, then the drafter, then wait_for_save and the end of the metadata."""
         connector = self._connector
         with connected(connector):
@@ -107,7 +109,9 @@ class SecondRunner:
 
     def _forward(self, output: Any, forward: Forward) -> None:
         names = list(output.num_scheduled_tokens)
-        batch = SimpleNamespace(idx_mapping=list(range(len(names))), req_ids=names, num_tokens=len(names))
+        batch = SimpleNamespace(
+            idx_mapping=list(range(len(names))), req_ids=names, num_tokens=len(names)
+        )
         with set_forward_context(None, self._config):
             self._wrapper.pre_forward(output, batch)
             forward(output)

@@ -137,7 +137,10 @@ class Engine:
     def counted(self, name: str, label: str | None = None) -> int:
         """The sum of a counter, as vLLM's front end adds it up; over all labels if none is given."""
         found = [stats.get("counters", {}).get(name, {}) for stats in self.stats]
-        return sum(sum(by_label.values()) if label is None else by_label.get(label, 0) for by_label in found)
+        return sum(
+            sum(by_label.values()) if label is None else by_label.get(label, 0)
+            for by_label in found
+        )
 
     def is_idle(self) -> bool:
         """Whether no request is running or waiting; some may still be held."""
@@ -145,7 +148,12 @@ class Engine:
 
     def total_counts(self) -> dict[tuple[str, str], int]:
         """All of kvferry's counters."""
-        names = {(name, label) for stats in self.stats for name, by in stats["counters"].items() for label in by}
+        names = {
+            (name, label)
+            for stats in self.stats
+            for name, by in stats["counters"].items()
+            for label in by
+        }
         return {(name, label): self.counted(name, label) for name, label in sorted(names)}
 
     def status(self, request_id: str) -> str:
@@ -159,7 +167,13 @@ class Engine:
         return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
 
     def add(
-        self, request_id: str, prompt: Sequence[int], params: Any = None, *, max_tokens: int = 4, **request: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: Any = None,
+        *,
+        max_tokens: int = 4,
+        **request: Any,
     ) -> Any:
         """Add a request as the engine core does; `params` may be anything."""
         sampling = SamplingParams(
@@ -187,7 +201,10 @@ class Engine:
     def schedule(self) -> Scheduled:
         output = self.scheduler.schedule()
         running = {name: self.scheduler.requests[name] for name in output.num_scheduled_tokens}
-        return Scheduled(output, frozenset(name for name, request in running.items() if not request.is_prefill_chunk))
+        return Scheduled(
+            output,
+            frozenset(name for name, request in running.items() if not request.is_prefill_chunk),
+        )
 
     def finish(
         self,
@@ -209,14 +226,18 @@ class Engine:
             finished_sending=set(sent) or None,
             finished_recving={*loaded, *failed} or None,
             failed_recving=set(failed),
-            kv_connector_worker_meta=self._told_by_all(over) if over or getattr(step.metadata, "asks", False) else None,
+            kv_connector_worker_meta=self._told_by_all(over)
+            if over or getattr(step.metadata, "wants_report", False)
+            else None,
         )
         results = self.scheduler.update_from_output(
             step.output,
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=[[self.sample(name)] if name in step.sampling else [] for name in names],
+                sampled_token_ids=[
+                    [self.sample(name)] if name in step.sampling else [] for name in names
+                ],
                 kv_connector_output=report,
             ),
         )
@@ -241,13 +262,17 @@ class Engine:
         self.scheduler.shutdown()
 
     def _told_by_all(self, over: Iterable[str]) -> FerryWorkerMetadata:
-        return FerryWorkerMetadata(over=dict.fromkeys(range(self.config.parallel_config.world_size), frozenset(over)))
+        return FerryWorkerMetadata(
+            over=dict.fromkeys(range(self.config.parallel_config.world_size), frozenset(over))
+        )
 
     def _collect(self, result: Any) -> None:
         for output in result.outputs:
             answer = self.answers[output.request_id]
             answer.tokens += output.new_token_ids
-            answer.finish_reason = str(output.finish_reason) if output.finish_reason is not None else None
+            answer.finish_reason = (
+                str(output.finish_reason) if output.finish_reason is not None else None
+            )
             answer.params = output.kv_transfer_params or answer.params
         if result.scheduler_stats is not None and result.scheduler_stats.kv_connector_stats:
             self.stats.append(result.scheduler_stats.kv_connector_stats)

@@ -93,7 +93,9 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ordered: list[Load] = []
         self._invalid: list[set[int]] = []
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         has = min(self._shelf.tokens.get(request.request_id, 0), request.num_tokens - 1)
         return max(0, has - num_computed_tokens), False
 
@@ -135,14 +137,18 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are over when they have begun."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing is stored."""
 
     def wait_for_save(self) -> None:
         """Nothing is stored."""
 
 
-def beside_a_store(shelf: Shelf, role: str = "kv_producer", policy: str = "recompute", **extra: Any) -> dict[str, Any]:
+def beside_a_store(
+    shelf: Shelf, role: str = "kv_producer", policy: str = "recompute", **extra: Any
+) -> dict[str, Any]:
     """The configuration of a node with both as children of MultiConnector."""
     ferry = {
         "kv_connector": "NixlConnector",

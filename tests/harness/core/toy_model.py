@@ -62,7 +62,9 @@ class ToyModel:
     `forward` samples as it goes, so a step may be run before the one before it was answered.
     """
 
-    def __init__(self, engine: Engine, layers: Sequence[Sequence[torch.Tensor]], window: int) -> None:
+    def __init__(
+        self, engine: Engine, layers: Sequence[Sequence[torch.Tensor]], window: int
+    ) -> None:
         self._engine, self._layers, self._window = engine, layers, window
         self._samples: defaultdict[str, deque[int]] = defaultdict(deque)
         self._ahead: dict[tuple[str, int], int] = {}
@@ -109,7 +111,9 @@ class ToyModel:
         halves = [half for shard in self._layers[layer] for half in _k_and_v(shard)]
         cells = torch.cat([half[where].flatten(1) for half in halves], dim=1)
         even = (cells == cells[:, :1]).all(dim=1)
-        return [int(x) for x in torch.where(even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN))]
+        return [
+            int(x) for x in torch.where(even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN))
+        ]
 
     def _write(self, layer: int, blocks: list[int], start: int, states: list[int]) -> None:
         where = _cells(blocks, start, start + len(states), self._block_tokens(layer))
@@ -132,6 +136,8 @@ def _k_and_v(shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ).transpose(1, 2)
 
 
-def _cells(blocks: list[int], start: int, stop: int, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cells(
+    blocks: list[int], start: int, stop: int, block_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     positions = torch.arange(start, stop)
     return torch.tensor(blocks)[positions // block_tokens], positions % block_tokens

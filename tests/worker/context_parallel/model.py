@@ -32,8 +32,14 @@ class Batch:
     def chunks(self, request: int) -> list[list[int]]:
         """A prefill's tokens in the scheduled order, padded and cut into two chunks for every rank."""
         size = -(-self.scheduled[request] // (2 * self.ranks))
-        tokens = self.tokens(request) + [PADDING] * (2 * self.ranks * size - self.scheduled[request])
-        return [tokens[at : at + size] for at in range(0, len(tokens), size)] if size else [[]] * (2 * self.ranks)
+        tokens = self.tokens(request) + [PADDING] * (
+            2 * self.ranks * size - self.scheduled[request]
+        )
+        return (
+            [tokens[at : at + size] for at in range(0, len(tokens), size)]
+            if size
+            else [[]] * (2 * self.ranks)
+        )
 
     def tokens(self, request: int) -> list[int]:
         start = sum(self.scheduled[:request])
@@ -67,7 +73,11 @@ class Batch:
 
     def positions(self) -> list[int]:
         """The positions of the tokens in the scheduled order."""
-        return [done + at for count, done in zip(self.scheduled, self.computed, strict=True) for at in range(count)]
+        return [
+            done + at
+            for count, done in zip(self.scheduled, self.computed, strict=True)
+            for at in range(count)
+        ]
 
 
 _RANKS = st.sampled_from((2, 4, 1, 3, 8))

@@ -61,7 +61,9 @@ class RankPool:
             for end in self._ends[:ranks]:
                 end.send((ranks, function, arguments))
             for rank, end in enumerate(self._ends[:ranks]):
-                assert end.poll(max(0.0, deadline_s - time.monotonic())), f"rank {rank} does not answer"
+                assert end.poll(max(0.0, deadline_s - time.monotonic())), (
+                    f"rank {rank} does not answer"
+                )
                 answers.append(end.recv())
         except (AssertionError, EOFError, OSError):
             self.close()
@@ -93,7 +95,12 @@ class RankPool:
             cwd=_ROOT,
             pass_fds=theirs,
             # Without a name for the interface, gloo looks this host's name up.
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
             start_new_session=True,
         )
         for _, end in pairs:
@@ -133,7 +140,9 @@ def _serve(backend: str, store: str, rank: int, ends: list[Connection]) -> None:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=len(ends), timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=len(ends), timeout=timeout
+    )
     groups: dict[int, Any] = {}
     ranks = 1
     while ranks <= len(ends):

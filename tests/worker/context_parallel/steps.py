@@ -53,7 +53,11 @@ class StepResult:
 
 
 def run_steps(
-    group: dist.ProcessGroup, device: torch.device, steps: list[Batch], rows: Rows, slots: list[list[int]]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    steps: list[Batch],
+    rows: Rows,
+    slots: list[list[int]],
 ) -> list[StepResult]:
     """Several steps with one manager, whose buffers are as small as its limits allow."""
     manager = PCPManager(
@@ -70,11 +74,16 @@ def run_steps(
         own = manager.partition_inputs(step.scheduled, step.computed)
         computed = torch.from_numpy(rows.content(sum(step.scheduled))).to(device)[own.tokens]
         computed[own.is_padding] = POISON
-        typed = computed.view(rows.dtype).view(-1, *rows.shape) if len(computed) else _no_rows(rows, device)
+        typed = (
+            computed.view(rows.dtype).view(-1, *rows.shape)
+            if len(computed)
+            else _no_rows(rows, device)
+        )
         hidden, padded = manager.restore_hidden_states(typed), manager.gather_padded(typed)
         slots_of_both = [
             manager.pad_slot_mapping(
-                torch.tensor(mapping, dtype=torch.int64, device=device) + 5 * cache_group, cache_group
+                torch.tensor(mapping, dtype=torch.int64, device=device) + 5 * cache_group,
+                cache_group,
             )
             for cache_group in range(2)
         ]
@@ -103,7 +112,9 @@ def refusals(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
         "no step": _refusal(lambda: manager.restore_hidden_states(torch.zeros(0))),
         "a warm-up": str(manager.pad_slot_mapping(torch.arange(3)).tolist()),
         "the largest warm-up": str(sorted(set(manager.pad_slot_mapping(torch.arange(8)).tolist()))),
-        "too long a warm-up": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(9, dtype=torch.int64))),
+        "too long a warm-up": _refusal(
+            lambda: manager.pad_slot_mapping(torch.zeros(9, dtype=torch.int64))
+        ),
         "a warm-up of no dimension": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(()))),
     }
     own = manager.partition_inputs([1, 6], [3, 0])
@@ -115,9 +126,13 @@ def refusals(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
         "too few rows": _refusal(lambda: manager.restore_hidden_states(torch.zeros(count - 1, 2))),
         "no dimension": _refusal(lambda: manager.gather_padded(torch.zeros(()))),
         "long rows": _refusal(lambda: manager.restore_hidden_states(torch.zeros(count, 5))),
-        "too few slots": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(6, dtype=torch.int64))),
+        "too few slots": _refusal(
+            lambda: manager.pad_slot_mapping(torch.zeros(6, dtype=torch.int64))
+        ),
         "slots in fractions": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(7))),
-        "no such cache group": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(7, dtype=torch.int64), 1)),
+        "no such cache group": _refusal(
+            lambda: manager.pad_slot_mapping(torch.zeros(7, dtype=torch.int64), 1)
+        ),
         "no tokens at all": _refusal(lambda: make(max_tokens=0)),
         "fractions of a request": _refusal(lambda: make(max_requests=1.5)),
         "rows of no bytes": _refusal(lambda: make(max_row_bytes=0)),

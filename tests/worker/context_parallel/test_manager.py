@@ -33,7 +33,9 @@ def gloo() -> Iterator[RankPool]:
 def nccl(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     ranks, found = request.param, torch.cuda.device_count()
     if found < ranks:
-        pytest.skip(f"NCCL needs a CUDA device for each of {ranks} ranks; PyTorch {torch.__version__} sees {found}")
+        pytest.skip(
+            f"NCCL needs a CUDA device for each of {ranks} ranks; PyTorch {torch.__version__} sees {found}"
+        )
     with rank_pool(ranks, run_steps.__module__, "nccl") as pool:
         yield pool
 
@@ -51,7 +53,9 @@ def check(pool: RankPool, steps: list[Batch], rows: Rows, seed: int) -> None:
     mappings = [draw.permutation(3 * sum(step.scheduled))[: sum(step.scheduled)] for step in steps]
     for mapping in mappings:
         mapping[draw.random(len(mapping)) < 0.1] = -1  # what this engine worker does not keep
-    answers = pool.run(steps[0].ranks, run_steps, steps, rows, [mapping.tolist() for mapping in mappings])
+    answers = pool.run(
+        steps[0].ranks, run_steps, steps, rows, [mapping.tolist() for mapping in mappings]
+    )
     assert len({results[0].process for results in answers}) == steps[0].ranks
     for rank, results in enumerate(answers):
         for step, mapping, result in zip(steps, mappings, results, strict=True):
@@ -59,7 +63,11 @@ def check(pool: RankPool, steps: list[Batch], rows: Rows, seed: int) -> None:
 
 
 def _check_step(
-    rank: int, step: Batch, mapping: np.ndarray[tuple[int], np.dtype[np.int64]], rows: Rows, got: StepResult
+    rank: int,
+    step: Batch,
+    mapping: np.ndarray[tuple[int], np.dtype[np.int64]],
+    rows: Rows,
+    got: StepResult,
 ) -> None:
     content = rows.content(sum(step.scheduled))
     assert (got.hidden == content).all()
@@ -78,11 +86,15 @@ def _check_step(
     expected = cache.copy()
     cache[slots[slots >= 0]] = got.padded[slots >= 0]
     expected[mapping[mapping >= 0]] = content[mapping >= 0]
-    assert (cache == expected).all(), "a replica writes to its cache every token that it keeps, in its slot"
+    assert (cache == expected).all(), (
+        "a replica writes to its cache every token that it keeps, in its slot"
+    )
 
 
 @pytest.mark.parametrize("ranks", GROUPS)
-def test_what_ranks_computed_comes_back_in_order_whatever_the_step(gloo: RankPool, ranks: int) -> None:
+def test_what_ranks_computed_comes_back_in_order_whatever_the_step(
+    gloo: RankPool, ranks: int
+) -> None:
     @settings(max_examples=40)
     @given(steps_of(ranks), ROWS, st.integers(0, 2**32 - 1))
     def hold(steps: list[Batch], rows: Rows, seed: int) -> None:
@@ -126,7 +138,9 @@ REFUSALS = {
 }
 
 
-def test_what_cannot_be_is_refused_by_name_before_any_collective_and_leaves_the_step_before(gloo: RankPool) -> None:
+def test_what_cannot_be_is_refused_by_name_before_any_collective_and_leaves_the_step_before(
+    gloo: RankPool,
+) -> None:
     found = gloo.run(2, refusals)[0]
     assert found.keys() == REFUSALS.keys()
     for what, words in REFUSALS.items():

@@ -25,22 +25,35 @@ from tests.worker.context_parallel.model import PADDING, Batch, batches
 
 
 def partition(batch: Batch) -> Partition:
-    return partition_step(batch.scheduled, batch.computed, ranks=batch.ranks, reorder_threshold=batch.reorder_threshold)
+    return partition_step(
+        batch.scheduled,
+        batch.computed,
+        ranks=batch.ranks,
+        reorder_threshold=batch.reorder_threshold,
+    )
 
 
 @given(batches())
 def test_every_rank_gets_the_tokens_requests_and_positions_of_the_definition(batch: Batch) -> None:
     made, positions = partition(batch), np.array(batch.positions(), np.int64)
     requests = np.array(batch.requests(), np.int64)
-    assert made.is_decode.tolist() == [batch.is_decode(request) for request in range(len(batch.scheduled))]
+    assert made.is_decode.tolist() == [
+        batch.is_decode(request) for request in range(len(batch.scheduled))
+    ]
     for rank in range(batch.ranks):
         own, wanted = rank_inputs(made, rank), np.array(batch.rank_tokens(rank), np.int64)
         real = wanted != PADDING
         assert (own.is_padding == ~real).all()
         assert (own.tokens[real] == wanted[real]).all()
-        assert (own.positions == positions[own.tokens]).all(), "padding has the position of the token that it repeats"
-        assert (own.req_indices == requests[own.tokens]).all(), "padding belongs to the request of that token"
-        assert (np.bincount(own.req_indices, minlength=len(batch.scheduled)) == made.rank_tokens).all()
+        assert (own.positions == positions[own.tokens]).all(), (
+            "padding has the position of the token that it repeats"
+        )
+        assert (own.req_indices == requests[own.tokens]).all(), (
+            "padding belongs to the request of that token"
+        )
+        assert (
+            np.bincount(own.req_indices, minlength=len(batch.scheduled)) == made.rank_tokens
+        ).all()
         assert len(own.tokens) == made.rank_rows, "all ranks have the same number of rows"
 
 
@@ -56,7 +69,9 @@ def test_partition_all_gather_and_restore_are_the_identity(batch: Batch, seed: i
     assert (padded[made.unpad_mask] == scheduled).all()
     wanted = np.array(batch.padded_tokens(), np.int64)
     assert (made.unpad_mask == (wanted != PADDING)).all()
-    assert sorted(made.restore_index) == list(range(made.num_rows)), "every gathered row has one place"
+    assert sorted(made.restore_index) == list(range(made.num_rows)), (
+        "every gathered row has one place"
+    )
 
 
 @given(batches())
@@ -72,7 +87,9 @@ def test_ranks_attend_to_equally_much_of_a_prompt_that_divides(batch: Batch) -> 
 
 
 @given(batches(), st.integers(0, 9), st.integers(0, 5))
-def test_buffers_of_the_computed_size_hold_any_step(batch: Batch, tokens: int, requests: int) -> None:
+def test_buffers_of_the_computed_size_hold_any_step(
+    batch: Batch, tokens: int, requests: int
+) -> None:
     """Also for an engine whose limits are above the numbers of this step."""
     limits = sum(batch.scheduled) + tokens, sum(count > 0 for count in batch.scheduled) + requests
     assert partition(batch).rank_rows <= most_rank_rows(
@@ -83,7 +100,13 @@ def test_buffers_of_the_computed_size_hold_any_step(batch: Batch, tokens: int, r
 def test_a_partition_cannot_be_changed() -> None:
     made = partition_step([1, 6], [0, 0], ranks=2)
     own = rank_inputs(made, 0)
-    for array in (made.restore_index, made.unpad_mask, made.scheduled_tokens, own.tokens, own.req_indices):
+    for array in (
+        made.restore_index,
+        made.unpad_mask,
+        made.scheduled_tokens,
+        own.tokens,
+        own.req_indices,
+    ):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 

@@ -14,5 +14,7 @@ def port(request: pytest.FixtureRequest) -> Port:
     if request.param == "stand-in":
         return StandIn()
     if not torch.cuda.is_available():
-        pytest.skip("NO CUDA DEVICE: the stand-in was not compared with a real device on this machine")
+        pytest.skip(
+            "NO CUDA DEVICE: the stand-in was not compared with a real device on this machine"
+        )
     return Gpu()

@@ -25,11 +25,14 @@ from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, Offer
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engines.streams import STREAMS, Stream
+from tests.worker.engines.streams import STREAMS, ServedStream
 
 SETUPS: dict[str, dict[str, Any]] = {
     "direct": {"settings": STREAMS},
-    "staged": {"settings": replace(STREAMS, staging_pool_bytes=8 << 10), "shape": CacheShape(axes="bth")},
+    "staged": {
+        "settings": replace(STREAMS, staging_pool_bytes=8 << 10),
+        "shape": CacheShape(axes="bth"),
+    },
     "through host memory": {"settings": replace(SETTINGS, host_buffer=True)},
 }
 _ASKED = 20
@@ -47,7 +50,9 @@ class Stage:
         here, there: the GPUs of the producer and of the consumer.
     """
 
-    def __init__(self, setup: str, *, index: int = 1, own_stream: bool = True, is_late: bool = False) -> None:
+    def __init__(
+        self, setup: str, *, index: int = 1, own_stream: bool = True, is_late: bool = False
+    ) -> None:
         self.here, self.there = (FakeCuda(index, is_late=is_late) for _ in range(2))
         self.is_streaming = setup != "through host memory"
         self._own_stream, self._rig = own_stream, _Rig({"P": self.here, "C": self.there})
@@ -104,7 +109,9 @@ class Stage:
         return self.here.rules() | self.there.rules()
 
     @contextlib.contextmanager
-    def held(self, gpu: FakeCuda, *, model: bool) -> Iterator[Callable[[Callable[[], object]], None]]:
+    def held(
+        self, gpu: FakeCuda, *, model: bool
+    ) -> Iterator[Callable[[Callable[[], object]], None]]:
         """The model's stream of a GPU stands still, or all of kvferry's. Gives a function that waits until its events
         have been asked for again and again, and checks that something has not happened all the same."""
         streams = [gpu.current_stream()] if model else gpu.streams
@@ -114,7 +121,10 @@ class Stage:
 
         def not_yet(happened: Callable[[], object]) -> None:
             wait_until(
-                lambda: happened() or any(gpu.asked[name] > count + _ASKED for name, count in before.items()),
+                lambda: (
+                    happened()
+                    or any(gpu.asked[name] > count + _ASKED for name, count in before.items())
+                ),
                 "the device is asked",
             )
             assert not happened()
@@ -135,7 +145,9 @@ class _Rig(Rig):
         self._gpus = gpus
 
     def make_fabric(self, agent_name: str) -> Fabric:
-        return watched(self._gpus[agent_name.partition("/")[0]], MemoryFabric(agent_name, self.network))
+        return watched(
+            self._gpus[agent_name.partition("/")[0]], MemoryFabric(agent_name, self.network)
+        )
 
 
 def a_whole_life(stage: Stage) -> None:
@@ -144,7 +156,7 @@ def a_whole_life(stage: Stage) -> None:
     for tokens in (10, 23):
         stage.rig.transfer(producer, consumer, tokens=tokens, seed=tokens)
     if stage.is_streaming:
-        stream = Stream.begin(stage.rig, producer, consumer, tokens=30, first=5)
+        stream = ServedStream.begin(stage.rig, producer, consumer, tokens=30, first=5)
         stream.order()
         stream.compute(8)
         stream.until_read(12)
@@ -152,7 +164,9 @@ def a_whole_life(stage: Stage) -> None:
         stream.compute_rest(8)
         stream.check()
         assert stream.record().restarts == 1
-        stage.rig.step_until(lambda: stream.prefill.request_id in producer.seen.sent, "its blocks are free")
+        stage.rig.step_until(
+            lambda: stream.prefill.request_id in producer.seen.sent, "its blocks are free"
+        )
     offer = producer.prefill(tokens=9, seed=2)
     producer.give_away(offer)
     load = consumer.load(offer.params)
@@ -164,7 +178,11 @@ def a_whole_life(stage: Stage) -> None:
 def nothing_before_the_first_step(stage: Stage) -> None:
     """The engine captures its graphs: no thread of kvferry runs, and only the engine's has used the device."""
     own = threading.current_thread().name
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-transfer")]
+    assert not [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("kvferry-transfer")
+    ]
     assert {call.thread for gpu in (stage.here, stage.there) for call in gpu.calls} == {own}
     stage.check()
 
@@ -198,7 +216,7 @@ def ready_after_the_copy(stage: Stage) -> None:
 def progress_after_the_model(stage: Stage) -> None:
     """The tokens of a step are reported when the model's stream has passed the step."""
     producer, consumer = stage.serve()
-    stream = Stream.begin(stage.rig, producer, consumer, tokens=30, first=5)
+    stream = ServedStream.begin(stage.rig, producer, consumer, tokens=30, first=5)
     stream.order()
     slot, table = stream.prefill._lease.slot, producer.worker._memory.table
     with stage.held(stage.here, model=True) as not_yet:
@@ -225,7 +243,7 @@ def reads_after_the_model(stage: Stage) -> None:
 def streamed_reads_after_the_model(stage: Stage) -> None:
     """The same of a prompt that is read while it is computed."""
     producer, consumer = stage.serve()
-    stream = Stream.begin(stage.rig, producer, consumer, tokens=30, first=5)
+    stream = ServedStream.begin(stage.rig, producer, consumer, tokens=30, first=5)
     with stage.held(stage.there, model=True) as not_yet:
         consumer.launch(lambda: consumer.caches.fill(range(1, consumer.shape.blocks), 0x77))
         load = stream.order()
@@ -239,7 +257,7 @@ def streamed_reads_after_the_model(stage: Stage) -> None:
 def streamed_report_after_the_relayout(stage: Stage) -> None:
     """A prompt that is read while it is computed is reported when its last part is in place."""
     producer, consumer = stage.serve()
-    stream = Stream.begin(stage.rig, producer, consumer, tokens=30, first=5)
+    stream = ServedStream.begin(stage.rig, producer, consumer, tokens=30, first=5)
     load = stream.order()
     stream.compute(8)
     stream.until_read(12)
@@ -290,7 +308,10 @@ def blocks_after_a_launch_that_raised(stage: Stage) -> None:
         launch_relayout(**what)
         raise RuntimeError("of the test")
 
-    with stage.held(stage.there, model=False), patch.object(triton_relayout, "launch_relayout", launch_and_raise):
+    with (
+        stage.held(stage.there, model=False),
+        patch.object(triton_relayout, "launch_relayout", launch_and_raise),
+    ):
         load = consumer.load(producer.prefill(tokens=10, seed=3).params)
         assert stage.rig.until_over(consumer, load) is FailureReason.TRANSFER
         assert load.request_id in consumer.seen.alive

@@ -86,7 +86,9 @@ def test_a_thread_has_no_context_before_it_uses_the_device_and_one_afterwards(po
     on_another_thread(use)
 
 
-def test_a_copy_from_pinned_memory_takes_the_bytes_that_are_there_when_the_stream_gets_to_it(port: Port) -> None:
+def test_a_copy_from_pinned_memory_takes_the_bytes_that_are_there_when_the_stream_gets_to_it(
+    port: Port,
+) -> None:
     here, there = port.device.empty_pinned(4096), port.device.empty(4096)
     assert port.is_pinned(here)
     here.fill_(1)
@@ -126,7 +128,10 @@ def test_a_kernel_reads_and_writes_pinned_host_memory_by_its_own_address(port: P
     host.tensor[:16] = 7
     addresses = host.tensor.data_ptr(), there.data_ptr(), host.tensor.data_ptr() + 32
     with port.kernels():
-        for memories, way in (((host.tensor, there), addresses[:2]), ((there, host.tensor), addresses[1:])):
+        for memories, way in (
+            ((host.tensor, there), addresses[:2]),
+            ((there, host.tensor), addresses[1:]),
+        ):
             relayout = TritonRelayout([memories[0]], [memories[1]], port.device)
             table = WaveTable.of([Shape(axes=(), run=16)], [(*way, 0, 0, 1, 0)], [(0, 0, 0, 0)])
             mark = relayout.try_start(table)

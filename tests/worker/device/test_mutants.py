@@ -23,7 +23,7 @@ from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.relayout.triton_relayout import TritonRelayout
 from kvferry.worker.staging import staged_reads
 from kvferry.worker.staging.host_buffer import HostMirror
-from kvferry.worker.stream_rows import Stream
+from kvferry.worker.stream_rows import ServedStream
 from kvferry.worker.transfer_thread import TransferThread
 from tests import waiting
 from tests.fakes.cuda import Rule
@@ -103,7 +103,7 @@ def load_at_once(add: Function) -> Function:
     return lambda runner, order, mark, *rest: add(runner, order, REACHED, *rest)
 
 
-def all_tokens(stream: Stream) -> int:
+def all_tokens(stream: ServedStream) -> int:
     tokens = stream.steps[-1][0] if stream.steps else 0
     stream.steps.clear()
     return tokens
@@ -120,7 +120,9 @@ def start_at_once(make: Function) -> Function:
 LIFE: dict[str, Any] = {"scene": scenes.a_whole_life, "options": LATE}
 STAGED: dict[str, Any] = {**LIFE, "setup": "staged"}
 MUTANTS = {
-    "a thread does not set its device": Mutant(Device, "use", instead(lambda _: None), **LIFE, rule=Rule.DEVICE),
+    "a thread does not set its device": Mutant(
+        Device, "use", instead(lambda _: None), **LIFE, rule=Rule.DEVICE
+    ),
     "a thread on GPU 0 has no context": Mutant(
         Device,
         "use",
@@ -132,12 +134,22 @@ MUTANTS = {
     "the relayout is on the default stream": Mutant(
         Device, "on", instead(lambda *_: nullcontext()), **STAGED, rule=Rule.DEFAULT_STREAM
     ),
-    "the step thread waits": Mutant(Device, "mark", first(Device.synchronize), **LIFE, rule=Rule.WAITS),
+    "the step thread waits": Mutant(
+        Device, "mark", first(Device.synchronize), **LIFE, rule=Rule.WAITS
+    ),
     "the transfer thread waits": Mutant(
-        _CudaMark, "reached", first(lambda mark: mark._event._stream.synchronize()), **LIFE, rule=Rule.WAITS
+        _CudaMark,
+        "reached",
+        first(lambda mark: mark._event._stream.synchronize()),
+        **LIFE,
+        rule=Rule.WAITS,
     ),
     "the transfer thread reads a tensor": Mutant(
-        TritonRelayout, "try_start", first(lambda self, _: self._slots[0].there[0].item()), **STAGED, rule=Rule.WAITS
+        TritonRelayout,
+        "try_start",
+        first(lambda self, _: self._slots[0].there[0].item()),
+        **STAGED,
+        rule=Rule.WAITS,
     ),
     "tables are copied from memory that is not pinned": Mutant(
         FakeDevice,
@@ -147,7 +159,11 @@ MUTANTS = {
         rule=Rule.WAITS,
     ),
     "an event is not recorded": Mutant(
-        Device, "mark", instead(lambda device: _CudaMark(device._cuda.Event())), **LIFE, rule=Rule.UNRECORDED
+        Device,
+        "mark",
+        instead(lambda device: _CudaMark(device._cuda.Event())),
+        **LIFE,
+        rule=Rule.UNRECORDED,
     ),
     "the transfer thread starts with the registration": Mutant(
         TransferThread, "__init__", start_at_once, scenes.nothing_before_the_first_step
@@ -163,7 +179,11 @@ MUTANTS = {
         rule=Rule.FIRST_USE,
     ),
     "memory is made when it is needed": Mutant(
-        TritonRelayout, "try_start", first(lambda self, _: self._device.empty(1)), **STAGED, rule=Rule.FIRST_USE
+        TritonRelayout,
+        "try_start",
+        first(lambda self, _: self._device.empty(1)),
+        **STAGED,
+        rule=Rule.FIRST_USE,
     ),
     "new memory is used at once on another stream": Mutant(
         Device, "synchronize", instead(lambda _: None), **STAGED, rule=Rule.MEMORY
@@ -173,24 +193,46 @@ MUTANTS = {
     ),
     "READY at once": Mutant(LeaseTable, "hold", ready_at_once, scenes.ready_after_the_model),
     "READY before the copy": Mutant(
-        HostMirror, "try_copy", returning(REACHED), scenes.ready_after_the_copy, "through host memory"
+        HostMirror,
+        "try_copy",
+        returning(REACHED),
+        scenes.ready_after_the_copy,
+        "through host memory",
     ),
-    "tokens are reported at once": Mutant(Stream, "take_tokens", instead(all_tokens), scenes.progress_after_the_model),
-    "a load does not wait for the model": Mutant(LoadRunner, "add", load_at_once, scenes.reads_after_the_model),
+    "tokens are reported at once": Mutant(
+        ServedStream, "take_tokens", instead(all_tokens), scenes.progress_after_the_model
+    ),
+    "a load does not wait for the model": Mutant(
+        LoadRunner, "add", load_at_once, scenes.reads_after_the_model
+    ),
     "a streamed load does not wait for the model": Mutant(
         LoadRunner, "add", load_at_once, scenes.streamed_reads_after_the_model
     ),
     "a streamed load does not wait for the relayout": Mutant(
-        TritonRelayout, "try_start", returning(REACHED), scenes.streamed_report_after_the_relayout, "staged"
+        TritonRelayout,
+        "try_start",
+        returning(REACHED),
+        scenes.streamed_report_after_the_relayout,
+        "staged",
     ),
     "a table is written again before the device has read it": Mutant(
-        TritonRelayout, "try_start", instead(lambda self, table: self._launch(table, self._slots[0])), **STAGED
+        TritonRelayout,
+        "try_start",
+        instead(lambda self, table: self._launch(table, self._slots[0])),
+        **STAGED,
     ),
     "a wave's memory is read into before it is put in place": Mutant(
-        staged_reads._Flight, "is_in_place", instead(lambda flight: flight.mark is not None), **STAGED
+        staged_reads._Flight,
+        "is_in_place",
+        instead(lambda flight: flight.mark is not None),
+        **STAGED,
     ),
     "the model does not wait for the relayout": Mutant(
-        TritonRelayout, "try_start", returning(REACHED), scenes.the_model_after_the_relayout, "staged"
+        TritonRelayout,
+        "try_start",
+        returning(REACHED),
+        scenes.the_model_after_the_relayout,
+        "staged",
     ),
     "the model does not wait for the zeroing": Mutant(
         TritonRelayout, "try_start", returning(REACHED), scenes.the_model_after_the_relayout
@@ -199,7 +241,11 @@ MUTANTS = {
         Load, "settle", returning(True), scenes.blocks_after_the_relayout, "staged"
     ),
     "one wave at a time": Mutant(
-        staged_reads, "WAVES_PER_LOAD", lambda _: 1, scenes.the_next_read_under_the_relayout, "staged"
+        staged_reads,
+        "WAVES_PER_LOAD",
+        lambda _: 1,
+        scenes.the_next_read_under_the_relayout,
+        "staged",
     ),
 }
 
@@ -210,7 +256,10 @@ def test_a_fault_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cache_engine, "IDLE_WITHIN_S", 0.5)
     monkeypatch.setattr(mutant.owner, mutant.name, mutant.make(getattr(mutant.owner, mutant.name)))
     rules, failed = set[Rule](), False
-    with contextlib.suppress(AssertionError, LocalProtocolError), Stage(mutant.setup, **mutant.options) as stage:
+    with (
+        contextlib.suppress(AssertionError, LocalProtocolError),
+        Stage(mutant.setup, **mutant.options) as stage,
+    ):
         try:
             mutant.scene(stage)
         except AssertionError:

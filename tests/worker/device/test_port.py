@@ -41,11 +41,17 @@ def names_of_cuda(source: str) -> set[str]:
 def modules() -> dict[str, str]:
     """The sources of the product, by path."""
     paths = (path for root in PACKAGES for path in (REPOSITORY / root).rglob("*.py"))
-    return {path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    return {
+        path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8") for path in paths
+    }
 
 
 def test_only_the_port_uses_cuda() -> None:
-    found = {path: names for path, source in modules().items() if path != PORT and (names := names_of_cuda(source))}
+    found = {
+        path: names
+        for path, source in modules().items()
+        if path != PORT and (names := names_of_cuda(source))
+    }
     assert found == ASKS
 
 

@@ -20,7 +20,7 @@ GARBAGE = 0x66
 
 
 @dataclass
-class Stream:
+class ServedStream:
     """One prompt on its way."""
 
     rig: Rig
@@ -30,7 +30,9 @@ class Stream:
     load: OrderedLoad | None = None
 
     @classmethod
-    def begin(cls, rig: Rig, producer: Engine, consumer: Engine, tokens: int, first: int, seed: int = 7) -> Stream:
+    def begin(
+        cls, rig: Rig, producer: Engine, consumer: Engine, tokens: int, first: int, seed: int = 7
+    ) -> ServedStream:
         """A part is computed before the consumer asks."""
         stream = cls(rig, producer, consumer, producer.begin_prefill(tokens, seed))
         producer.step()
@@ -58,14 +60,24 @@ class Stream:
 
     def until_read(self, tokens: int) -> None:
         """Wait until the consumer has read the whole blocks of these tokens, or has ended."""
-        whole = tokens // self.producer.shape.group.block_tokens * self.producer.shape.group.block_tokens
+        whole = (
+            tokens
+            // self.producer.shape.group.block_tokens
+            * self.producer.shape.group.block_tokens
+        )
 
         def is_read() -> bool:
             assert self.load is not None
-            records = [load.record for load in self.running() if load.order.request_id == self.load.request_id]
+            records = [
+                load.record
+                for load in self.running()
+                if load.order.request_id == self.load.request_id
+            ]
             results = self.consumer.worker._thread.results._results
             is_over = self.load.request_id in results.loaded | results.failed.keys()
-            return is_over or any(chunk[0] >= whole for record in records for chunk in record.chunks[-1:])
+            return is_over or any(
+                chunk[0] >= whole for record in records for chunk in record.chunks[-1:]
+            )
 
         if whole:
             wait_until(is_read, f"{whole} tokens are read")
@@ -107,7 +119,9 @@ class Stream:
         blocks, slot = self.prefill.blocks, self.prefill.params.kvferry.lease_slot
         freed = self.prefill.abort()
         self.producer.step()
-        wait_until(lambda: self.producer.worker._memory.table.words[slot] == EMPTY, "the lease has ended")
+        wait_until(
+            lambda: self.producer.worker._memory.table.words[slot] == EMPTY, "the lease has ended"
+        )
         self.producer.caches.fill(blocks, GARBAGE)
         self.producer.give_back(freed)
 

@@ -21,7 +21,7 @@ from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engines.streams import STREAMS, Stream
+from tests.worker.engines.streams import STREAMS, ServedStream
 
 STAGED = replace(SETTINGS, staging_pool_bytes=8 << 10, direct_min_bytes=1 << 20)
 
@@ -41,7 +41,11 @@ def abort(rig: Rig, consumer: Engine, *loads: OrderedLoad) -> None:
     for load in loads:
         consumer.loads.finished(load.request_id)
     for load in loads:
-        rig.step_until(lambda load=load: consumer.seen.is_over(load.request_id), "it is over", only=consumer)  # type: ignore[misc]
+        rig.step_until(
+            lambda load=load: consumer.seen.is_over(load.request_id),  # type: ignore[misc]
+            "it is over",
+            only=consumer,
+        )
         assert consumer.seen.failed[load.request_id] is FailureReason.ABORTED
     assert not consumer.seen.counts["quarantined_loads"]
     consumer.loads.check_integrity()
@@ -96,7 +100,9 @@ def connecting(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
     producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=5.0))
     params = producer.changed(producer.prefill(10), remote_port=silent.getsockname()[1])
     load = consumer.load(params)
-    wait_until(lambda: len(consumer.worker._thread.registry._handshakes), "the handshake is under way")
+    wait_until(
+        lambda: len(consumer.worker._thread.registry._handshakes), "the handshake is under way"
+    )
     return consumer, load
 
 
@@ -106,7 +112,9 @@ def on_the_device(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     rig.transfer(producer, consumer)
     with mock.patch.object(consumer.worker, "_device", _Busy()):
         load = consumer.load(producer.prefill(10).params)
-    wait_until(lambda: any(one.peer for one in consumer.worker._thread.runner.alive()), "it is connected")
+    wait_until(
+        lambda: any(one.peer for one in consumer.worker._thread.runner.alive()), "it is connected"
+    )
     return consumer, load
 
 
@@ -127,7 +135,7 @@ def for_the_pool(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
 def streamed(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     """A part has been read, and the next one is not computed."""
     producer, consumer = rig.pair(settings=STREAMS)
-    stream = Stream.begin(rig, producer, consumer, tokens=40, first=5)
+    stream = ServedStream.begin(rig, producer, consumer, tokens=40, first=5)
     load = stream.order()
     stream.compute(8)
     stream.until_read(13)
@@ -164,15 +172,21 @@ def test_what_waits_without_a_read_in_flight_frees_its_blocks_at_once(
 def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) -> None:
     """Four with a host are under way at once; the others would have had their turns before those of later requests."""
     with ExitStack() as stack:
-        ports = [stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(7)]
-        producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=60.0, max_loads=8))
+        ports = [
+            stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(7)
+        ]
+        producer, consumer = rig.pair(
+            settings=replace(SETTINGS, handshake_timeout_s=60.0, max_loads=8)
+        )
         offers = [producer.prefill(2) for _ in ports]
         loads = [
-            consumer.load(producer.changed(offer, remote_port=port)) for offer, port in zip(offers, ports, strict=True)
+            consumer.load(producer.changed(offer, remote_port=port))
+            for offer, port in zip(offers, ports, strict=True)
         ]
         handshakes = consumer.worker._thread.registry._handshakes
         wait_until(
-            lambda: [x.is_awaited for x in list(handshakes._asked.values())] == [True] * len(ports), "all are awaited"
+            lambda: [x.is_awaited for x in list(handshakes._asked.values())] == [True] * len(ports),
+            "all are awaited",
         )
         abort(rig, consumer, *loads)
         under_way = FOR_LOADS.per_unverified_host + AHEAD.per_unverified_host
@@ -180,7 +194,9 @@ def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) 
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
-def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read(rig: Rig, *, staged: bool) -> None:
+def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read(
+    rig: Rig, *, staged: bool
+) -> None:
     settings = STAGED if staged else SETTINGS
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=settings)
     consumer = rig.engine("C", shape=CacheShape(axes="bth" if staged else "bht"), settings=settings)
@@ -205,7 +221,9 @@ def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline"])
-def test_what_has_read_no_data_frees_its_blocks_although_its_producer_stands_still(rig: Rig, how: str) -> None:
+def test_what_has_read_no_data_frees_its_blocks_although_its_producer_stands_still(
+    rig: Rig, how: str
+) -> None:
     """Its read of the slot is in flight, which writes into no block."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
@@ -268,7 +286,9 @@ def test_a_storm_of_aborts_leaves_the_others_alone(rig: Rig) -> None:
     rig.transfer(producer, consumer)
     running = [producer.start_prefill(tokens=5, seed=5 + n) for n in range(60)]
     loads = [consumer.load(producer.finish_prefill(request_id).params) for request_id in running]
-    wait_until(lambda: consumer.worker._thread.runner.parked() >= len(loads), "they are parked", 60.0)
+    wait_until(
+        lambda: consumer.worker._thread.runner.parked() >= len(loads), "they are parked", 60.0
+    )
     abort(rig, consumer, *loads[::2])
     for number, load in list(enumerate(loads))[1::2]:
         assert rig.until_over(consumer, load) is None

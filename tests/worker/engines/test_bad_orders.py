@@ -55,7 +55,10 @@ def test_signed_params_with_wrong_blocks_fail_as_params(
 
 
 WRONG_LEASES: dict[str, tuple[Callable[[Offer], dict[str, Any]], FailureReason]] = {
-    "a slot beyond the table": (lambda _: {"lease_slot": SETTINGS.lease_slots}, FailureReason.PARAMS),
+    "a slot beyond the table": (
+        lambda _: {"lease_slot": SETTINGS.lease_slots},
+        FailureReason.PARAMS,
+    ),
     "the largest slot": (lambda _: {"lease_slot": 2**24 - 1}, FailureReason.PARAMS),
     "the slot of another lease": (lambda other: {"lease_slot": other.slot}, FailureReason.FENCE),
     "another epoch": (lambda _: {"lease_epoch": "0" * 14 + "1"}, FailureReason.FENCE),
@@ -104,8 +107,15 @@ def test_orders_of_which_one_is_wrong_do_not_spoil_the_others(any_rig: Rig) -> N
     producer, consumer = any_rig.pair()
     offers = [producer.prefill(TOKENS, seed=seed) for seed in range(4)]
     wrong = producer.changed(offers[1], remote_block_ids=((10**6,),))
-    loads = [consumer.load(wrong if index == 1 else offer.params) for index, offer in enumerate(offers)]
-    assert [any_rig.until_over(consumer, load) for load in loads] == [None, FailureReason.PARAMS, None, None]
+    loads = [
+        consumer.load(wrong if index == 1 else offer.params) for index, offer in enumerate(offers)
+    ]
+    assert [any_rig.until_over(consumer, load) for load in loads] == [
+        None,
+        FailureReason.PARAMS,
+        None,
+        None,
+    ]
     for index in (0, 2, 3):
         assert consumer.has_bytes(loads[index], seed=index)
     untouched = consumer.caches.cells(0)[list(loads[1].blocks)]
@@ -115,7 +125,9 @@ def test_orders_of_which_one_is_wrong_do_not_spoil_the_others(any_rig: Rig) -> N
 EPOCH = "0" * 14 + "7"
 
 
-def test_requests_whose_prefill_has_failed_fail_in_the_same_step_whatever_the_transfer_thread_does(rig: Rig) -> None:
+def test_requests_whose_prefill_has_failed_fail_in_the_same_step_whatever_the_transfer_thread_does(
+    rig: Rig,
+) -> None:
     """It may be stuck, or the rest of the orders lost."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
@@ -143,7 +155,9 @@ def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(rig: R
 
 
 @pytest.mark.parametrize("head", [b"", b"\xc1", encode_orders(StepOrders(boot="0" * 32))[:-1]])
-def test_a_head_that_cannot_be_read_is_counted_and_stops_nothing_else(rig: Rig, head: bytes) -> None:
+def test_a_head_that_cannot_be_read_is_counted_and_stops_nothing_else(
+    rig: Rig, head: bytes
+) -> None:
     producer, consumer = rig.pair()
     consumer.worker.carry_out(head, encode_orders(StepOrders(boot=consumer.boot)))
     assert consumer.collect()[0].counts["lost_orders"] == 1
@@ -151,9 +165,13 @@ def test_a_head_that_cannot_be_read_is_counted_and_stops_nothing_else(rig: Rig, 
     rig.transfer(producer, consumer)
 
 
-def test_leases_are_open_when_the_orders_have_been_handed_over_even_if_the_rest_is_lost(rig: Rig) -> None:
+def test_leases_are_open_when_the_orders_have_been_handed_over_even_if_the_rest_is_lost(
+    rig: Rig,
+) -> None:
     engine = rig.engine("P")
     opened = StepOrders(boot=engine.boot, opens=(LeaseOpen(slot=3, epoch=EPOCH),))
     engine.worker.carry_out(encode_head(opened), b"\xc1")
-    assert int(engine.worker._memory.table.words[3]) == slot_word(epoch_from_text(EPOCH), SlotState.COMPUTING)
+    assert int(engine.worker._memory.table.words[3]) == slot_word(
+        epoch_from_text(EPOCH), SlotState.COMPUTING
+    )
     rig.step_until(lambda: engine.seen.counts["lost_orders"], "the loss is counted")

@@ -23,7 +23,9 @@ PRODUCERS = 150
 WARM_UP = 30
 MAX_PEERS = 8
 SMALL = CacheShape(blocks=24)
-ROOMY = replace(SETTINGS, max_peers=MAX_PEERS, staging_pool_bytes=1 << 16, handshake_timeout_s=10.0, max_loads=8)
+ROOMY = replace(
+    SETTINGS, max_peers=MAX_PEERS, staging_pool_bytes=1 << 16, handshake_timeout_s=10.0, max_loads=8
+)
 MIB = 1 << 20
 
 
@@ -83,5 +85,7 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
 
 
 def _lists_of_a_peer(consumer: Engine) -> int:
-    (lists,) = {len(peer.made) - len(peer.routes) for peer in consumer.worker._thread.registry.peers()}
+    (lists,) = {
+        len(peer.made) - len(peer.routes) for peer in consumer.worker._thread.registry.peers()
+    }
     return lists

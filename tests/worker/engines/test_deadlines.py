@@ -37,7 +37,9 @@ def _stick(rig: Rig, producer: Engine, consumer: Engine) -> OrderedLoad:
     return load
 
 
-def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_read_has_ended(rig: Rig) -> None:
+def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_read_has_ended(
+    rig: Rig,
+) -> None:
     producer, consumer, load = _stuck(rig)
     consumer.set_timeouts(load_s=0.0)
     results: list[StepResults] = []
@@ -59,14 +61,18 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     rig.network.thaw(producer.fabric.agent_name)
     rig.step_until(lambda: not consumer.seen.alive, "the read has ended")
     consumer.set_timeouts()
-    assert (consumer.caches.cells(0)[list(load.blocks)] != POISON).any(), "it did write, as late as this"
+    assert (consumer.caches.cells(0)[list(load.blocks)] != POISON).any(), (
+        "it did write, as late as this"
+    )
     assert consumer.fabric.transfers() == 0
     assert consumer.all_entries_are_free()
     assert load.request_id not in consumer.seen.loaded
     rig.transfer(producer, consumer)
 
 
-def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves_nothing_alive(rig: Rig) -> None:
+def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves_nothing_alive(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair(settings=HURRIED)
     offer = producer.finish_prefill(producer.start_prefill(tokens=10, seed=1))
     began_s = time.monotonic()
@@ -97,7 +103,9 @@ def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
     rig.transfer(producer, consumer)
 
 
-def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_place_in_the_queue(rig: Rig) -> None:
+def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_place_in_the_queue(
+    rig: Rig,
+) -> None:
     staged = replace(SETTINGS, staging_pool_bytes=8 << 10, direct_min_bytes=1 << 20)
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=staged)
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=staged)
@@ -129,7 +137,9 @@ def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_an
         rig.network.freeze(producer.fabric.agent_name)
         return zero(*what)
 
-    monkeypatch.setattr(consumer.worker._thread.runner._context.tail_zeroing, "zero", freeze_and_zero)
+    monkeypatch.setattr(
+        consumer.worker._thread.runner._context.tail_zeroing, "zero", freeze_and_zero
+    )
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE

@@ -16,7 +16,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import Blocks
 from kvferry.worker.device import HOST, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import CopyAxis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging import host_buffer as host_mirror
 from tests.fakes.cuda import DEFAULT_STREAM, FakeCuda
@@ -38,9 +38,15 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sides", ["both", "producer", "consumer"])
-def test_every_byte_arrives_through_host_memory(any_rig: Rig, shape: CacheShape, sides: str) -> None:
-    producer = any_rig.engine("P", shape=shape, settings=ON_HOST if sides != "consumer" else SETTINGS)
-    consumer = any_rig.engine("C", shape=shape, settings=ON_HOST if sides != "producer" else SETTINGS)
+def test_every_byte_arrives_through_host_memory(
+    any_rig: Rig, shape: CacheShape, sides: str
+) -> None:
+    producer = any_rig.engine(
+        "P", shape=shape, settings=ON_HOST if sides != "consumer" else SETTINGS
+    )
+    consumer = any_rig.engine(
+        "C", shape=shape, settings=ON_HOST if sides != "producer" else SETTINGS
+    )
     for tokens in (4, 8, 24):
         any_rig.transfer(producer, consumer, tokens=tokens, seed=tokens)
         totals = consumer.seen.totals[-1]
@@ -53,7 +59,9 @@ def test_peers_read_the_copy_and_never_the_caches(any_rig: Rig) -> None:
         inside = range(part.ctypes.data, part.ctypes.data + part.nbytes)
         assert not any(tensor.base in inside for tensor in producer.worker.description.tensors)
     offer = producer.prefill(tokens=10, seed=3)
-    any_rig.step_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks have been copied")
+    any_rig.step_until(
+        lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks have been copied"
+    )
     producer.caches.fill(offer.blocks, 0x77)
     load = consumer.load(offer.params)
     assert any_rig.until_over(consumer, load) is None
@@ -62,7 +70,10 @@ def test_peers_read_the_copy_and_never_the_caches(any_rig: Rig) -> None:
 
 def test_blocks_that_are_used_again_are_copied_again(any_rig: Rig) -> None:
     shape = CacheShape(blocks=8)
-    producer, consumer = any_rig.engine("P", shape=shape, settings=ON_HOST), any_rig.engine("C", settings=ON_HOST)
+    producer, consumer = (
+        any_rig.engine("P", shape=shape, settings=ON_HOST),
+        any_rig.engine("C", settings=ON_HOST),
+    )
     for seed in range(1, 6):
         any_rig.transfer(producer, consumer, tokens=26, seed=seed)
 
@@ -117,7 +128,9 @@ def test_one_copy_fits_into_the_kernels_table_however_narrow_its_accesses_are() 
 
     tensors, block_bytes = 1024, 4096
     count = host_mirror.WAVE_BYTES // (tensors * block_bytes)
-    byte_by_byte = Shape.of([Axis(block_bytes, 3, 3)], 1, source_unit_stride=(3 * block_bytes, 0))
+    byte_by_byte = Shape.of(
+        [CopyAxis(block_bytes, 3, 3)], 1, source_unit_stride=(3 * block_bytes, 0)
+    )
     table = WaveTable.of([byte_by_byte], [(0, 0, 0, 0, count, 0)] * tensors, [(0, 0, 0, 0)] * count)
     assert moved_bytes(table) == 2 * host_mirror.WAVE_BYTES
     assert DeviceTable.of(table, DevicePieces.of(table.pieces), TILE).num_bytes <= TABLE_BYTES
@@ -127,18 +140,24 @@ POOL_BYTES = 65 << 12
 PINNED = replace(SETTINGS, host_buffer=True, staging_pool_bytes=POOL_BYTES)
 
 
-def test_a_producer_pins_its_caches_copy_and_its_pool_in_whole_pages_and_no_more(cuda: FakeCuda, rig: Rig) -> None:
+def test_a_producer_pins_its_caches_copy_and_its_pool_in_whole_pages_and_no_more(
+    cuda: FakeCuda, rig: Rig
+) -> None:
     producer = rig.engine("P", device=cuda.device, settings=PINNED)
     mirrors = [-(-part.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for part in producer.caches.memory]
     assert sorted(cuda.registered.values()) == sorted([*mirrors, POOL_BYTES])
     assert not any(address % mmap.PAGESIZE for address in cuda.registered)
 
 
-def test_a_consumer_pins_its_pool_and_keeps_and_registers_no_copy_of_its_caches(cuda: FakeCuda, rig: Rig) -> None:
+def test_a_consumer_pins_its_pool_and_keeps_and_registers_no_copy_of_its_caches(
+    cuda: FakeCuda, rig: Rig
+) -> None:
     producer = rig.engine("P", device=cuda.device, settings=PINNED)
     before = set(cuda.registered)
     consumer = rig.engine("C", device=cuda.device, settings=replace(PINNED, is_read_from=False))
-    assert [length for address, length in cuda.registered.items() if address not in before] == [POOL_BYTES]
+    assert [length for address, length in cuda.registered.items() if address not in before] == [
+        POOL_BYTES
+    ]
     fabric = consumer.fabric.inner
     assert isinstance(fabric, MemoryFabric)
     starts = {tensor.untyped_storage().data_ptr() for tensor in consumer.caches.kv.storages}
@@ -170,7 +189,9 @@ def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_ha
     assert {call.name for call in cuda.calls[last:]} == {"cudaHostUnregister"}
 
 
-def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(cuda: FakeCuda, rig: Rig) -> None:
+def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(
+    cuda: FakeCuda, rig: Rig
+) -> None:
     cuda.host_error = 2
     with pytest.raises(InvalidConfig, match=r"room for \d+ bytes .* error 2") as refused:
         rig.engine("P", device=cuda.device, settings=PINNED)
@@ -182,7 +203,9 @@ def test_a_start_that_cannot_pin_all_of_its_memory_unpins_the_rest(
 ) -> None:
     """The pool is pinned first, then the copy of the caches, part by part."""
     register = cuda.cudaHostRegister
-    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *of: 2 if len(cuda.registered) == 2 else register(*of))
+    monkeypatch.setattr(
+        cuda, "cudaHostRegister", lambda *of: 2 if len(cuda.registered) == 2 else register(*of)
+    )
     with pytest.raises(InvalidConfig, match="error 2"):
         rig.engine("P", device=cuda.device, settings=PINNED)
     assert cuda.names().count("cudaHostUnregister") == 2

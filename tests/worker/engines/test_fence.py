@@ -27,7 +27,9 @@ def test_a_lease_that_ended_before_the_read_is_not_read_from(any_rig: Rig) -> No
     assert consumer.fabric.calls["post_data_read"] == reads
 
 
-def lease_ends_during_the_read(rig: Rig) -> tuple[Engine, Engine, Offer, FailureReason | None, bool]:
+def lease_ends_during_the_read(
+    rig: Rig,
+) -> tuple[Engine, Engine, Offer, FailureReason | None, bool]:
     """The slot is READY; then the lease ends and the blocks get new content; then the data is read."""
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=10, seed=5)
@@ -87,7 +89,8 @@ def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) 
     consumer.fabric.on_data_read = lambda: _wait(stalled)
     load = consumer.load(offer.params)
     rig.step_until(
-        lambda: producer.counters.total("heartbeats") + consumer.counters.total("heartbeats") >= 8, "renewals"
+        lambda: producer.counters.total("heartbeats") + consumer.counters.total("heartbeats") >= 8,
+        "renewals",
     )
     assert producer.word(offer) != EMPTY
     stalled.set()
@@ -95,7 +98,9 @@ def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) 
     consumer.check_bytes(load, seed=1)
 
 
-def test_leases_are_open_when_the_orders_are_handed_over_however_busy_the_worker_is(rig: Rig) -> None:
+def test_leases_are_open_when_the_orders_are_handed_over_however_busy_the_worker_is(
+    rig: Rig,
+) -> None:
     """To a consumer that came before the lease, the lease would have ended."""
     producer, consumer = rig.pair()
     rig.transfer(consumer, producer)

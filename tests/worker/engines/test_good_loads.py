@@ -20,7 +20,9 @@ from tests.waiting import wait_until
 SHAPES = {
     "heads outermost": CacheShape(axes="hbt"),
     "tokens outermost, with gaps": CacheShape(axes="tbh", gap_bytes=24),
-    "all layers in one allocation, heads of a token together": CacheShape(axes="bth", one_storage=True),
+    "all layers in one allocation, heads of a token together": CacheShape(
+        axes="bth", one_storage=True
+    ),
     "two tokens a cell": CacheShape(tile_tokens=2, cell_bytes=32),
     "a whole block a cell": CacheShape(tile_tokens=4, cell_bytes=64),
     "two kernel blocks a scheduler block": CacheShape(ratio=2),
@@ -56,8 +58,12 @@ def test_strides_and_lengths_do_not_matter(rig: Rig, shape: CacheShape, tokens: 
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is None
     expected = load.before
-    whole_cells = shape.tiles == 1  # cannot be cleared in part: they come with whatever the producer has behind
-    consumer.caches.write_into(expected, load.blocks, 0, tokens, tokens, tail=None if whole_cells else 0)
+    whole_cells = (
+        shape.tiles == 1
+    )  # cannot be cleared in part: they come with whatever the producer has behind
+    consumer.caches.write_into(
+        expected, load.blocks, 0, tokens, tokens, tail=None if whole_cells else 0
+    )
     for found, wanted in zip(consumer.caches.memory, expected, strict=True):
         assert (found == wanted).all()
 
@@ -82,7 +88,9 @@ def test_a_load_waits_while_the_producer_still_computes(any_rig: Rig) -> None:
     assert producer.word(offer) == word_of(offer, SlotState.COMPUTING)
     producer.caches.fill(offer.blocks, 0x11)  # the last layers have not been written yet
     load = consumer.load(offer.params)
-    any_rig.step_until(lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again", only=consumer)
+    any_rig.step_until(
+        lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again", only=consumer
+    )
     assert consumer.fabric.calls["post_data_read"] == 0
     assert consumer.fabric.transfers() <= 1, "every look gives its handle back"
     assert not consumer.seen.loaded
@@ -105,7 +113,9 @@ def test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks(
     assert rig.until_over(consumer, load) is None
 
 
-def test_nothing_is_read_into_blocks_that_the_device_may_still_write(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_into_blocks_that_the_device_may_still_write(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     device = FakeClock()
@@ -124,7 +134,9 @@ def test_more_loads_than_may_run_at_once_take_their_turn(any_rig: Rig) -> None:
     offers = [producer.prefill(tokens=9, seed=seed) for seed in range(8)]
     loads = [consumer.load(offer.params) for offer in offers]
     any_rig.step_until(lambda: len(consumer.seen.loaded) == 8, "all are loaded")
-    assert all(consumer.has_bytes(load, offer.seed) for load, offer in zip(loads, offers, strict=True))
+    assert all(
+        consumer.has_bytes(load, offer.seed) for load, offer in zip(loads, offers, strict=True)
+    )
     any_rig.step_until(lambda: len(producer.seen.sent) == 8, "all blocks are free")
 
 

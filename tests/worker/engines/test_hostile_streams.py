@@ -8,19 +8,26 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.ids import Epoch, SlotState, epoch_from_text, new_epoch, progress_word, slot_word
+from kvferry.protocol.ids import (
+    Epoch,
+    SlotState,
+    epoch_from_text,
+    new_epoch,
+    progress_word,
+    slot_word,
+)
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engines.streams import STREAMS, Stream, pair
+from tests.worker.engines.streams import STREAMS, ServedStream, pair
 
 
-def waiting(rig: Rig) -> tuple[Stream, Any]:
+def waiting(rig: Rig) -> tuple[ServedStream, Any]:
     """A stream of which a part has been read, and its row on the producer."""
     producer, consumer = pair(rig)
-    stream = Stream.begin(rig, producer, consumer, tokens=30, first=5)
+    stream = ServedStream.begin(rig, producer, consumer, tokens=30, first=5)
     stream.compute(4)
     stream.order()
     stream.until_read(9)
@@ -67,14 +74,18 @@ def test_an_epoch_that_no_header_names_is_waited_for_until_the_deadline(rig: Rig
     stream.abort()
 
 
-def test_a_prompt_that_the_row_has_no_room_for_and_a_producer_without_rows_are_refused(rig: Rig) -> None:
+def test_a_prompt_that_the_row_has_no_room_for_and_a_producer_without_rows_are_refused(
+    rig: Rig,
+) -> None:
     producer, consumer = pair(rig, settings=replace(STREAMS, row_blocks=(7,)))
-    stream = Stream.begin(rig, producer, consumer, tokens=30, first=5)
+    stream = ServedStream.begin(rig, producer, consumer, tokens=30, first=5)
     stream.order()
     assert stream.over() is FailureReason.PARAMS
     stream.abort()
     plain = rig.engine("Q")
-    load = consumer.load(plain.changed(plain.prefill(tokens=10), ticket={"stream_row": 3}, remote_block_ids=((),)))
+    load = consumer.load(
+        plain.changed(plain.prefill(tokens=10), ticket={"stream_row": 3}, remote_block_ids=((),))
+    )
     assert rig.until_over(consumer, load) is FailureReason.PARAMS
 
 
@@ -86,7 +97,11 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
     stream, rows = waiting(rig)
     memory, params = stream.producer.worker._memory, stream.prefill.params
     assert params is not None
-    slot, row, epoch = params.kvferry.lease_slot, params.kvferry.stream_row, epoch_from_text(params.kvferry.lease_epoch)
+    slot, row, epoch = (
+        params.kvferry.lease_slot,
+        params.kvferry.stream_row,
+        epoch_from_text(params.kvferry.lease_epoch),
+    )
     words = [0, 2**64 - 1, draw.getrandbits(64), *(slot_word(epoch, state) for state in SlotState)]
     words += [slot_word(Epoch(9), state) for state in SlotState]
     headers = [0, 1, header_word(epoch), header_word(Epoch(9)), 2**64 - 1, draw.getrandbits(64)]
@@ -94,8 +109,13 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
     stream.consumer.set_timeouts(load_s=0.3)
     for _ in range(draw.randint(1, 40)):
         rows.ids[row] = draw.choices([draw.randrange(48), draw.getrandbits(32)], [8, 1])[0]
-        rows.headers[row] = draw.choice([header_word(epoch), draw.choice(headers)]), draw.choice(headers)
-        memory.table.progress[slot] = progress_word(draw.choice([epoch, Epoch(9)]), draw.randrange(60))
+        rows.headers[row] = (
+            draw.choice([header_word(epoch), draw.choice(headers)]),
+            draw.choice(headers),
+        )
+        memory.table.progress[slot] = progress_word(
+            draw.choice([epoch, Epoch(9)]), draw.randrange(60)
+        )
         memory.table.words[slot] = draw.choice(words)
         stream.consumer.step()
         wait_until(lambda n=stream.consumer.fabric.calls["poll"]: stream.is_over(n), "it looks")  # type: ignore[misc]

@@ -81,7 +81,9 @@ def test_closing_lets_a_read_that_is_about_to_end_do_so(rig: Rig) -> None:
     assert consumer.has_bytes(load, seed=5)
 
 
-def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing may use an agent beside the thread that owns it."""
     monkeypatch.setattr("kvferry.worker.transfer_thread._JOIN_S", 0.05)
     producer, consumer = rig.pair()

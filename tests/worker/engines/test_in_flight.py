@@ -50,7 +50,9 @@ def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(rig:
     _grace_is_over(rig, consumer)
 
 
-@pytest.mark.parametrize("error", [TransferFailed("test", "of the test"), RuntimeError("a bug")], ids=["failed", "bug"])
+@pytest.mark.parametrize(
+    "error", [TransferFailed("test", "of the test"), RuntimeError("a bug")], ids=["failed", "bug"]
+)
 def test_a_post_that_raises_may_have_posted_something(rig: Rig, error: Exception) -> None:
     producer, consumer = rig.pair(settings=CAUTIOUS)
     rig.transfer(producer, consumer)

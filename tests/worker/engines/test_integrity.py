@@ -46,7 +46,9 @@ def _post_a_read(engine: Engine) -> Callable[[], object]:
     registry = engine.worker._thread.registry
     (peer,) = registry.peers()
     zero = np.zeros(1, dtype=np.int32)
-    made = engine.fabric.inner.post_read(engine.worker._memory.slot_reads.descriptors, zero, peer.routes[0].slots, zero)
+    made = engine.fabric.inner.post_read(
+        engine.worker._memory.slot_reads.descriptors, zero, peer.routes[0].slots, zero
+    )
     return lambda: engine.fabric.inner.release(made)
 
 
@@ -57,7 +59,10 @@ def _write_a_word(engine: Engine) -> Callable[[], object]:
 
 BREAKS = {
     "an entry without an owner": (_steal_an_entry, "4608 entries are not 4607 free + 0 taken"),
-    "an entry that is free twice": (_free_an_entry_twice, "4608 entries are not 4609 free + 0 taken"),
+    "an entry that is free twice": (
+        _free_an_entry_twice,
+        "4608 entries are not 4609 free + 0 taken",
+    ),
     "a wave without an owner": (_steal_a_wave, "the pool gave out"),
     "a list without an owner": (_prepare_a_list, "prepared,"),
     "a transfer without an owner": (_post_a_read, "the fabric has 1 transfers, 0 are known"),
@@ -90,11 +95,15 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
 
 
 def test_a_load_under_way_adds_up_and_is_not_idle(rig: Rig) -> None:
-    producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=replace(SETTINGS, direct_min_bytes=1 << 20))
+    producer = rig.engine(
+        "P", shape=CacheShape(axes="bht"), settings=replace(SETTINGS, direct_min_bytes=1 << 20)
+    )
     consumer = rig.engine(
         "C",
         shape=CacheShape(axes="bth"),
-        settings=replace(SETTINGS, direct_min_bytes=1 << 20, staging_pool_bytes=8 << 10, check_integrity=True),
+        settings=replace(
+            SETTINGS, direct_min_bytes=1 << 20, staging_pool_bytes=8 << 10, check_integrity=True
+        ),
     )
     rig.transfer(producer, consumer)
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
@@ -116,13 +125,18 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
     mend = _steal_an_entry(consumer)
     for count in (1, 2, 3):
         consumer.worker._thread.wake()
-        rig.step_until(lambda count=count: consumer.seen.counts["integrity_errors"] >= count, "counted")  # type: ignore[misc]
+        rig.step_until(
+            lambda count=count: consumer.seen.counts["integrity_errors"] >= count,  # type: ignore[misc]
+            "counted",
+        )
     assert caplog.text.count("integrity check of the transfer thread failed") == 1
     rig.transfer(producer, consumer)  # it goes on
     mend()
 
 
-def test_a_thread_that_is_stuck_is_reported_as_stuck(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_stuck_is_reported_as_stuck(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     go_on = [False]

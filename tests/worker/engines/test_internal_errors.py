@@ -34,8 +34,12 @@ def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("method", ["post_read", "post_data_read", "poll", "poll_data_read", "telemetry"])
-def test_errors_of_a_method_that_raises_again_and_again_fail_the_load(rig: Rig, method: str, error: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["post_read", "post_data_read", "poll", "poll_data_read", "telemetry"]
+)
+def test_errors_of_a_method_that_raises_again_and_again_fail_the_load(
+    rig: Rig, method: str, error: str
+) -> None:
     """For errors of single calls see tests/faults/test_every_call.py."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
@@ -59,7 +63,9 @@ def test_a_producer_that_cannot_be_notified_does_not_spoil_the_load(rig: Rig) ->
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "the lease runs out")
 
 
-def test_a_fabric_without_notifications_stops_neither_the_ends_of_leases_nor_loads(rig: Rig) -> None:
+def test_a_fabric_without_notifications_stops_neither_the_ends_of_leases_nor_loads(
+    rig: Rig,
+) -> None:
     one, other = rig.pair()
     rig.transfer(other, one)
     one.fabric.fail("take_notifications", ERRORS["a bug"], ALWAYS)
@@ -95,7 +101,9 @@ def test_loads_are_carried_out_although_the_leases_of_their_step_cannot_be(
     recovers(rig, producer, consumer)
 
 
-def test_leases_become_ready_although_the_peer_registry_is_broken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_become_ready_although_the_peer_registry_is_broken(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = rig.pair()
     rig.transfer(other, one)
 
@@ -107,7 +115,9 @@ def test_leases_become_ready_although_the_peer_registry_is_broken(rig: Rig, monk
     rig.transfer(other, one)
 
 
-def test_bugs_are_shown_as_bugs_and_do_not_flood_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_bugs_are_shown_as_bugs_and_do_not_flood_the_log(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     caplog.clear()
@@ -130,7 +140,9 @@ def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
         raise ZeroDivisionError("unheard of")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.worker.peers.first_contact.SideChannelClient.fetch_description", broken)
+        patched.setattr(
+            "kvferry.worker.peers.first_contact.SideChannelClient.fetch_description", broken
+        )
         load = consumer.load(producer.prefill(tokens=3).params)
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     assert "ZeroDivisionError" in caplog.text

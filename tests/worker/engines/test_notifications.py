@@ -44,7 +44,11 @@ def test_a_flood_of_malformed_ones_is_counted_whole_and_does_not_flood_the_log(
     producer, consumer = rig.pair()
     producer.prefill(tokens=10)
     _send(rig, producer, *[MAGIC + b"\xc1"] * 2000)
-    rig.step_until(lambda: producer.seen.counts["bad_notifications"] == 2000, "they are counted", timeout_s=60.0)
+    rig.step_until(
+        lambda: producer.seen.counts["bad_notifications"] == 2000,
+        "they are counted",
+        timeout_s=60.0,
+    )
     assert 1 <= caplog.text.count("ignored a notification") < 100
     rig.transfer(producer, consumer)
 
@@ -63,7 +67,9 @@ def test_an_idle_worker_takes_notifications_that_it_does_not_expect(rig: Rig) ->
         )
 
 
-def test_one_worker_that_repeats_itself_does_not_free_what_its_sibling_still_reads(rig: Rig) -> None:
+def test_one_worker_that_repeats_itself_does_not_free_what_its_sibling_still_reads(
+    rig: Rig,
+) -> None:
     producer, _ = rig.pair()
     offer = producer.prefill(tokens=10)
     bystander = producer.prefill(tokens=3)
@@ -72,7 +78,8 @@ def test_one_worker_that_repeats_itself_does_not_free_what_its_sibling_still_rea
     assert producer.word(offer) != EMPTY
     _send(rig, producer, _done(offer, worker=1, expected=2))
     rig.step_until(
-        lambda: producer.seen.sent == [bystander.request_id, offer.request_id], "the sibling has sent its own"
+        lambda: producer.seen.sent == [bystander.request_id, offer.request_id],
+        "the sibling has sent its own",
     )
     assert producer.word(offer) == EMPTY
 
@@ -82,7 +89,9 @@ def test_a_doubled_notification_counts_once(rig: Rig) -> None:
     rig.network.stutter[producer.fabric.agent_name] = 1
     rig.transfer(producer, consumer)
     rig.transfer(producer, consumer)
-    rig.step_until(lambda: producer.seen.counts["late_notifications"] == 1, "the second copy is counted")
+    rig.step_until(
+        lambda: producer.seen.counts["late_notifications"] == 1, "the second copy is counted"
+    )
     assert len(producer.seen.sent) == len(set(producer.seen.sent)) == 2
 
 
@@ -100,14 +109,20 @@ def test_a_notification_that_is_here_when_its_lease_is_ended_counts(rig: Rig) ->
     over.set()
     assert rig.until_over(producer, stuck) is None
     _send(rig, producer, _done(bystander))
-    rig.step_until(lambda: producer.seen.sent == [offer.request_id, bystander.request_id], "both are over")
+    rig.step_until(
+        lambda: producer.seen.sent == [offer.request_id, bystander.request_id], "both are over"
+    )
     assert producer.seen.counts["late_notifications"] == 0
 
 
 def test_a_guessed_epoch_among_a_thousand_frees_nothing(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=10)
-    _send(rig, producer, *[_done(offer, epoch=epoch_to_text(Epoch(guess))) for guess in range(1, 1001)])
+    _send(
+        rig,
+        producer,
+        *[_done(offer, epoch=epoch_to_text(Epoch(guess))) for guess in range(1, 1001)],
+    )
     rig.step_until(lambda: producer.seen.counts["late_notifications"] == 1000, "all are counted")
     assert rig.until_over(consumer, consumer.load(offer.params)) is None
 
@@ -126,7 +141,10 @@ def _with_each_message(consumer: Engine, then: Callable[[], object]) -> list[int
 
 
 def _wait_for_read_behind(consumer: Engine, reads: list[int]) -> None:
-    wait_until(lambda: reads and consumer.fabric.calls["post_read"] == reads[-1] + 1, "a read follows the message")
+    wait_until(
+        lambda: reads and consumer.fabric.calls["post_read"] == reads[-1] + 1,
+        "a read follows the message",
+    )
 
 
 def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig) -> None:
@@ -147,7 +165,9 @@ def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig)
 
 
 @pytest.mark.parametrize("error", [PeerLost("test", "gone"), TransferFailed("test", "of the test")])
-def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(rig: Rig, error: FabricError) -> None:
+def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(
+    rig: Rig, error: FabricError
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     wait_until_idle(consumer.worker)

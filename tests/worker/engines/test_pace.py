@@ -57,12 +57,16 @@ def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
     assert reported_before == [True]
 
 
-def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_often(rig: Rig) -> None:
+def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_often(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
     thread = producer.worker._thread
-    wait_until(lambda: thread._wait_s() == transfer_thread._MAX_NOTIFICATION_BACKOFF_S, "it has backed off")
+    wait_until(
+        lambda: thread._wait_s() == transfer_thread._MAX_NOTIFICATION_BACKOFF_S, "it has backed off"
+    )
     before = producer.fabric.calls["take_notifications"]
     time.sleep(WINDOW_S)
     assert producer.fabric.calls["take_notifications"] - before <= WINDOW_S / 20e-3 + 1
@@ -77,7 +81,9 @@ POLLS = 3
 
 @pytest.fixture
 def looking_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_thread, "_LOOKING_SHARE", 0)  # the longest backoff would grow with it
+    monkeypatch.setattr(
+        transfer_thread, "_LOOKING_SHARE", 0
+    )  # the longest backoff would grow with it
 
 
 def _asynchronous(consumer: Engine) -> None:
@@ -101,7 +107,10 @@ def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
 def _note_backoff(consumer: Engine) -> list[int]:
     """The backoff of loads from now on, in µs, one entry after every round of the thread."""
     thread = consumer.worker._thread
-    wait_until(lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(), "nothing else is due")
+    wait_until(
+        lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(),
+        "nothing else is due",
+    )
     step, backoff_us = thread._step, list[int]()
 
     def noted() -> None:

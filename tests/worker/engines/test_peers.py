@@ -27,7 +27,8 @@ def short_backoff(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["[::1]", "::1", "unknown.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500]
+    "host",
+    ["[::1]", "::1", "unknown.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500],
 )
 def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str) -> None:
     producer, consumer = rig.pair(settings=SHORT_TIMEOUT)
@@ -37,7 +38,9 @@ def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str
     rig.transfer(producer, consumer)
 
 
-def test_a_description_of_another_engine_is_refused_from_any_sender(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_description_of_another_engine_is_refused_from_any_sender(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer, consumer = rig.pair()
     other = msgspec.structs.replace(producer.description, engine_id="Q")
     monkeypatch.setattr(SideChannelClient, "fetch_description", lambda *_, **__: other)
@@ -61,7 +64,9 @@ def test_two_engines_that_were_given_one_id_hand_over_to_each_other(any_rig: Rig
     any_rig.transfer(second, first, seed=2)
 
 
-def test_two_producers_that_were_given_one_id_are_both_kept(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_producers_that_were_given_one_id_are_both_kept(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second, consumer = rig.engine("same"), rig.engine("same"), rig.engine("C")
     for turn in range(4):
         for producer in (first, second):
@@ -70,7 +75,9 @@ def test_two_producers_that_were_given_one_id_are_both_kept(rig: Rig, caplog: py
     assert caplog.text.count("has the engine id of") == 1
 
 
-def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten(any_rig: Rig) -> None:
+def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten(
+    any_rig: Rig,
+) -> None:
     producer, consumer = any_rig.pair()
     any_rig.transfer(producer, consumer)
     old_offer = producer.prefill(tokens=10, seed=1)
@@ -98,7 +105,9 @@ def test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known(rig:
     rig.transfer(successor, consumer)
 
 
-def test_an_unworkable_pair_is_refused_with_every_reason_by_name(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unworkable_pair_is_refused_with_every_reason_by_name(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     producer = rig.engine("P")
     facts = msgspec.structs.replace(FACTS, fingerprint="weights:2", dtype="float16")
     consumer = rig.engine("C", facts=facts, shape=CacheShape(block_tokens=8))
@@ -137,11 +146,18 @@ def test_a_lost_peer_is_left_alone_for_the_backoff_and_connected_again_after_it(
     rig.transfer(producer, consumer)
     short_backoff(monkeypatch, 0.4)
     consumer.fabric.fail("post_data_read", lambda: PeerLost("test", "the test wanted it"))
-    assert rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params)) is FailureReason.TRANSFER
+    assert (
+        rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params))
+        is FailureReason.TRANSFER
+    )
     lost_s = time.monotonic()
     load = consumer.load(producer.prefill(tokens=5).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
-    assert producer.counters.total("handshakes_served") == 1, "it was asked again before the back-off was over"
-    rig.step_until(lambda: time.monotonic() > lost_s + 0.6, "the longest that 0.4 s can become by jitter")
+    assert producer.counters.total("handshakes_served") == 1, (
+        "it was asked again before the back-off was over"
+    )
+    rig.step_until(
+        lambda: time.monotonic() > lost_s + 0.6, "the longest that 0.4 s can become by jitter"
+    )
     rig.transfer(producer, consumer)
     assert producer.counters.total("handshakes_served") == 2

@@ -27,7 +27,10 @@ STAGED = replace(SETTINGS, staging_pool_bytes=8 << 10, direct_min_bytes=1 << 20)
 
 
 def staged_consumer(rig: Rig, *producers: str) -> tuple[Engine, list[Engine]]:
-    made = [rig.engine(name, shape=CacheShape(axes="bht", blocks=240), settings=STAGED) for name in producers]
+    made = [
+        rig.engine(name, shape=CacheShape(axes="bht", blocks=240), settings=STAGED)
+        for name in producers
+    ]
     consumer = rig.engine("C", shape=CacheShape(axes="bth", blocks=240), settings=STAGED)
     for producer in made:
         rig.transfer(producer, consumer)
@@ -52,7 +55,9 @@ def test_a_staged_load_whose_waves_end_in_time_is_good_however_many_they_are(rig
 
 
 @pytest.mark.parametrize("max_loads", [64, 1], ids=["at once", "in turn"])
-def test_loads_that_share_a_slow_link_progress_while_the_ones_before_them_end(rig: Rig, max_loads: int) -> None:
+def test_loads_that_share_a_slow_link_progress_while_the_ones_before_them_end(
+    rig: Rig, max_loads: int
+) -> None:
     """Each is one read; the link serves them one after the other."""
     producer, consumer = rig.pair(settings=replace(SETTINGS, max_loads=max_loads))
     rig.transfer(producer, consumer)
@@ -102,7 +107,9 @@ def test_a_handshake_has_its_own_deadline_and_not_that_of_its_load(rig: Rig) -> 
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
 
 
-def test_a_read_that_ends_while_the_consumer_stands_still_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_ends_while_the_consumer_stands_still_counts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The transfer thread finds its deadline over and the read ended, at once."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
@@ -164,7 +171,11 @@ def test_producers_that_stand_still_keep_no_third_one_from_the_staging_pool(rig:
     consumer, (first, second, third) = staged_consumer(rig, "P", "Q", "R")
     still = {producer.fabric.agent_name for producer in (first, second)}
     link = SlowLink(consumer.fabric, 0.0, loses=lambda read: read.peer in still)
-    late = [consumer.load(producer.prefill(tokens=60).params) for producer in (first, second) for _ in range(4)]
+    late = [
+        consumer.load(producer.prefill(tokens=60).params)
+        for producer in (first, second)
+        for _ in range(4)
+    ]
     consumer.set_timeouts(load_s=TIMEOUT_S)
     for load in late:
         assert rig.until_over(consumer, load) in (FailureReason.DEADLINE, FailureReason.STAGING)

@@ -34,18 +34,31 @@ class Fleet:
 
     def check(self, name: str, seed: int) -> None:
         """Check that this engine and every other read from each other, and renew and give back each other's leases."""
-        others = [(self.engines[name], engine) for other, engine in self.engines.items() if other != name]
+        others = [
+            (self.engines[name], engine) for other, engine in self.engines.items() if other != name
+        ]
         pairs = [*others, *((engine, this) for this, engine in others)]
         unread = [producer.prefill(tokens=10, seed=seed) for producer, _ in pairs]
         for offer, (_, consumer) in zip(unread, pairs, strict=True):
             now_s = time.monotonic()
-            assert consumer.loads.offer(f"waits-{offer.request_id}", offer.params, 10, now_s, is_turn=True) is None
-        wanted = {(producer.name, offer.slot) for offer, (producer, _) in zip(unread, pairs, strict=True)}
+            assert (
+                consumer.loads.offer(
+                    f"waits-{offer.request_id}", offer.params, 10, now_s, is_turn=True
+                )
+                is None
+            )
+        wanted = {
+            (producer.name, offer.slot) for offer, (producer, _) in zip(unread, pairs, strict=True)
+        }
         self._renewed.clear()
         self._rig.step_until(lambda: wanted <= self._renewed, "every lease is renewed", 30.0)
         for offer, (producer, consumer) in zip(unread, pairs, strict=True):
             consumer.loads.finished(f"waits-{offer.request_id}")  # it was aborted
-            self._rig.step_until(lambda: offer.request_id in producer.seen.sent, "it is given back", 30.0)  # noqa: B023
+            self._rig.step_until(
+                lambda: offer.request_id in producer.seen.sent,  # noqa: B023
+                "it is given back",
+                30.0,
+            )
             assert producer.counters.total("leases_released", "expired") == 0
             self._rig.transfer(producer, consumer, seed=seed)
             assert consumer.counters.total("side_channel_errors") == 0

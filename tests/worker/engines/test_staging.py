@@ -25,15 +25,25 @@ PAIRS = {
     "NHD to HND": (TOKENS_OUTER, HEADS_OUTER),
     "HND to NHD, block 4 to 8": (HEADS_OUTER, CacheShape(axes="bth", block_tokens=8, blocks=24)),
     "HND to NHD, block 8 to 4": (CacheShape(block_tokens=8, blocks=24), TOKENS_OUTER),
-    "NHD to HND, block 12 to 8": (CacheShape(axes="bth", block_tokens=12, blocks=24), CacheShape(block_tokens=8)),
+    "NHD to HND, block 12 to 8": (
+        CacheShape(axes="bth", block_tokens=12, blocks=24),
+        CacheShape(block_tokens=8),
+    ),
     "heads far apart": (CacheShape(axes="hbt"), CacheShape(axes="tbh", gap_bytes=24)),
-    "two kernel blocks a scheduler block": (CacheShape(ratio=2), CacheShape(axes="bth", block_tokens=8, blocks=24)),
+    "two kernel blocks a scheduler block": (
+        CacheShape(ratio=2),
+        CacheShape(axes="bth", block_tokens=8, blocks=24),
+    ),
 }
 
 
-def staged_pair(rig: Rig, here: CacheShape, there: CacheShape, settings: WorkerSettings) -> tuple[Engine, Engine]:
+def staged_pair(
+    rig: Rig, here: CacheShape, there: CacheShape, settings: WorkerSettings
+) -> tuple[Engine, Engine]:
     """A producer with the first shape and a consumer with the second."""
-    return rig.engine("P", shape=here, settings=settings), rig.engine("C", shape=there, settings=settings)
+    return rig.engine("P", shape=here, settings=settings), rig.engine(
+        "C", shape=there, settings=settings
+    )
 
 
 def assert_the_pool_is_whole(consumer: Engine) -> None:
@@ -59,7 +69,9 @@ def test_what_is_staged_arrives_byte_by_byte(
 def test_a_larger_pool_has_more_waves_and_not_larger_ones_than_the_kernels_tables_are_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=1 << 20))
+    producer, consumer = staged_pair(
+        rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=1 << 20)
+    )
     rig.transfer(producer, consumer, tokens=64)
     assert consumer.seen.totals[-1].waves == 1
     monkeypatch.setattr(staged_reads, "MAX_WAVE_BYTES", 4 * HEADS_OUTER.block_bytes)
@@ -77,13 +89,17 @@ def test_many_large_loads_share_a_small_pool_and_all_of_them_end_well(rig: Rig) 
     for seed in range(1, 13):
         producer = first if seed % 2 else second
         loads.append((consumer.load(producer.prefill(tokens=100, seed=seed).params), seed))
-    rig.step_until(lambda: len(consumer.seen.loaded) == len(loads), "all loads are good", timeout_s=30.0)
+    rig.step_until(
+        lambda: len(consumer.seen.loaded) == len(loads), "all loads are good", timeout_s=30.0
+    )
     for load, seed in loads:
         assert consumer.has_bytes(load, seed)
     assert_the_pool_is_whole(consumer)
 
 
-def test_a_wave_that_may_still_be_written_stays_in_quarantine_until_its_read_has_ended(rig: Rig) -> None:
+def test_a_wave_that_may_still_be_written_stays_in_quarantine_until_its_read_has_ended(
+    rig: Rig,
+) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
     rig.transfer(producer, consumer, tokens=10)
     consumer.set_timeouts(load_s=0.3)

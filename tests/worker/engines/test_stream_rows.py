@@ -10,7 +10,13 @@ import numpy as np
 
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, progress_of, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress, StepOrders
-from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, ROW_HEADER_BYTES, StreamRows, header_word
+from kvferry.protocol.stream_rows import (
+    ID_BYTES,
+    PAGE_IDS,
+    ROW_HEADER_BYTES,
+    StreamRows,
+    header_word,
+)
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, TransferState
 from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
@@ -71,7 +77,9 @@ def row_of(engine: Engine) -> tuple[list[int], list[int]]:
 COMPUTING, READY = slot_word(FIRST, SlotState.COMPUTING), slot_word(FIRST, SlotState.READY)
 
 
-def test_ids_come_with_the_orders_and_tokens_when_the_device_has_finished_the_step(rig: Rig) -> None:
+def test_ids_come_with_the_orders_and_tokens_when_the_device_has_finished_the_step(
+    rig: Rig,
+) -> None:
     producer, clock = streaming_producer(rig)
     order(producer, opens=(opened(FIRST),), progress=(progress(FIRST, 0, 7, 8, tokens=32),))
     check_worker(producer.worker)  # the thread has carried them out
@@ -80,7 +88,9 @@ def test_ids_come_with_the_orders_and_tokens_when_the_device_has_finished_the_st
     check_worker(producer.worker)
     assert shown(producer) == (COMPUTING, 0)
     clock.marks[-1].over = True
-    wait_until(lambda: shown(producer) == (COMPUTING, 32), "the thread looks at the device by itself")
+    wait_until(
+        lambda: shown(producer) == (COMPUTING, 32), "the thread looks at the device by itself"
+    )
     order(producer, progress=(progress(FIRST, 2, 9, tokens=40),), completions=(hold(FIRST),))
     producer.worker.end_step()
     check_worker(producer.worker)
@@ -93,7 +103,9 @@ def test_ids_come_with_the_orders_and_tokens_when_the_device_has_finished_the_st
     assert (shown(producer), row_of(producer)[0]) == ((EMPTY, 0), [0, 0])
 
 
-def test_a_lease_whose_last_part_does_not_fit_is_reported_although_the_same_step_holds_it(rig: Rig) -> None:
+def test_a_lease_whose_last_part_does_not_fit_is_reported_although_the_same_step_holds_it(
+    rig: Rig,
+) -> None:
     """An order before it was lost. Without the report the engine would keep the blocks for ever."""
     producer, _ = streaming_producer(rig)
     order(producer, opens=(opened(FIRST),))
@@ -126,7 +138,9 @@ def test_a_prompt_goes_on_under_another_epoch_before_its_orders_return(rig: Rig)
         opens=(opened(NEXT, row=ROW, origin=epoch_to_text(FIRST)),),
         progress=(progress(NEXT, 0, 4, tokens=16),),
     )
-    assert (shown(producer), shown(producer, NEXT)) == ((slot_word(NEXT, SlotState.COMPUTING), 0),) * 2
+    assert (shown(producer), shown(producer, NEXT)) == (
+        (slot_word(NEXT, SlotState.COMPUTING), 0),
+    ) * 2
     assert row_of(producer) == ([header_word(FIRST), header_word(NEXT)], [7, 8, 0, 0])
     goes_on.set()
     producer.worker.end_step()
@@ -140,7 +154,11 @@ def test_peers_find_the_rows_by_the_description_and_can_read_them(any_rig: Rig) 
     rows = producer.worker.description.stream_rows
     assert isinstance(rows, StreamRows)
     assert (rows.blocks, consumer.worker.description.stream_rows) == ((300,), None)
-    order(producer, opens=(opened(FIRST),), progress=(progress(FIRST, 0, *range(40, 340), tokens=4800),))
+    order(
+        producer,
+        opens=(opened(FIRST),),
+        progress=(progress(FIRST, 0, *range(40, 340), tokens=4800),),
+    )
     check_worker(producer.worker)
     header = read(consumer, producer, rows.headers + ROW * ROW_HEADER_BYTES, ROW_HEADER_BYTES)
     assert header.view(np.uint64).tolist() == [header_word(FIRST)] * 2
@@ -153,7 +171,10 @@ def read(consumer: Engine, producer: Engine, address: int, length: int) -> Bytes
     """Bytes of the producer's, read over the fabric into the consumer's cache. The consumer has no thread yet."""
     fabric, memory, zero = consumer.fabric, consumer.caches.memory[0], np.zeros(1, dtype=np.int32)
     peer = fabric.add_peer(producer.worker.description.agent_metadata)
-    rows = [DescriptorRows.of(MemoryKind.DRAM, [(at, length, 0, length, 1)]) for at in (memory.ctypes.data, address)]
+    rows = [
+        DescriptorRows.of(MemoryKind.DRAM, [(at, length, 0, length, 1)])
+        for at in (memory.ctypes.data, address)
+    ]
     local, remote = fabric.prepare_local(rows[0]), fabric.prepare_remote(peer, rows[1])
     transfer = fabric.post_read(local, zero, remote, zero)
     wait_until(lambda: fabric.poll(transfer) is TransferState.DONE, "it has been read")

@@ -14,13 +14,13 @@ from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig, rig_of
 from tests.waiting import wait_until
-from tests.worker.engines.streams import STREAMS, Stream, pair
+from tests.worker.engines.streams import STREAMS, ServedStream, pair
 from tests.worker.engines.test_staging import PAIRS, STAGED
 
 
 def test_a_prompt_is_read_part_by_part_while_it_is_computed(any_rig: Rig) -> None:
     producer, consumer = pair(any_rig)
-    stream = Stream.begin(any_rig, producer, consumer, tokens=30, first=5)
+    stream = ServedStream.begin(any_rig, producer, consumer, tokens=30, first=5)
     stream.order()
     stream.compute_rest(8)
     stream.check()
@@ -30,19 +30,23 @@ def test_a_prompt_is_read_part_by_part_while_it_is_computed(any_rig: Rig) -> Non
     assert record.planned_bytes == 8 * consumer.shape.block_bytes
     assert record.early_bytes == 7 * consumer.shape.block_bytes
     assert record.restarts == 0
-    any_rig.step_until(lambda: stream.prefill.request_id in producer.seen.sent, "the producer is told")
+    any_rig.step_until(
+        lambda: stream.prefill.request_id in producer.seen.sent, "the producer is told"
+    )
 
 
 def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(rig: Rig) -> None:
     producer, consumer = pair(rig, settings=replace(STREAMS, max_loads=1))
     other = rig.engine("Q")
-    stream = Stream.begin(rig, producer, consumer, tokens=30, first=5)
+    stream = ServedStream.begin(rig, producer, consumer, tokens=30, first=5)
     stream.order()
     stream.compute(8)
     stream.until_read(13)
     wait_until(consumer.worker._thread.runner.parked, "it waits")
     ready = consumer.load(other.prefill(tokens=9, seed=3).params)
-    rig.step_until(lambda: consumer.seen.is_over(ready.request_id), "the other one is loaded", only=consumer)
+    rig.step_until(
+        lambda: consumer.seen.is_over(ready.request_id), "the other one is loaded", only=consumer
+    )
     stream.compute_rest(8)
     assert stream.over() is None
 
@@ -52,7 +56,10 @@ SHAPES = {
     "blocks of 4 and 8": (CacheShape(), CacheShape(block_tokens=8, blocks=24), STREAMS),
     "blocks of 8 and 4": (CacheShape(block_tokens=8, blocks=24), CacheShape(), STREAMS),
     "two kernel blocks a scheduler block": (CacheShape(ratio=2), CacheShape(), STREAMS),
-    **{f"staged, {name}": (*shapes, replace(STAGED, row_blocks=(40,))) for name, shapes in PAIRS.items()},
+    **{
+        f"staged, {name}": (*shapes, replace(STAGED, row_blocks=(40,)))
+        for name, shapes in PAIRS.items()
+    },
 }
 
 
@@ -62,12 +69,21 @@ def test_any_parts_of_any_geometry_are_the_same_bytes_as_the_whole(
     rig: Rig, here: CacheShape, there: CacheShape, settings: Any, seed: int
 ) -> None:
     draw = random.Random(seed)
-    producer, consumer = rig.engine("P", shape=here, settings=settings), rig.engine("C", shape=there, settings=settings)
+    producer, consumer = (
+        rig.engine("P", shape=here, settings=settings),
+        rig.engine("C", shape=there, settings=settings),
+    )
     for _ in range(3):
         tokens = draw.randint(9, 60)
-        stream = Stream.begin(rig, producer, consumer, tokens, first=draw.randint(1, 8), seed=draw.randint(1, 99))
+        stream = ServedStream.begin(
+            rig, producer, consumer, tokens, first=draw.randint(1, 8), seed=draw.randint(1, 99)
+        )
         local = draw.choice([0, 0, there.group.block_tokens])
-        stream.order(local_tokens=min(local, tokens - 1) // there.group.block_tokens * there.group.block_tokens)
+        stream.order(
+            local_tokens=min(local, tokens - 1)
+            // there.group.block_tokens
+            * there.group.block_tokens
+        )
         while not stream.prefill.is_complete:
             stream.compute(min(draw.randint(1, 13), tokens - stream.prefill.done))
             if draw.random() < 0.7 and not stream.prefill.is_complete:
@@ -76,7 +92,10 @@ def test_any_parts_of_any_geometry_are_the_same_bytes_as_the_whole(
         stream.check()
         assert stream.load is not None
         consumer.free(stream.load)
-        rig.step_until(lambda s=stream: s.prefill.request_id in producer.seen.sent, "its blocks are free")  # type: ignore[misc]
+        rig.step_until(
+            lambda s=stream: s.prefill.request_id in producer.seen.sent,  # type: ignore[misc]
+            "its blocks are free",
+        )
 
 
 class AtPost:
@@ -101,11 +120,13 @@ POINTS = 16
 
 @pytest.mark.parametrize("kind", ["memory", "nixl"])
 @pytest.mark.parametrize("point", range(POINTS))
-def test_a_prompt_that_is_preempted_at_any_moment_is_read_anew_and_right(kind: str, point: int) -> None:
+def test_a_prompt_that_is_preempted_at_any_moment_is_read_anew_and_right(
+    kind: str, point: int
+) -> None:
     with rig_of(kind) as rig:
         producer, consumer = pair(rig)
         rig.transfer(producer, consumer)
-        stream = Stream.begin(rig, producer, consumer, tokens=22, first=3)
+        stream = ServedStream.begin(rig, producer, consumer, tokens=22, first=3)
         stream.compute(7)
         at = AtPost(consumer, point, stream.preempt)
         stream.order()
@@ -119,7 +140,7 @@ def test_a_prompt_that_is_preempted_at_any_moment_is_read_anew_and_right(kind: s
 @pytest.mark.parametrize("point", range(POINTS))
 def test_a_prompt_that_is_preempted_again_and_again_is_read_right(rig: Rig, point: int) -> None:
     producer, consumer = pair(rig)
-    stream = Stream.begin(rig, producer, consumer, tokens=22, first=3)
+    stream = ServedStream.begin(rig, producer, consumer, tokens=22, first=3)
     stream.compute(7)
     stream.order()
     for _ in range(3):
@@ -136,7 +157,7 @@ def test_a_prompt_that_is_preempted_again_and_again_is_read_right(rig: Rig, poin
 def test_a_lease_that_ends_at_any_moment_fails_the_load(rig: Rig, point: int) -> None:
     producer, consumer = pair(rig)
     rig.transfer(producer, consumer)
-    stream = Stream.begin(rig, producer, consumer, tokens=22, first=3)
+    stream = ServedStream.begin(rig, producer, consumer, tokens=22, first=3)
     stream.compute(7)
     at = AtPost(consumer, point, stream.abort)
     stream.order()
@@ -147,9 +168,11 @@ def test_a_lease_that_ends_at_any_moment_fails_the_load(rig: Rig, point: int) ->
 
 
 @pytest.mark.parametrize("point", range(12))
-def test_a_lease_that_ends_after_the_prompt_is_complete_fails_the_load_or_comes_too_late(rig: Rig, point: int) -> None:
+def test_a_lease_that_ends_after_the_prompt_is_complete_fails_the_load_or_comes_too_late(
+    rig: Rig, point: int
+) -> None:
     producer, consumer = pair(rig)
-    stream = Stream.begin(rig, producer, consumer, tokens=22, first=3)
+    stream = ServedStream.begin(rig, producer, consumer, tokens=22, first=3)
     stream.compute(7)
     stream.order()
     stream.until_read(10)
@@ -163,7 +186,9 @@ def test_a_lease_that_ends_after_the_prompt_is_complete_fails_the_load_or_comes_
     producer.compute(stream.prefill, 12)
     producer.step()
     at = AtPost(consumer, point, abort)
-    rig.step_until(lambda: consumer.seen.loaded or consumer.seen.failed, "it is over", only=consumer)
+    rig.step_until(
+        lambda: consumer.seen.loaded or consumer.seen.failed, "it is over", only=consumer
+    )
     if at.happened and reported == [False]:
         assert list(consumer.seen.failed.values()) == [FailureReason.FENCE]
     else:

@@ -25,7 +25,9 @@ TIMEOUT_S = 0.3
 MANY = replace(SETTINGS, lease_slots=512, max_loads=8)
 
 
-def park(producer: Engine, consumer: Engine, count: int = 1, seed: int = 5) -> tuple[list[Offer], list[OrderedLoad]]:
+def park(
+    producer: Engine, consumer: Engine, count: int = 1, seed: int = 5
+) -> tuple[list[Offer], list[OrderedLoad]]:
     """Loads of prompts that the producer still computes; it is not stepped until they are parked."""
     running = [producer.start_prefill(tokens=5, seed=seed + n) for n in range(count)]
     offers = [producer.finish_prefill(request_id) for request_id in running]
@@ -40,14 +42,18 @@ def test_a_load_that_waits_for_its_producer_holds_no_place(any_rig: Rig) -> None
     any_rig.transfer(producer, consumer)
     _, (parked,) = park(producer, consumer)
     ready = consumer.load(other.prefill(tokens=9, seed=3).params)
-    any_rig.step_until(lambda: consumer.seen.is_over(ready.request_id), "the other one is loaded", only=consumer)
+    any_rig.step_until(
+        lambda: consumer.seen.is_over(ready.request_id), "the other one is loaded", only=consumer
+    )
     assert consumer.has_bytes(ready, seed=3)
     assert not consumer.seen.is_over(parked.request_id)
     assert any_rig.until_over(consumer, parked) is None
     assert consumer.has_bytes(parked, seed=5)
 
 
-def test_many_loads_that_wait_for_one_producer_cost_one_read_a_look(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_loads_that_wait_for_one_producer_cost_one_read_a_look(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = CacheShape(blocks=700, layers=1)
     producer, consumer = rig.pair(shape=shape, settings=MANY)
     rig.transfer(producer, consumer)
@@ -70,7 +76,9 @@ def test_many_loads_that_wait_for_one_producer_cost_one_read_a_look(rig: Rig, mo
 
 
 FAULTS: dict[str, Callable[[Rig, Engine, Engine], None]] = {
-    "a post": lambda _, __, consumer: consumer.fabric.fail("post_read", lambda: TransferFailed("post", "the test")),
+    "a post": lambda _, __, consumer: consumer.fabric.fail(
+        "post_read", lambda: TransferFailed("post", "the test")
+    ),
     "a read": lambda rig, producer, _: rig.network.fail_reads(producer.fabric.agent_name),
     "the producer": lambda rig, producer, _: rig.network.kill(producer.fabric.agent_name),
 }
@@ -84,9 +92,13 @@ def test_a_failed_read_of_the_slots_fails_all_loads_that_wait_for_that_producer_
     other = rig.engine("Q", settings=MANY)
     rig.transfer(other, consumer)
     _, loads = park(producer, consumer, count=6)
-    _, (unharmed,) = park(other, consumer, seed=50) if fault is not FAULTS["a post"] else ([], [loads[0]])
+    _, (unharmed,) = (
+        park(other, consumer, seed=50) if fault is not FAULTS["a post"] else ([], [loads[0]])
+    )
     fault(rig, producer, consumer)
-    rig.step_until(lambda: len(consumer.seen.failed) == len(loads), "all have failed", only=consumer)
+    rig.step_until(
+        lambda: len(consumer.seen.failed) == len(loads), "all have failed", only=consumer
+    )
     assert consumer.seen.failed == {load.request_id: FailureReason.TRANSFER for load in loads}
     assert not consumer.seen.alive, "nothing wrote into their blocks"
     if unharmed not in loads:
@@ -94,7 +106,9 @@ def test_a_failed_read_of_the_slots_fails_all_loads_that_wait_for_that_producer_
         assert consumer.has_bytes(unharmed, seed=50)
 
 
-def test_the_deadline_of_a_load_that_waits_counts_from_the_last_change_of_its_slot(rig: Rig) -> None:
+def test_the_deadline_of_a_load_that_waits_counts_from_the_last_change_of_its_slot(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     (offer,), (load,) = park(producer, consumer)
@@ -177,7 +191,9 @@ def test_a_lease_that_ends_while_a_load_waits_for_it_fails_the_load(any_rig: Rig
     assert consumer.fabric.calls["post_data_read"] == 0
 
 
-def late(producer: Engine, consumer: Engine, opens_within_s: float) -> tuple[Offer, OrderedLoad, int]:
+def late(
+    producer: Engine, consumer: Engine, opens_within_s: float
+) -> tuple[Offer, OrderedLoad, int]:
     """A load whose slot is not open, and the word that the slot would have."""
     offer = producer.prefill(tokens=5, seed=8)
     word = slot_word(epoch_from_text(offer.params.kvferry.lease_epoch), SlotState.READY)

@@ -11,7 +11,9 @@ from tests.worker.fabric.harness import Harness, MemoryHarness, NixlHarness, Nix
 from tests.worker.fabric.scenes import Pair
 
 
-@pytest.fixture(params=[MemoryHarness, NixlHarness, NixlTcpHarness], ids=["memory", "nixl", "nixl-tcp"])
+@pytest.fixture(
+    params=[MemoryHarness, NixlHarness, NixlTcpHarness], ids=["memory", "nixl", "nixl-tcp"]
+)
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     with contextlib.closing(request.param()) as made:
         yield made

@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import DescriptorRows, Fabric, Indices, MemoryKind, Region, Transfer, TransferState
+from kvferry.worker.fabric.port import (
+    DescriptorRows,
+    Fabric,
+    Indices,
+    MemoryKind,
+    Region,
+    Transfer,
+    TransferState,
+)
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.children import Child
 
@@ -53,7 +61,9 @@ def region(memory: Memory) -> Region:
     return Region(memory.ctypes.data, memory.nbytes, MemoryKind.DRAM)
 
 
-def row(memory: Memory, offset: int, length: int, stride: int, count: int) -> tuple[int, int, int, int, int]:
+def row(
+    memory: Memory, offset: int, length: int, stride: int, count: int
+) -> tuple[int, int, int, int, int]:
     """One row of `DescriptorRows`, `offset` bytes into the array."""
     return (memory.ctypes.data + offset, length, 0, stride, count)
 
@@ -158,7 +168,9 @@ class NixlHarness(Harness):
         self._producers: list[NixlProducer] = []
 
     def _make(self, name: str) -> Fabric:
-        with mock.patch.dict(os.environ, self.ucx):  # UCX reads it when the agent is made; put back afterwards
+        with mock.patch.dict(
+            os.environ, self.ucx
+        ):  # UCX reads it when the agent is made; put back afterwards
             return NixlFabric(name)
 
     def producer(self, name: str, seed: int, size: int) -> NixlProducer:
@@ -193,7 +205,9 @@ class NixlProducer(Child):
         self.send((metadata, message))
 
 
-def _serve(channel: Connection, name: str, seed: int, size: int, environ: Mapping[str, str]) -> None:
+def _serve(
+    channel: Connection, name: str, seed: int, size: int, environ: Mapping[str, str]
+) -> None:
     """Send the agent's metadata and the address of its bytes, then every notification that it gets. What arrives is an
     agent's metadata and a message for it."""
     os.environ.update(environ)

@@ -24,13 +24,21 @@ class Pair:
         self.consumer.register([region(self.target)])
         self.peer = self.consumer.add_peer(self.producer.metadata())
 
-    def local(self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16) -> LocalDescriptors:
+    def local(
+        self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16
+    ) -> LocalDescriptors:
         return self.consumer.prepare_local(rows(row(self.target, offset, length, stride, count)))
 
-    def remote(self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16) -> RemoteDescriptors:
-        return self.consumer.prepare_remote(self.peer, rows(row(self.source, offset, length, stride, count)))
+    def remote(
+        self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16
+    ) -> RemoteDescriptors:
+        return self.consumer.prepare_remote(
+            self.peer, rows(row(self.source, offset, length, stride, count))
+        )
 
-    def read(self, local: LocalDescriptors, into: Indices, remote: RemoteDescriptors, out_of: Indices) -> None:
+    def read(
+        self, local: LocalDescriptors, into: Indices, remote: RemoteDescriptors, out_of: Indices
+    ) -> None:
         transfer = self.consumer.post_read(local, into, remote, out_of)
         finish(self.consumer, transfer)
         self.consumer.release(transfer)
@@ -51,7 +59,9 @@ class Mortal:
         self.producer = self.harness.producer(name, seed, 1 << 16)
         self.content = random_bytes(seed, 1 << 16)
         self.peer = self.consumer.add_peer(self.producer.metadata)
-        self.remote = self.consumer.prepare_remote(self.peer, rows((self.producer.address, 64, 0, 64, 1024)))
+        self.remote = self.consumer.prepare_remote(
+            self.peer, rows((self.producer.address, 64, 0, 64, 1024))
+        )
 
     def post(self) -> Transfer:
         everything = np.arange(1024, dtype=np.int32)

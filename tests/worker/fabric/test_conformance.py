@@ -8,7 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricError, FabricUnavailable, InvalidRequest
+from kvferry.worker.fabric.errors import (
+    DescriptorOutOfRange,
+    FabricError,
+    FabricUnavailable,
+    InvalidFabricRequest,
+)
 from kvferry.worker.fabric.port import DescriptorRows, Indices, MemoryKind, Region, TransferState
 from tests.worker.fabric.harness import Harness, finish, indices, random_bytes, region, row, rows
 from tests.worker.fabric.scenes import GUARD, Pair
@@ -17,7 +22,9 @@ from tests.worker.fabric.scenes import GUARD, Pair
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_reads_of_strided_rows_land_byte_exact_and_touch_nothing_else(harness: Harness, seed: int) -> None:
+def test_reads_of_strided_rows_land_byte_exact_and_touch_nothing_else(
+    harness: Harness, seed: int
+) -> None:
     draw = np.random.default_rng(seed)
     pair = Pair(harness, size=1 << 18, seed=seed)
     length = int(draw.choice([1, 8, 100, 256, 4096]))
@@ -38,7 +45,10 @@ def test_reads_of_strided_rows_land_byte_exact_and_touch_nothing_else(harness: H
         ]
         for memory, layout in zip((pair.source, pair.target), layouts, strict=True)
     ]
-    remote, local = pair.consumer.prepare_remote(pair.peer, layouts[0]), pair.consumer.prepare_local(layouts[1])
+    remote, local = (
+        pair.consumer.prepare_remote(pair.peer, layouts[0]),
+        pair.consumer.prepare_local(layouts[1]),
+    )
     assert (remote.count, local.count) == (len(places[0]), len(places[1]))
     n = int(draw.integers(1, local.count + 1))
     into = draw.permutation(local.count)[:n].astype(np.int32)
@@ -62,14 +72,18 @@ def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(p
     remote = pair.consumer.prepare_remote(
         pair.peer, rows(row(more_source, 0, 64, 64, 1), row(pair.source, 0, 64, 64, 1))
     )
-    local = pair.consumer.prepare_local(rows(row(pair.target, 0, 64, 64, 1), row(more_target, 0, 64, 64, 1)))
+    local = pair.consumer.prepare_local(
+        rows(row(pair.target, 0, 64, 64, 1), row(more_target, 0, 64, 64, 1))
+    )
     pair.read(local, indices(0, 1), remote, indices(0, 1))
     assert np.array_equal(pair.target[:64], more_source[:64])
     assert np.array_equal(more_target[:64], pair.source[:64])
 
 
 def test_a_finished_transfer_stays_done_and_tells_what_it_moved(pair: Pair) -> None:
-    transfer = pair.consumer.post_read(pair.local(), indices(0, 2, 5), pair.remote(), indices(9, 3, 1))
+    transfer = pair.consumer.post_read(
+        pair.local(), indices(0, 2, 5), pair.remote(), indices(9, 3, 1)
+    )
     finish(pair.consumer, transfer)
     assert pair.consumer.poll(transfer) is TransferState.DONE
     reported = pair.consumer.telemetry(transfer)
@@ -87,7 +101,9 @@ def test_an_empty_read_is_done_and_writes_nothing(pair: Pair) -> None:
 
 def test_prepared_lists_may_be_released_while_a_read_from_them_is_in_flight(pair: Pair) -> None:
     local, remote = pair.local(count=500), pair.remote(count=500)
-    transfer = pair.consumer.post_read(local, np.arange(500, dtype=np.int32), remote, np.arange(500, dtype=np.int32))
+    transfer = pair.consumer.post_read(
+        local, np.arange(500, dtype=np.int32), remote, np.arange(500, dtype=np.int32)
+    )
     pair.consumer.release(local)
     pair.consumer.release(remote)
     finish(pair.consumer, transfer)
@@ -111,21 +127,32 @@ def test_rows_that_leave_the_registered_memory_are_refused(
     assert pair.remote(count=64).count == 64  # the whole region, to the last byte
 
 
-def test_a_row_across_two_regions_is_refused_even_if_its_descriptors_lie_inside(harness: Harness) -> None:
+def test_a_row_across_two_regions_is_refused_even_if_its_descriptors_lie_inside(
+    harness: Harness,
+) -> None:
     memory = random_bytes(1, 3000)
     producer, consumer = harness.fabric("producer"), harness.fabric("consumer")
     base = memory.ctypes.data
-    producer.register([Region(base, 1000, MemoryKind.DRAM), Region(base + 2000, 1000, MemoryKind.DRAM)])
+    producer.register(
+        [Region(base, 1000, MemoryKind.DRAM), Region(base + 2000, 1000, MemoryKind.DRAM)]
+    )
     peer = consumer.add_peer(producer.metadata())
     with pytest.raises(DescriptorOutOfRange):
         consumer.prepare_remote(peer, rows((base, 10, 0, 2000, 2)))
-    assert consumer.prepare_remote(peer, rows((base, 10, 0, 10, 100), (base + 2000, 10, 0, 10, 100))).count == 200
+    assert (
+        consumer.prepare_remote(
+            peer, rows((base, 10, 0, 10, 100), (base + 2000, 10, 0, 10, 100))
+        ).count
+        == 200
+    )
 
 
 def test_rows_of_another_kind_or_device_are_refused(pair: Pair) -> None:
     address = pair.source.ctypes.data
     with pytest.raises(FabricError):
-        pair.consumer.prepare_remote(pair.peer, DescriptorRows.of(MemoryKind.VRAM, [(address, 64, 0, 64, 1)]))
+        pair.consumer.prepare_remote(
+            pair.peer, DescriptorRows.of(MemoryKind.VRAM, [(address, 64, 0, 64, 1)])
+        )
     with pytest.raises(DescriptorOutOfRange):
         pair.consumer.prepare_remote(pair.peer, rows((address, 64, 3, 64, 1)))
 
@@ -139,10 +166,12 @@ def test_memory_registered_after_the_metadata_was_made_is_out_of_range(pair: Pai
 
 @pytest.mark.parametrize("bad", [-1, 16, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("side", ["local", "remote"])
-def test_an_index_out_of_range_is_refused_and_nothing_is_read(pair: Pair, bad: int, side: str) -> None:
+def test_an_index_out_of_range_is_refused_and_nothing_is_read(
+    pair: Pair, bad: int, side: str
+) -> None:
     good, broken = indices(0, 1), indices(0, bad)
     into, out_of = (broken, good) if side == "local" else (good, broken)
-    with pytest.raises(InvalidRequest, match=f"{side} index {bad} "):
+    with pytest.raises(InvalidFabricRequest, match=f"{side} index {bad} "):
         pair.consumer.post_read(pair.local(), into, pair.remote(), out_of)
     assert (pair.target == GUARD).all()
 
@@ -159,15 +188,19 @@ def test_an_index_out_of_range_is_refused_and_nothing_is_read(pair: Pair, bad: i
     ],
     ids=["unequal", "empty against one", "int64", "float32", "not contiguous", "two-dimensional"],
 )
-def test_index_arrays_of_the_wrong_form_are_refused(pair: Pair, into: Indices, out_of: Indices) -> None:
-    with pytest.raises(InvalidRequest):
+def test_index_arrays_of_the_wrong_form_are_refused(
+    pair: Pair, into: Indices, out_of: Indices
+) -> None:
+    with pytest.raises(InvalidFabricRequest):
         pair.consumer.post_read(pair.local(), into, pair.remote(), out_of)
     assert (pair.target == GUARD).all()
 
 
 def test_a_pair_of_descriptors_of_unequal_length_is_refused(pair: Pair) -> None:
-    with pytest.raises(InvalidRequest):
-        pair.consumer.post_read(pair.local(length=64), indices(0), pair.remote(length=32), indices(0))
+    with pytest.raises(InvalidFabricRequest):
+        pair.consumer.post_read(
+            pair.local(length=64), indices(0), pair.remote(length=32), indices(0)
+        )
     assert (pair.target == GUARD).all()
 
 

@@ -8,9 +8,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.errors import FabricClosed, InvalidMetadata, InvalidRequest, PeerLost
+from kvferry.worker.fabric.errors import (
+    FabricClosed,
+    InvalidFabricRequest,
+    InvalidMetadata,
+    PeerLost,
+)
 from kvferry.worker.fabric.port import MAX_NOTIFICATION_BYTES, OpenHandles, TransferState
-from tests.worker.fabric.harness import Harness, arrivals, finish, indices, random_bytes, region, row, rows
+from tests.worker.fabric.harness import (
+    Harness,
+    arrivals,
+    finish,
+    indices,
+    random_bytes,
+    region,
+    row,
+    rows,
+)
 from tests.worker.fabric.scenes import GUARD, LOST_WITHIN_S, Mortal, Pair
 
 pytestmark = pytest.mark.slow
@@ -35,7 +49,9 @@ def test_a_removed_peer_can_be_added_again_and_its_old_descriptors_stay_dead(pai
     assert np.array_equal(pair.target[320:384], pair.source[384:448])
 
 
-def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does(waiting_harness: Harness) -> None:
+def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does(
+    waiting_harness: Harness,
+) -> None:
     mortal = Mortal(waiting_harness)
     mortal.read()
     mortal.target[:] = GUARD
@@ -56,11 +72,17 @@ def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does
     assert mortal.consumer.add_peer(mortal.producer.metadata) == mortal.peer
 
 
-def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_works(pair: Pair) -> None:
+def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_works(
+    pair: Pair,
+) -> None:
     pair.consumer.remove_peer(pair.peer)
     true = pair.producer.metadata()
     damaged = [true[:end] for end in range(len(true))]
-    damaged += [true[:at] + bytes([true[at] ^ bit]) + true[at + 1 :] for at in range(len(true)) for bit in (1, 0x80)]
+    damaged += [
+        true[:at] + bytes([true[at] ^ bit]) + true[at + 1 :]
+        for at in range(len(true))
+        for bit in (1, 0x80)
+    ]
     damaged += [true + b"\0", b"nonsense", b"\xff" * 4096, true[:24] + b"\xff" * 8]
     for metadata in damaged:
         with pytest.raises(InvalidMetadata):
@@ -80,7 +102,13 @@ def test_metadata_that_is_not_bytes_is_refused(pair: Pair, metadata: bytes) -> N
 
 
 def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(pair: Pair) -> None:
-    messages = [b"", b"\0", bytes(range(256)), b"plain", random_bytes(3, MAX_NOTIFICATION_BYTES).tobytes()]
+    messages = [
+        b"",
+        b"\0",
+        bytes(range(256)),
+        b"plain",
+        random_bytes(3, MAX_NOTIFICATION_BYTES).tobytes(),
+    ]
     messages += [b"number %d" % number for number in range(500)]
     back = pair.producer.add_peer(pair.consumer.metadata())
     pair.producer.notify(back, b"from the producer")
@@ -93,7 +121,7 @@ def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(p
 
 
 def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: Pair) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidFabricRequest):
         pair.consumer.notify(pair.peer, bytes(MAX_NOTIFICATION_BYTES + 1))
     pair.consumer.notify(pair.peer, b"next")
     assert arrivals(pair.producer, 1) == [("consumer", b"next")]
@@ -111,14 +139,18 @@ def test_another_process_is_read_and_notified_both_ways(harness: Harness) -> Non
     assert arrivals(mortal.consumer, 1) == [("mortal", b"thanks\0")]
 
 
-def test_reading_from_a_killed_peer_raises_peer_lost_and_so_does_everything_after(harness: Harness) -> None:
+def test_reading_from_a_killed_peer_raises_peer_lost_and_so_does_everything_after(
+    harness: Harness,
+) -> None:
     mortal = Mortal(harness)
     mortal.read()
     mortal.producer.kill()
     assert mortal.post_raises_peer_lost()
     for attempt in (
         mortal.post,
-        lambda: mortal.consumer.prepare_remote(mortal.peer, rows((mortal.producer.address, 64, 0, 64, 1))),
+        lambda: mortal.consumer.prepare_remote(
+            mortal.peer, rows((mortal.producer.address, 64, 0, 64, 1))
+        ),
         lambda: mortal.consumer.notify(mortal.peer, b"?"),
     ):
         with pytest.raises(PeerLost) as lost:
@@ -127,7 +159,9 @@ def test_reading_from_a_killed_peer_raises_peer_lost_and_so_does_everything_afte
 
 
 @pytest.mark.parametrize("name", ["mortal", "successor"])
-def test_after_a_peer_died_its_successor_is_read_under_the_same_or_another_name(harness: Harness, name: str) -> None:
+def test_after_a_peer_died_its_successor_is_read_under_the_same_or_another_name(
+    harness: Harness, name: str
+) -> None:
     mortal = Mortal(harness)
     mortal.read()
     mortal.producer.kill()
@@ -138,7 +172,9 @@ def test_after_a_peer_died_its_successor_is_read_under_the_same_or_another_name(
     mortal.read()
 
 
-def test_a_read_from_a_frozen_peer_waits_and_lands_when_it_goes_on(waiting_harness: Harness) -> None:
+def test_a_read_from_a_frozen_peer_waits_and_lands_when_it_goes_on(
+    waiting_harness: Harness,
+) -> None:
     mortal = Mortal(waiting_harness)
     mortal.read()
     mortal.target[:] = GUARD
@@ -154,7 +190,9 @@ def test_a_read_from_a_frozen_peer_waits_and_lands_when_it_goes_on(waiting_harne
     assert np.array_equal(mortal.target, mortal.content)
 
 
-def test_reads_in_flight_from_a_peer_that_is_killed_raise_peer_lost_again_and_again(waiting_harness: Harness) -> None:
+def test_reads_in_flight_from_a_peer_that_is_killed_raise_peer_lost_again_and_again(
+    waiting_harness: Harness,
+) -> None:
     mortal = Mortal(waiting_harness)
     mortal.producer.freeze()
     first, second = mortal.post(), mortal.post()
@@ -179,19 +217,19 @@ def test_release_is_idempotent_and_released_handles_are_refused(pair: Pair) -> N
     for handle in (transfer, local, remote):
         pair.consumer.release(handle)
         pair.consumer.release(handle)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidFabricRequest):
         pair.consumer.poll(transfer)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidFabricRequest):
         pair.consumer.telemetry(transfer)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidFabricRequest):
         pair.consumer.post_read(local, indices(0), pair.remote(), indices(0))
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidFabricRequest):
         pair.consumer.post_read(pair.local(), indices(0), remote, indices(0))
 
 
 def test_handles_of_another_fabric_are_refused(pair: Pair) -> None:
     foreign = pair.producer.prepare_local(rows(row(pair.source, 0, 64, 64, 1)))
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidFabricRequest):
         pair.consumer.post_read(foreign, indices(0), pair.remote(), indices(0))
     pair.consumer.release(foreign)
     back = pair.producer.add_peer(pair.consumer.metadata())
@@ -216,7 +254,9 @@ def test_what_is_open_is_counted(pair: Pair) -> None:
     assert pair.consumer.open_handles() == OpenHandles(prepared=1, peers=1)
     pair.consumer.remove_peer(pair.peer)
     pair.consumer.remove_peer(pair.peer)
-    assert pair.consumer.open_handles() == OpenHandles(prepared=1), "a peer's lists are the caller's"
+    assert pair.consumer.open_handles() == OpenHandles(prepared=1), (
+        "a peer's lists are the caller's"
+    )
     pair.consumer.release(remote)
     assert pair.consumer.open_handles() == OpenHandles()
     pair.consumer.add_peer(pair.producer.metadata())
@@ -229,7 +269,11 @@ def test_close_is_idempotent_and_everything_after_it_is_refused(pair: Pair) -> N
     local, remote = pair.local(), pair.remote()
     transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
     finish(pair.consumer, transfer)
-    consumer, metadata, nearby = pair.consumer, pair.producer.metadata(), rows(row(pair.target, 0, 1, 1, 1))
+    consumer, metadata, nearby = (
+        pair.consumer,
+        pair.producer.metadata(),
+        rows(row(pair.target, 0, 1, 1, 1)),
+    )
     consumer.close()
     consumer.close()
     attempts: list[Callable[[], object]] = [

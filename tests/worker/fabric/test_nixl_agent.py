@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.worker.fabric.agent import GPU_READS, AgentConfig, load_bindings, ucx_defaults
-from kvferry.worker.fabric.errors import FabricUnavailable, InvalidRequest
+from kvferry.worker.fabric.errors import FabricUnavailable, InvalidFabricRequest
 from kvferry.worker.fabric.nixl import NixlFabric
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,9 @@ TCP = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
         ({"UCX_TLS": "^sm,tcp"}, {}),
     ],
 )
-def test_ucx_defaults_fill_in_only_what_is_open_and_used(environ: dict[str, str], chosen: dict[str, str]) -> None:
+def test_ucx_defaults_fill_in_only_what_is_open_and_used(
+    environ: dict[str, str], chosen: dict[str, str]
+) -> None:
     before = dict(environ)
     assert ucx_defaults(environ, has_cuda=False) == chosen
     assert environ == before
@@ -79,7 +81,9 @@ def test_ucx_defaults_fill_in_only_what_is_open_and_used(environ: dict[str, str]
         ({"UCX_TLS": "rc,cuda_copy"}, False),
     ],
 )
-def test_reads_between_gpus_go_over_cuda_ipc_where_it_may_be_used(environ: dict[str, str], is_chosen: bool) -> None:
+def test_reads_between_gpus_go_over_cuda_ipc_where_it_may_be_used(
+    environ: dict[str, str], is_chosen: bool
+) -> None:
     assert ucx_defaults(environ, has_cuda=True).get(GPU_READS) == ("y" if is_chosen else None)
 
 
@@ -97,7 +101,9 @@ print(json.dumps([made, os.environ.get("UCX_MM_ERROR_HANDLING")]))
 """
 
 
-@pytest.mark.parametrize(("transports", "setting"), [("all", None), ("tcp", None), ("sm,self", "y"), ("^tcp", "y")])
+@pytest.mark.parametrize(
+    ("transports", "setting"), [("all", None), ("tcp", None), ("sm,self", "y"), ("^tcp", "y")]
+)
 def test_the_defaults_reach_ucx_before_the_agent_is_made_without_a_warning(
     transports: str, setting: str | None
 ) -> None:
@@ -139,7 +145,9 @@ print(json.dumps(load_bindings().__name__))
 """
 
 
-@pytest.mark.parametrize(("blocked", "found"), [("nixl_cu12", "nixl_cu13"), ("nixl_cu13", "nixl_cu12")])
+@pytest.mark.parametrize(
+    ("blocked", "found"), [("nixl_cu12", "nixl_cu13"), ("nixl_cu13", "nixl_cu12")]
+)
 def test_one_variant_of_the_bindings_is_enough(blocked: str, found: str) -> None:
     assert answer_of(BINDINGS.replace("BLOCKED", blocked)) == f"{found}._bindings"
 
@@ -149,7 +157,9 @@ def test_a_backend_that_is_not_installed_is_named() -> None:
         NixlFabric("agent", AgentConfig(backends=("UCX", "PIGEON")))
 
 
-def test_a_backend_whose_libraries_are_missing_says_where_their_names_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_whose_libraries_are_missing_says_where_their_names_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bindings = load_bindings()
 
     class Agent:
@@ -168,12 +178,14 @@ def test_a_backend_whose_libraries_are_missing_says_where_their_names_are(monkey
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "nul\0nul", "\udcff"])
 def test_an_agent_name_that_cannot_travel_is_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidFabricRequest):
         NixlFabric(name)
 
 
 def test_without_nixl_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
-    with pytest.raises(FabricUnavailable, match=r"package nixl is not usable.*pip install 'kvferry\[worker\]'"):
+    with pytest.raises(
+        FabricUnavailable, match=r"package nixl is not usable.*pip install 'kvferry\[worker\]'"
+    ):
         load_bindings()

@@ -12,12 +12,27 @@ import pytest
 
 from kvferry.worker.fabric import nixl_handles
 from kvferry.worker.fabric.agent import AgentConfig, load_bindings, open_metadata, wrap_metadata
-from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricUnavailable, InvalidMetadata, PeerLost
+from kvferry.worker.fabric.errors import (
+    DescriptorOutOfRange,
+    FabricUnavailable,
+    InvalidMetadata,
+    PeerLost,
+)
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.nixl_handles import MOST_PARTED, NixlPeers
 from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region
 from kvferry.worker.peers.registry import PeerRegistry
-from tests.worker.fabric.harness import NixlHarness, arrivals, finish, indices, random_bytes, region, row, rows, until
+from tests.worker.fabric.harness import (
+    NixlHarness,
+    arrivals,
+    finish,
+    indices,
+    random_bytes,
+    region,
+    row,
+    rows,
+    until,
+)
 from tests.worker.fabric.scenes import Pair
 from tests.worker.fabric.test_nixl_agent import answer_of
 
@@ -84,7 +99,10 @@ def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
         until(noticed, "the foreign notification was noticed")
     nixl.consumer.notify(nixl.peer, b"done")
     assert arrivals(producer, 1) == [("consumer", b"done")]
-    assert len([record for record in caplog.records if "lost notifications" in record.getMessage()]) == 1
+    assert (
+        len([record for record in caplog.records if "lost notifications" in record.getMessage()])
+        == 1
+    )
 
 
 def test_a_peer_that_nixl_forgot_by_itself_is_lost(nixl: Pair) -> None:
@@ -202,7 +220,10 @@ class Scene:
 
     def __init__(self, most_parted: int = 8) -> None:
         self.calls: list[str] = []
-        load, forget = (lambda name, _: self.calls.append(f"+{name}")), (lambda name: self.calls.append(f"-{name}"))
+        load, forget = (
+            (lambda name, _: self.calls.append(f"+{name}")),
+            (lambda name: self.calls.append(f"-{name}")),
+        )
         self.peers = NixlPeers(load, forget, most_parted)
 
     def part(self, name: PeerAgent, metadata: bytes = b"1") -> None:

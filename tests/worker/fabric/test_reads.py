@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.errors import FabricClosed, InvalidRequest, PeerLost, TransferFailed
+from kvferry.worker.fabric.errors import (
+    FabricClosed,
+    InvalidFabricRequest,
+    PeerLost,
+    TransferFailed,
+)
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import LET_GO_S, Reader, Reads
+from kvferry.worker.fabric.reads import LET_GO_S, FabricReader, Reads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.fault_fabric import FaultFabric
 from tests.worker.fabric.harness import indices, random_bytes, region, row, rows
@@ -34,11 +39,13 @@ class Scene:
         self.local = self.fabric.prepare_local(rows(row(self.target, 0, 64, 64, 4)))
         self.remote = self.fabric.prepare_remote(self.peer, rows(row(self.source, 0, 64, 64, 4)))
         self.now_s = 1000.0
-        self.reader = Reader(self.fabric, GRACE_S, lambda: self.now_s)
+        self.reader = FabricReader(self.fabric, GRACE_S, lambda: self.now_s)
         self.reads = self.reader.reads()
 
     def post(self, reads: Reads | None = None) -> None:
-        (reads or self.reads).post(self.local, indices(0, 1, 2, 3), self.remote, indices(0, 1, 2, 3))
+        (reads or self.reads).post(
+            self.local, indices(0, 1, 2, 3), self.remote, indices(0, 1, 2, 3)
+        )
 
     def is_safe_after(self, wait_s: float) -> bool:
         self.now_s += wait_s
@@ -50,7 +57,9 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_read_that_is_done_is_over_and_one_that_is_in_flight_is_not_however_long_it_takes(scene: Scene) -> None:
+def test_a_read_that_is_done_is_over_and_one_that_is_in_flight_is_not_however_long_it_takes(
+    scene: Scene,
+) -> None:
     scene.network.freeze("producer")
     scene.post()
     assert not scene.reads.settle()
@@ -61,7 +70,9 @@ def test_a_read_that_is_done_is_over_and_one_that_is_in_flight_is_not_however_lo
     assert scene.reader.graces_over == 0
 
 
-def test_a_failed_read_keeps_its_memory_for_the_grace_and_is_not_released_before(scene: Scene) -> None:
+def test_a_failed_read_keeps_its_memory_for_the_grace_and_is_not_released_before(
+    scene: Scene,
+) -> None:
     scene.network.fail_reads("producer")
     scene.post()
     (transfer,) = scene.reads
@@ -91,7 +102,7 @@ def test_the_grace_of_a_failed_read_ends_with_its_peer(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("error", "grace_s"),
     [
-        (lambda: InvalidRequest("test", "nothing was posted"), 0.0),
+        (lambda: InvalidFabricRequest("test", "nothing was posted"), 0.0),
         (lambda: PeerLost("test", "nothing is left to write"), 0.0),
         (lambda: FabricClosed("test", "nothing was posted"), 0.0),
         (lambda: TransferFailed("test", "some of it was posted"), GRACE_S),
@@ -150,7 +161,7 @@ def test_a_post_that_takes_long_has_let_go_of_the_interpreters_lock(
     scene.now_s = 0.0
     monkeypatch.setattr(scene.fabric, "post_read", slow)
     scene.post()
-    assert scene.reader.let_go_s == (took_s if let_go else -math.inf)
+    assert scene.reader.gil_released_at_s == (took_s if let_go else -math.inf)
     assert scene.reads.settle()
 
 

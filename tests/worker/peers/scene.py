@@ -12,7 +12,7 @@ from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.fabric.reads import Reader, SlotReads
+from kvferry.worker.fabric.reads import FabricReader, SlotReads
 from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
@@ -39,7 +39,11 @@ class Scene:
     def __init__(self) -> None:
         self.network = MemoryNetwork()
         shape = CacheShape()
-        self._group, self._caches, self._remote = shape.group, ToyCaches(shape, 1), ToyCaches(shape, 2)
+        self._group, self._caches, self._remote = (
+            shape.group,
+            ToyCaches(shape, 1),
+            ToyCaches(shape, 2),
+        )
         self._words = np.zeros((16, 2), dtype=np.uint64)
         self._metadata: dict[str, bytes] = {}
         self._found: dict[PeerKey, tuple[EngineDescription, TransferPlan]] = {}
@@ -49,8 +53,12 @@ class Scene:
         self.slot_reads.prepare(self.fabric)
         self.asked: list[PeerKey] = []
         self.answer: Callable[[PeerKey], tuple[EngineDescription, TransferPlan]] = self.known
-        first_reads = FirstReads(Reader(self.fabric), self._caches.kv, None, self.slot_reads, timeout_s=1.0)
-        self.registry = PeerRegistry(first_reads, self._handshake, lambda: None, ttl_s=TTL_S, most_peers=MOST_PEERS)
+        first_reads = FirstReads(
+            FabricReader(self.fabric), self._caches.kv, None, self.slot_reads, timeout_s=1.0
+        )
+        self.registry = PeerRegistry(
+            first_reads, self._handshake, lambda: None, ttl_s=TTL_S, most_peers=MOST_PEERS
+        )
         self.add(KEY, "producer")
 
     def add(self, key: PeerKey, agent: str | None = None) -> None:
@@ -69,7 +77,9 @@ class Scene:
 
     def add_fleet(self, count: int) -> list[PeerKey]:
         """Producers `P0`, `P1`, …, at addresses of their own."""
-        keys = [KEY._replace(host=f"10.0.1.{number}", engine_id=f"P{number}") for number in range(count)]
+        keys = [
+            KEY._replace(host=f"10.0.1.{number}", engine_id=f"P{number}") for number in range(count)
+        ]
         for key in keys:
             self.add(key)
         return keys
@@ -91,7 +101,9 @@ class Scene:
         self.registry.step(now_s, in_use)
         self.registry.step(now_s, in_use)
 
-    def connect(self, now_s: float, key: PeerKey = KEY, in_use: Collection[PeerKey] = ()) -> Peer | Unavailable | None:
+    def connect(
+        self, now_s: float, key: PeerKey = KEY, in_use: Collection[PeerKey] = ()
+    ) -> Peer | Unavailable | None:
         """Ask for the peer as a load does, until it is connected or cannot be."""
         self.registry.get(key, now_s)
         self.settle(now_s, in_use)

@@ -82,16 +82,22 @@ def scene() -> Iterator[Scene]:
     wait_until(over, "no handshake is under way, and no thread is left", 60.0)
 
 
-def test_black_holes_named_in_a_row_do_not_delay_the_first_contact_with_a_live_host(scene: Scene) -> None:
+def test_black_holes_named_in_a_row_do_not_delay_the_first_contact_with_a_live_host(
+    scene: Scene,
+) -> None:
     for number in range(UNVERIFIED_AT_ONCE - 1):
         assert scene.ask(f"dark{number}") is None
     scene.is_asked("dark", UNVERIFIED_AT_ONCE - 1)
     assert scene.ask("live") is None
     scene.has_ended("live")
-    assert not any(key.host.startswith("dark") for key in scene.ended), "they are all still waited for"
+    assert not any(key.host.startswith("dark") for key in scene.ended), (
+        "they are all still waited for"
+    )
 
 
-def test_a_host_that_has_answered_before_does_not_wait_for_any_number_of_unverified_hosts(scene: Scene) -> None:
+def test_a_host_that_has_answered_before_does_not_wait_for_any_number_of_unverified_hosts(
+    scene: Scene,
+) -> None:
     scene.ask("live")
     scene.has_ended("live")
     for number in range(200):
@@ -166,7 +172,9 @@ def _key(host: str, number: int = 0) -> PeerKey:
     return PeerKey(host, 5600 + number, f"E{number}", "0" * 32)
 
 
-def test_handshakes_ahead_of_loads_take_no_place_from_those_that_loads_wait_for(scene: Scene) -> None:
+def test_handshakes_ahead_of_loads_take_no_place_from_those_that_loads_wait_for(
+    scene: Scene,
+) -> None:
     for number in range(100):
         scene.handshakes.ask_ahead(_key(f"dark-ahead{number}"))
     assert len(scene.handshakes) == AHEAD.asked
@@ -189,7 +197,9 @@ def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) ->
     assert scene.asked_of("dark") == AHEAD.unverified_at_once
     scene.handshakes.ask_ahead(_key("dark-more"))
     scene.is_asked("dark-more")
-    assert len(scene.handshakes) == AHEAD.unverified_at_once + 1, "the place of the one that was taken over is free"
+    assert len(scene.handshakes) == AHEAD.unverified_at_once + 1, (
+        "the place of the one that was taken over is free"
+    )
 
 
 def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: Scene) -> None:
@@ -215,12 +225,16 @@ def test_threads_exist_only_while_handshakes_are_under_way(scene: Scene) -> None
     assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE, "after the end no other host is asked"
 
 
-def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts_are_under_way() -> None:
+def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts_are_under_way() -> (
+    None
+):
     """A look-up outlasts its handshake: resolvers give up after 10 s by default, handshakes after 5."""
     assert 2 * (FOR_LOADS.unverified_at_once + AHEAD.unverified_at_once) <= MAX_LOOKUPS
 
 
-def test_prewarms_that_loads_take_over_are_no_more_threads_for_one_host_than_the_limits(scene: Scene) -> None:
+def test_prewarms_that_loads_take_over_are_no_more_threads_for_one_host_than_the_limits(
+    scene: Scene,
+) -> None:
     """Each takeover freed a place for the next prewarm: 240 handshakes with one host were under way at once."""
     for number in range(100):
         scene.handshakes.ask_ahead(_key("dark", number))
@@ -245,13 +259,19 @@ def test_a_prewarm_that_a_load_waits_for_arrives_before_the_others_although_it_h
     for _ in range(2):
         scene.handshakes.ask_ahead(_key("dark-ahead"))
     scene.let_go.set()
-    wait_until(lambda: scene.handshakes._arrived.qsize() == FOR_LOADS.per_unverified_host + 2, "all have ended", 60.0)
+    wait_until(
+        lambda: scene.handshakes._arrived.qsize() == FOR_LOADS.per_unverified_host + 2,
+        "all have ended",
+        60.0,
+    )
     arrived = [key for key, _ in scene.handshakes.arrivals()]
     assert arrived[-1].host == "dark-ahead"
     assert _key("dark", 100) in arrived
 
 
-def test_handshakes_that_no_load_waits_for_any_more_leave_their_places_unless_they_are_under_way(scene: Scene) -> None:
+def test_handshakes_that_no_load_waits_for_any_more_leave_their_places_unless_they_are_under_way(
+    scene: Scene,
+) -> None:
     for number in range(20):
         scene.ask("dark", number)
     scene.is_asked("dark", FOR_LOADS.per_unverified_host)
@@ -264,7 +284,9 @@ def test_handshakes_that_no_load_waits_for_any_more_leave_their_places_unless_th
     assert scene.asked_of("dark") == FOR_LOADS.per_unverified_host
 
 
-def test_a_host_that_has_answered_leaves_places_for_others_however_many_of_its_ports_are_named(scene: Scene) -> None:
+def test_a_host_that_has_answered_leaves_places_for_others_however_many_of_its_ports_are_named(
+    scene: Scene,
+) -> None:
     scene.handshakes._answered["dark"] = None
     refused = [why for number in range(300) if (why := scene.ask("dark", number)) is not None]
     assert len(scene.handshakes) == FOR_LOADS.asked // 2

@@ -38,7 +38,9 @@ def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.M
 def test_a_plan_is_logged_whole_with_what_the_line_has_no_room_for_at_debug(
     scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TransferPlan, "describe_all", lambda _: ("plan: 2 more lines at DEBUG", "one", "two"))
+    monkeypatch.setattr(
+        TransferPlan, "describe_all", lambda _: ("plan: 2 more lines at DEBUG", "one", "two")
+    )
     caplog.set_level(logging.DEBUG, "kvferry.worker.peers.registry")
     assert isinstance(scene.connect(0.0), Peer)
     first, *more = [(record.levelno, record.getMessage()) for record in caplog.records]
@@ -100,7 +102,9 @@ def test_without_a_free_entry_a_peer_is_tried_again_later(scene: Scene) -> None:
     assert isinstance(scene.connect(100.0), Peer)
 
 
-def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_connected_again(scene: Scene) -> None:
+def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_connected_again(
+    scene: Scene,
+) -> None:
     assert isinstance(scene.connect(100.0), Peer)
     assert isinstance(scene.registry.get(KEY, 150.0), Peer)
     assert scene.registry.next_s() == 150.0 + TTL_S
@@ -122,7 +126,9 @@ def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene)
     assert scene.nothing_is_left()
 
 
-def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none_in_use(scene: Scene) -> None:
+def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none_in_use(
+    scene: Scene,
+) -> None:
     first, second, third, fourth, fifth = scene.add_fleet(5)
     for now_s, key in enumerate((first, second, third)):
         assert isinstance(scene.connect(float(now_s), key), Peer)
@@ -133,7 +139,9 @@ def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none
     scene.connect(14.0, fifth, {third, first, fourth, fifth})
     assert scene.fabric.peers == {"P0", "P2", "P3", "P4"}
     for key in (first, third, fourth, fifth):
-        assert isinstance(scene.registry.get(key, 14.0), Peer), "one that is read from is not connected anew"
+        assert isinstance(scene.registry.get(key, 14.0), Peer), (
+            "one that is read from is not connected anew"
+        )
     scene.registry.step(15.0, ())
     assert len(scene.fabric.peers) == 3
 
@@ -204,7 +212,9 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
     assert scene.fabric.peers == {"successor"}
 
 
-def test_failures_are_remembered_of_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_remembered_of_a_bounded_number_of_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvferry.worker.peers.handshakes._MOST_FAILURES", 10)
     backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
     keys = [KEY._replace(port=number) for number in range(30)]

@@ -24,7 +24,9 @@ def test_a_peer_that_waiting_requests_name_is_ready_when_the_first_load_comes(sc
     assert len(scene.asked) == 1, "one that is known is not asked again"
 
 
-def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_entries_of_loads(scene: Scene) -> None:
+def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_entries_of_loads(
+    scene: Scene,
+) -> None:
     first, second, third, fourth = scene.add_fleet(4)
     taken = scene.slot_reads.try_take(ENTRIES // 2 + 1)
     assert taken is not None
@@ -35,7 +37,9 @@ def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_entries_of_
         scene.prewarm(1.0, key)
     assert scene.asked == [first, second, third]
     assert scene.fabric.peers == {"P0", "P1", "P2"}
-    assert isinstance(scene.connect(2.0, fourth), Peer), "a load that needs it connects all the same"
+    assert isinstance(scene.connect(2.0, fourth), Peer), (
+        "a load that needs it connects all the same"
+    )
 
 
 def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_that_loads_wait_for(
@@ -44,7 +48,9 @@ def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_t
     """Connecting takes milliseconds of the thread that advances loads."""
     monkeypatch.setattr(threading.Thread, "start", lambda thread: thread.run())
     first, second, third = scene.add_fleet(3)
-    scene.registry._handshakes._answered.update(dict.fromkeys((first.host, second.host, third.host)))
+    scene.registry._handshakes._answered.update(
+        dict.fromkeys((first.host, second.host, third.host))
+    )
     scene.registry.prewarm(first, 0.0)
     scene.registry.prewarm(second, 0.0)
     assert scene.registry.get(third, 0.0) is None
@@ -56,7 +62,9 @@ def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_t
     assert turns[:2] == [["P0", "P2"], ["P1"]]
 
 
-def test_a_static_peer_is_connected_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:
+def test_a_static_peer_is_connected_although_no_load_wants_it_and_never_becomes_too_old(
+    scene: Scene,
+) -> None:
     scene.registry.prewarm_static(KEY, 0.0)
     assert scene.registry.next_s() == 0.0
     scene.settle(0.0)
@@ -87,7 +95,9 @@ def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_agai
     assert len(scene.asked) == 3
 
 
-def test_a_static_peer_that_answers_again_is_connected_at_once_however_often_it_did_not(scene: Scene) -> None:
+def test_a_static_peer_that_answers_again_is_connected_at_once_however_often_it_did_not(
+    scene: Scene,
+) -> None:
     """This engine's scheduler got an answer from it; otherwise loads would be refused until the back-off has ended."""
     scene.answer = scene.refuse
     scene.prewarm_static(0.0)
@@ -99,8 +109,12 @@ def test_a_static_peer_that_answers_again_is_connected_at_once_however_often_it_
     assert isinstance(scene.registry.get(KEY, 540.2), Peer)
 
 
-@pytest.mark.parametrize("error", [PeerRefused("it has restarted"), PlanRefused([Reason("dtype", "a", "b", "c")])])
-def test_a_static_peer_that_refuses_is_left_alone_although_it_answers(scene: Scene, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [PeerRefused("it has restarted"), PlanRefused([Reason("dtype", "a", "b", "c")])]
+)
+def test_a_static_peer_that_refuses_is_left_alone_although_it_answers(
+    scene: Scene, error: Exception
+) -> None:
     def refuse(_: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         raise error
 

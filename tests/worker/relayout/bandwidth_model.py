@@ -63,9 +63,13 @@ class Program:
     moved_bytes: int
 
     @classmethod
-    def of(cls, opcodes: Mapping[str, int], *, warps: int, registers: int, moved_bytes: int) -> Program:
+    def of(
+        cls, opcodes: Mapping[str, int], *, warps: int, registers: int, moved_bytes: int
+    ) -> Program:
         """A program whose threads execute these instructions."""
-        multiplications = sum(count for opcode, count in opcodes.items() if opcode.startswith("IMAD"))
+        multiplications = sum(
+            count for opcode, count in opcodes.items() if opcode.startswith("IMAD")
+        )
         return cls(warps, registers, sum(opcodes.values()), multiplications, moved_bytes)
 
     @property
@@ -98,4 +102,6 @@ def predict(gpu: Gpu, program: Program) -> Prediction:
     cycles = max(program.instructions / _SCHEDULERS, program.multiplications / (_SCHEDULERS / 2))
     issuing_ns = program.warps * cycles / gpu.ghz
     reach = gpu.multiprocessors * program.moved_bytes / (waiting_ns + issuing_ns) / gpu.copy_gb_s
-    return Prediction(reach, "memory" if reach >= 1 else "latency" if waiting_ns > issuing_ns else "instructions")
+    return Prediction(
+        reach, "memory" if reach >= 1 else "latency" if waiting_ns > issuing_ns else "instructions"
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
+from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 
 GUARD_BYTES = 64
@@ -41,7 +41,9 @@ def random_bytes(draw: random.Random, count: int) -> NDArray[np.uint8]:
     return np.frombuffer(draw.randbytes(count), dtype=np.uint8).copy()
 
 
-def laid_out(draw: random.Random, counts: list[int], run_bytes: int, grain: int) -> tuple[list[int], int]:
+def laid_out(
+    draw: random.Random, counts: list[int], run_bytes: int, grain: int
+) -> tuple[list[int], int]:
     """Strides for loops in a random order, with and without gaps, so that no two cells overlap; and their extent."""
     strides, extent = [0] * len(counts), run_bytes
     for loop in draw.sample(range(len(counts)), len(counts)):
@@ -61,20 +63,37 @@ def random_case(seed: int, *, converts: bool = False) -> Case:
     for index in range(draw.randint(1, 3)):
         conversion = None
         if converts and draw.random() < 0.8:
-            conversion = Conversion(*(draw.choice(list(ElementType)) for _ in range(2)))
+            conversion = ElementConversion(*(draw.choice(list(ElementType)) for _ in range(2)))
         shape, unit_strides, axes = random_shape(draw, conversion)
         source_loops, destination_loops, pieces = unit_strides
         first, stop = len(units), len(units) + draw.choice((0, 1, 2, 5))
-        places = [(block, at) for block in range(destination_loops[0][0]) for at in range(destination_loops[0][1])]
+        places = [
+            (block, at)
+            for block in range(destination_loops[0][0])
+            for at in range(destination_loops[0][1])
+        ]
         stop = min(stop, first + len(places))
         for block, position in draw.sample(places, stop - first):
-            units.append((draw.randrange(source_loops[0][0]), draw.randrange(source_loops[0][1]), block, position))
+            units.append(
+                (
+                    draw.randrange(source_loops[0][0]),
+                    draw.randrange(source_loops[0][1]),
+                    block,
+                    position,
+                )
+            )
         shapes.append(shape)
         for piece in range(pieces):
-            source, destination = source_at + piece * source_loops[1], destination_at + piece * destination_loops[1]
+            source, destination = (
+                source_at + piece * source_loops[1],
+                destination_at + piece * destination_loops[1],
+            )
             rows.append((source, destination, index, first, stop, len(scales)))
             if shape.conversion and draw.random() < 0.7:
-                scales += [(draw.choice((1.0, 0.37, 3.1, 2.0**-7)), draw.choice((1.0, 0.02, 7.7))) for _ in range(axes)]
+                scales += [
+                    (draw.choice((1.0, 0.37, 3.1, 2.0**-7)), draw.choice((1.0, 0.02, 7.7)))
+                    for _ in range(axes)
+                ]
             else:
                 scales += [(1.0, 1.0)] * axes
         source_at += source_loops[2] + 16 * draw.randint(0, 4)
@@ -91,7 +110,9 @@ Loops = tuple[tuple[int, int], int, int]
 """Blocks and positions; bytes from one piece to the next; bytes of everything."""
 
 
-def random_shape(draw: random.Random, conversion: Conversion | None) -> tuple[Shape, tuple[Loops, Loops, int], int]:
+def random_shape(
+    draw: random.Random, conversion: ElementConversion | None
+) -> tuple[Shape, tuple[Loops, Loops, int], int]:
     """A shape, the layout of its pieces on both sides, and the number of scales of a piece."""
     counts = [draw.choice((1, 2, 2, 3, 4, 7)) for _ in range(draw.choice((0, 1, 2, 3, 4, 4)))]
     pieces = draw.randint(1, 3)
@@ -114,23 +135,30 @@ def random_shape(draw: random.Random, conversion: Conversion | None) -> tuple[Sh
         whole = -(-extent // 64) * 64
         sides.append((strides, (blocks, positions), whole))
     scaled = draw.randrange(len(counts)) if counts and conversion and draw.random() < 0.5 else None
-    axes = [Axis(count, sides[0][0][loop], sides[1][0][loop], loop == scaled) for loop, count in enumerate(counts)]
+    axes = [
+        CopyAxis(count, sides[0][0][loop], sides[1][0][loop], loop == scaled)
+        for loop, count in enumerate(counts)
+    ]
     unit_strides = [(strides[len(counts)], strides[len(counts) + 1]) for strides, _, _ in sides]
     make = Shape.of if draw.random() < 0.7 else plain
     shape = make(
-        axes, run, source_unit_stride=unit_strides[0], destination_unit_stride=unit_strides[1], conversion=conversion
+        axes,
+        run,
+        source_unit_stride=unit_strides[0],
+        destination_unit_stride=unit_strides[1],
+        conversion=conversion,
     )
     here, there = ((size, strides[-1], whole) for strides, size, whole in sides)
     return shape, (here, there, pieces), 1 if scaled is None else counts[scaled]
 
 
 def plain(
-    axes: list[Axis],
+    axes: list[CopyAxis],
     run: int,
     *,
     source_unit_stride: tuple[int, int],
     destination_unit_stride: tuple[int, int],
-    conversion: Conversion | None,
+    conversion: ElementConversion | None,
 ) -> Shape:
     """The axes as they are, unmerged and in any order."""
     return Shape(

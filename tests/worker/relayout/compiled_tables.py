@@ -15,10 +15,14 @@ _CONVERTED_CHUNK_BYTES = 8 * (2 + 1)
 """Read and written by a lane that converts eight bfloat16 elements to float8."""
 
 
-def compiled(gpu: Gpu, *, converts: bool, tile: int = TILE, warps: int = WARPS) -> tuple[MachineCode, Counter[str]]:
+def compiled(
+    gpu: Gpu, *, converts: bool, tile: int = TILE, warps: int = WARPS
+) -> tuple[MachineCode, Counter[str]]:
     """A variant, and the instructions of the path that matters: 16 bytes a lane, or eight elements from 16 bits to 8
     without scales; both with at most two axes."""
-    code = compile_kernel(gpu.architecture, converts=converts, tile=tile_of(tile, converts), warps=warps)
+    code = compile_kernel(
+        gpu.architecture, converts=converts, tile=tile_of(tile, converts), warps=warps
+    )
     return code, code.path("STG.E.64", avoiding="LDG.E.64") if converts else code.path("STG.E.128")
 
 
@@ -37,11 +41,16 @@ def resources() -> str:
             code, path = compiled(gpu, converts=converts)
             loads, stores = (
                 ", ".join(
-                    f"{count} × {_bits(opcode)} bit" for opcode, count in sorted(path.items()) if opcode[:3] == kind
+                    f"{count} × {_bits(opcode)} bit"
+                    for opcode, count in sorted(path.items())
+                    if opcode[:3] == kind
                 )
                 for kind in ("LDG", "STG")
             )
-            variant, spilled = "converts" if converts else "copies", code.stack_bytes + code.local_bytes
+            variant, spilled = (
+                "converts" if converts else "copies",
+                code.stack_bytes + code.local_bytes,
+            )
             sizes = code.registers, spilled, len(code.opcodes), path.total()
             rows.append((variant, f"sm_{gpu.architecture}", *sizes, loads, stores))
     head = "variant | architecture | registers | spilled, B | instructions | on the path | loads | stores"
@@ -56,10 +65,15 @@ def predictions() -> str:
         for gpu in GPUS:
             found = program(gpu, converts=converts, tile=tile, warps=warps)
             predicted = predict(gpu, found)
-            variant, size = "bfloat16 → float8" if converts else "copies", f"{tile_of(tile, converts)}, {warps}"
+            variant, size = (
+                "bfloat16 → float8" if converts else "copies",
+                f"{tile_of(tile, converts)}, {warps}",
+            )
             share = f"{predicted.share:.0%}{f' ({predicted.reach:.1f}×)' if predicted.reach > 1 else ''}"
             bandwidth = f"{predicted.share * gpu.copy_gb_s:.0f}"
-            rows.append((variant, size, gpu.name, found.resident, bandwidth, share, predicted.limit))
+            rows.append(
+                (variant, size, gpu.name, found.resident, bandwidth, share, predicted.limit)
+            )
     head = "variant | chunks, warps of a program | GPU | programs on a multiprocessor | predicted bandwidth, GB/s"
     return markdown.table(f"{head} | of the copy's | limited by", rows)
 
@@ -67,10 +81,17 @@ def predictions() -> str:
 def gpus() -> str:
     """The model's constants."""
     rows = [
-        (gpu.name, gpu.multiprocessors, gpu.ghz, *map(round, (gpu.copy_gb_s, gpu.table_ns, gpu.memory_ns)))
+        (
+            gpu.name,
+            gpu.multiprocessors,
+            gpu.ghz,
+            *map(round, (gpu.copy_gb_s, gpu.table_ns, gpu.memory_ns)),
+        )
         for gpu in GPUS
     ]
-    return markdown.table("GPU | multiprocessors | GHz | copy, GB/s | table load, ns | memory load, ns", rows)
+    return markdown.table(
+        "GPU | multiprocessors | GHz | copy, GB/s | table load, ns | memory load, ns", rows
+    )
 
 
 def _bits(opcode: str) -> int:

@@ -15,7 +15,9 @@ IMPLEMENTATIONS = ("reference", "interpreter", "cuda")
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[Interpreter]:
     """Triton under its interpreter."""
-    pytest.importorskip("triton", reason="Triton is not installed: the kernel was not run, not even interpreted")
+    pytest.importorskip(
+        "triton", reason="Triton is not installed: the kernel was not run, not even interpreted"
+    )
     with interpreter() as running:
         yield running
 

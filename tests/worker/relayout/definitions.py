@@ -17,8 +17,20 @@ from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float8_e4m3": 3, "float8_e5m2": 2}
 BIAS = {"bfloat16": 127, "float16": 15, "float32": 127, "float8_e4m3": 7, "float8_e5m2": 15}
-NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00, "float32": 0x7FC00000, "float8_e4m3": 0x7F, "float8_e5m2": 0x7F}
-OVERFLOW = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float8_e4m3": 0x7E, "float8_e5m2": 0x7B}
+NAN = {
+    "bfloat16": 0x7FC0,
+    "float16": 0x7E00,
+    "float32": 0x7FC00000,
+    "float8_e4m3": 0x7F,
+    "float8_e5m2": 0x7F,
+}
+OVERFLOW = {
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float32": 0x7F800000,
+    "float8_e4m3": 0x7E,
+    "float8_e5m2": 0x7B,
+}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -67,7 +79,9 @@ def rounding_to(kind: ElementType) -> Rounding:
 
 
 def convert(
-    codes: NDArray[np.int64], kinds: tuple[ElementType, ElementType], scales: tuple[float, float] = (1.0, 1.0)
+    codes: NDArray[np.int64],
+    kinds: tuple[ElementType, ElementType],
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> NDArray[np.int64]:
     """Codes of the source's type → codes of the destination's, both as unsigned numbers."""
     source, target = kinds
@@ -82,7 +96,9 @@ def convert(
     if target is ElementType.FLOAT32:
         encoded = values.view(np.uint32).astype(np.int64)
     else:
-        encoded = rounding_to(target).encode(np.where(np.isnan(values), 0, values).astype(np.float64))
+        encoded = rounding_to(target).encode(
+            np.where(np.isnan(values), 0, values).astype(np.float64)
+        )
     encoded = np.where(np.isnan(decoded), NAN[target.value], encoded)
     return np.asarray(encoded | ((codes >> sign_bit) << (8 * target.num_bytes - 1)))
 
@@ -93,15 +109,25 @@ def relayout(table: WaveTable, source: NDArray[np.uint8], destination: NDArray[n
         shape = table.pieces.shapes[piece[SHAPE]]
         here, there = shape.element_bytes
         for unit in table.units[slice(*table.ranges[piece[SHAPE]])].tolist():
-            start = piece[SOURCE] + unit[0] * shape.source_unit_stride[0] + unit[1] * shape.source_unit_stride[1]
+            start = (
+                piece[SOURCE]
+                + unit[0] * shape.source_unit_stride[0]
+                + unit[1] * shape.source_unit_stride[1]
+            )
             stop = piece[DESTINATION] + unit[2] * shape.destination_unit_stride[0]
             stop += unit[3] * shape.destination_unit_stride[1]
             for index in itertools.product(*(range(axis.steps) for axis in shape.axes)):
-                src = start + sum(i * axis.source_stride for i, axis in zip(index, shape.axes, strict=True))
-                dst = stop + sum(i * axis.destination_stride for i, axis in zip(index, shape.axes, strict=True))
+                src = start + sum(
+                    i * axis.source_stride for i, axis in zip(index, shape.axes, strict=True)
+                )
+                dst = stop + sum(
+                    i * axis.destination_stride for i, axis in zip(index, shape.axes, strict=True)
+                )
                 run = source[src : src + shape.run * here]
                 if shape.conversion is not None:
-                    row = piece[SCALE] + sum(i for i, axis in zip(index, shape.axes, strict=True) if axis.scaled)
+                    row = piece[SCALE] + sum(
+                        i for i, axis in zip(index, shape.axes, strict=True) if axis.scaled
+                    )
                     first, second = table.pieces.scales[row]
                     codes = np.ascontiguousarray(run).view(UNSIGNED[here]).astype(np.int64)
                     converted = convert(codes, shape.conversion, (first, second))

@@ -23,7 +23,9 @@ import torch
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities: A100, H100, B200."""
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?);", re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?);", re.MULTILINE
+)
 _LINE = re.compile(r"^(\.L_\w+):|^\s+/\*[0-9a-f]{4,}\*/\s.*?;", re.MULTILINE)
 _TARGET, _CONDITION = re.compile(r"`\((\.L_\w+)\)"), re.compile(r"!?U?P\d")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
@@ -61,7 +63,9 @@ class StandInDriver:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 160 << 10}
 
-    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[None, int, int, int, int]:
+    def load_binary(
+        self, name: str, cubin: bytes, shared: int, device: int
+    ) -> tuple[None, int, int, int, int]:
         if cubin not in self._loaded:
             self._loaded.append(cubin)
         return None, self._loaded.index(cubin), 0, 0, 1024  # no module, so nothing to unload
@@ -186,9 +190,15 @@ class MachineCode:
         for source, label in targets.items():
             blocks[source].next.append(labels[label])
         reached = {number for block in blocks for number in block.next}
-        tables = [number for number, block in enumerate(blocks) if block.opcodes[-1:] and "BRX" in block.opcodes[-1]]
+        tables = [
+            number
+            for number, block in enumerate(blocks)
+            if block.opcodes[-1:] and "BRX" in block.opcodes[-1]
+        ]
         for jump, stop in zip(tables, [*tables[1:], len(blocks)], strict=True):
-            blocks[jump].next += [number for number in range(jump + 1, stop) if number not in reached]
+            blocks[jump].next += [
+                number for number in range(jump + 1, stop) if number not in reached
+            ]
         return blocks
 
     def path(self, store: str, avoiding: str = "none") -> Counter[str]:

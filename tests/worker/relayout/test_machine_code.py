@@ -36,7 +36,9 @@ def variants(request: pytest.FixtureRequest) -> dict[bool, MachineCode]:
 
 
 @pytest.mark.parametrize("converts", [False, True], ids=["copies", "converts"])
-def test_no_register_is_spilled_and_their_number_is_bounded(variants: dict[bool, MachineCode], converts: bool) -> None:
+def test_no_register_is_spilled_and_their_number_is_bounded(
+    variants: dict[bool, MachineCode], converts: bool
+) -> None:
     code = variants[converts]
     assert (code.local_bytes, code.count("LDL", "STL")) == (0, 0), "local memory"
     assert code.stack_bytes == 0, "spilled registers are on the stack"
@@ -44,7 +46,9 @@ def test_no_register_is_spilled_and_their_number_is_bounded(variants: dict[bool,
     assert len(code.opcodes) <= MOST_INSTRUCTIONS[converts]
 
 
-def test_a_lane_copies_16_bytes_in_one_load_and_one_store(variants: dict[bool, MachineCode]) -> None:
+def test_a_lane_copies_16_bytes_in_one_load_and_one_store(
+    variants: dict[bool, MachineCode],
+) -> None:
     code = variants[False]
     path = code.path("STG.E.128")
     assert [path[opcode] for opcode in path if opcode.startswith("STG")] == [CHUNKS_OF_A_THREAD]
@@ -54,7 +58,9 @@ def test_a_lane_copies_16_bytes_in_one_load_and_one_store(variants: dict[bool, M
     assert not code.count("LDS", "STS", "BAR"), "no lane waits for another"
 
 
-def test_eight_elements_are_converted_by_one_load_and_one_store(variants: dict[bool, MachineCode]) -> None:
+def test_eight_elements_are_converted_by_one_load_and_one_store(
+    variants: dict[bool, MachineCode],
+) -> None:
     path = variants[True].path("STG.E.64", avoiding="LDG.E.64")
     of_a_thread = CHUNKS_OF_A_THREAD * tile_of(TILE, True) // TILE
     assert [path[opcode] for opcode in path if opcode.startswith("STG")] == [of_a_thread]
@@ -84,7 +90,9 @@ def test_a_load_launches_only_what_the_warm_up_compiled() -> None:
 
 
 @pytest.mark.parametrize("chosen", GPUS, ids=lambda one: one.name)
-def test_tile_and_warps_are_enough_for_the_memory_and_near_the_best_of_the_model(chosen: Gpu) -> None:
+def test_tile_and_warps_are_enough_for_the_memory_and_near_the_best_of_the_model(
+    chosen: Gpu,
+) -> None:
     used, *others = (
         predict(chosen, program(chosen, converts=False, tile=tile, warps=warps))
         for tile, warps in ((TILE, WARPS), *OTHER_SIZES)
@@ -101,7 +109,8 @@ EXAMPLE = Program(warps=4, registers=64, instructions=400, multiplications=100, 
 
 
 @pytest.mark.parametrize(
-    ("registers", "warps", "resident"), [(94, 4, 5), (64, 4, 8), (65, 4, 7), (32, 4, 16), (16, 1, 32), (255, 8, 1)]
+    ("registers", "warps", "resident"),
+    [(94, 4, 5), (64, 4, 8), (65, 4, 7), (32, 4, 16), (16, 1, 32), (255, 8, 1)],
 )
 def test_programs_that_are_resident(registers: int, warps: int, resident: int) -> None:
     """Registers are given in units of 256 to a warp, from the 16,384 of each of four parts of a multiprocessor."""
@@ -119,4 +128,6 @@ def test_an_example_of_the_model_worked_out_by_hand() -> None:
     assert predict(faster, EXAMPLE).share == pytest.approx(100 * 32768 / 600 / 8192)
     assert predict(faster, replace(EXAMPLE, registers=255)).limit == "latency"
     # 250 multiplications take 125 cycles, 400 instructions 100
-    assert predict(faster, replace(EXAMPLE, multiplications=250)).reach == pytest.approx(100 * 32768 / 700 / 8192)
+    assert predict(faster, replace(EXAMPLE, multiplications=250)).reach == pytest.approx(
+        100 * 32768 / 700 / 8192
+    )

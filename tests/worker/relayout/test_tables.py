@@ -18,25 +18,25 @@ from kvferry.plan.conversion import ITEM_BYTES
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.relayout.device_table import MAX_CHUNKS, DevicePieces, DeviceTable, divisor
 from kvferry.worker.relayout.port import Bounds, Memory
-from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
+from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 from tests.worker.relayout import definitions
 from tests.worker.relayout.cases import laid_out, plain, random_bytes, random_case
 
-TO_FLOAT8 = Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
+TO_FLOAT8 = ElementConversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
 
 
 def test_the_example_of_the_docstring() -> None:
-    shape = Shape.of([Axis(2, 128, 32), Axis(4, 32, 64), Axis(2, 16, 16)], 16)
-    assert shape.axes == (Axis(4, 32, 64), Axis(2, 128, 32))
+    shape = Shape.of([CopyAxis(2, 128, 32), CopyAxis(4, 32, 64), CopyAxis(2, 16, 16)], 16)
+    assert shape.axes == (CopyAxis(4, 32, 64), CopyAxis(2, 128, 32))
     assert shape.run == 32
     assert shape.extents == (256, 256)
 
 
 def test_with_a_conversion_a_run_grows_where_each_sides_stride_is_of_its_own_elements() -> None:
-    shape = Shape.of([Axis(4, 16, 8)], 8, conversion=TO_FLOAT8)
+    shape = Shape.of([CopyAxis(4, 16, 8)], 8, conversion=TO_FLOAT8)
     assert (shape.axes, shape.run) == ((), 32)
-    assert Shape.of([Axis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (Axis(4, 16, 16),)
+    assert Shape.of([CopyAxis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (CopyAxis(4, 16, 16),)
 
 
 @given(seed=st.integers(0, 1 << 30))
@@ -44,14 +44,21 @@ def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
     draw = random.Random(seed)
     counts = [draw.choice((1, 2, 3)) for _ in range(draw.randint(1, 4))]
     run = draw.choice((1, 2, 16))
-    (source, source_bytes), (destination, destination_bytes) = (laid_out(draw, counts, run, 1) for _ in range(2))
+    (source, source_bytes), (destination, destination_bytes) = (
+        laid_out(draw, counts, run, 1) for _ in range(2)
+    )
     if draw.random() < 0.5:
         destination, destination_bytes = source, source_bytes
-    axes = [Axis(*loop) for loop in zip(counts, source, destination, strict=True)]
+    axes = [CopyAxis(*loop) for loop in zip(counts, source, destination, strict=True)]
     merged = Shape.of(axes, run)
     data = random_bytes(draw, source_bytes)
     written = []
-    for shape in (merged, plain(axes, run, source_unit_stride=(0, 0), destination_unit_stride=(0, 0), conversion=None)):
+    for shape in (
+        merged,
+        plain(
+            axes, run, source_unit_stride=(0, 0), destination_unit_stride=(0, 0), conversion=None
+        ),
+    ):
         cache = np.zeros(destination_bytes, dtype=np.uint8)
         definitions.relayout(WaveTable.of([shape], [(0, 0, 0, 0, 1, 0)], [(0,) * 4]), data, cache)
         written.append(cache)
@@ -62,12 +69,12 @@ def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"axes": (Axis(2, 1, 1),) * 5, "run": 1},
+        {"axes": (CopyAxis(2, 1, 1),) * 5, "run": 1},
         {"axes": (), "run": 0},
-        {"axes": (Axis(0, 1, 1),), "run": 1},
-        {"axes": (Axis(2, -1, 1),), "run": 1},
+        {"axes": (CopyAxis(0, 1, 1),), "run": 1},
+        {"axes": (CopyAxis(2, -1, 1),), "run": 1},
         {"axes": (), "run": 1, "source_unit_stride": (-1, 0)},
-        {"axes": (Axis(2, 1, 1, True),), "run": 1},
+        {"axes": (CopyAxis(2, 1, 1, True),), "run": 1},
     ],
 )
 def test_what_is_no_shape_is_refused(wrong: dict[str, object]) -> None:
@@ -80,8 +87,17 @@ def test_every_format_that_the_planner_converts_has_a_type_and_a_number_of_its_o
     assert sorted(kind.code for kind in ElementType) == [1, 2, 3, 4, 5]
 
 
-SHAPE = Shape(axes=(Axis(3, 32, 64),), run=16, source_unit_stride=(128, 0), destination_unit_stride=(256, 0))
-HEADS = Shape(axes=(Axis(4, 2, 1, True),), run=1, conversion=Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3))
+SHAPE = Shape(
+    axes=(CopyAxis(3, 32, 64),),
+    run=16,
+    source_unit_stride=(128, 0),
+    destination_unit_stride=(256, 0),
+)
+HEADS = Shape(
+    axes=(CopyAxis(4, 2, 1, True),),
+    run=1,
+    conversion=ElementConversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3),
+)
 
 
 def pieces(rows: list[tuple[int, int, int, int]], scale_rows: int = 4) -> Pieces:
@@ -107,7 +123,9 @@ def compile_table(table: WaveTable, tile: int) -> DeviceTable:
         ((0, 0, 1, -1), r"scale row of piece 0 is -1"),
     ],
 )
-def test_an_index_that_leaves_its_table_is_refused(piece: tuple[int, int, int, int], message: str) -> None:
+def test_an_index_that_leaves_its_table_is_refused(
+    piece: tuple[int, int, int, int], message: str
+) -> None:
     with pytest.raises(InvalidTable, match=message):
         pieces([piece])
 
@@ -116,10 +134,13 @@ def test_an_index_that_leaves_its_table_is_refused(piece: tuple[int, int, int, i
 def test_a_range_that_leaves_the_units_is_refused(units: tuple[int, int]) -> None:
     places = np.zeros((2, 4), dtype=np.int32)
     with pytest.raises(
-        InvalidTable, match=re.escape(f"units of shape 1 are [{units[0]}, {units[1]}); expected some of 2")
+        InvalidTable,
+        match=re.escape(f"units of shape 1 are [{units[0]}, {units[1]}); expected some of 2"),
     ):
         WaveTable(pieces([(0, 0, 0, 0)]), ((0, 2), units), places)
-    with pytest.raises(InvalidTable, match="1 ranges of units; expected one for each of the shapes"):
+    with pytest.raises(
+        InvalidTable, match="1 ranges of units; expected one for each of the shapes"
+    ):
         WaveTable(pieces([(0, 0, 0, 0)]), ((0, 2),), places)
 
 
@@ -181,7 +202,9 @@ def test_programs_cover_every_chunk_of_every_piece_once(seed: int, tile: int) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_part_of_the_pieces_that_is_shifted_has_the_rows_of_pieces_that_lie_there(seed: int) -> None:
+def test_a_part_of_the_pieces_that_is_shifted_has_the_rows_of_pieces_that_lie_there(
+    seed: int,
+) -> None:
     whole = random_case(seed, converts=seed % 2 == 1).table
     count = len(whole.pieces.rows)
     which, shifts = slice(count // 3, count), np.arange(5, 5 + count - count // 3)
@@ -199,26 +222,40 @@ def test_a_part_of_the_pieces_that_is_shifted_has_the_rows_of_pieces_that_lie_th
 
 @pytest.mark.parametrize(
     ("source", "destination", "stride", "run", "width"),
-    [(0, 0, 256, 256, 16), (8, 0, 256, 256, 8), (0, 4, 256, 256, 4), (0, 0, 258, 256, 2), (0, 0, 256, 15, 1)],
+    [
+        (0, 0, 256, 256, 16),
+        (8, 0, 256, 256, 8),
+        (0, 4, 256, 256, 4),
+        (0, 0, 258, 256, 2),
+        (0, 0, 256, 15, 1),
+    ],
 )
 def test_a_lane_moves_the_most_that_addresses_and_strides_allow(
     source: int, destination: int, stride: int, run: int, width: int
 ) -> None:
-    shape = Shape(axes=(Axis(2, stride, 512),), run=run)
+    shape = Shape(axes=(CopyAxis(2, stride, 512),), run=run)
     table = WaveTable.of([shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)])
     assert (compile_table(table, 64).shapes[:, 0] & 31).tolist() == [width]
 
 
 def test_a_piece_of_too_many_chunks_is_refused() -> None:
-    table = WaveTable.of([Shape(axes=(Axis(MAX_CHUNKS, 1, 2),), run=1)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    table = WaveTable.of(
+        [Shape(axes=(CopyAxis(MAX_CHUNKS, 1, 2),), run=1)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
+    )
     with pytest.raises(InvalidTable, match=f"a piece has {MAX_CHUNKS} chunks"):
         compile_table(table, 64)
 
 
 def test_a_run_that_reaches_further_than_a_lane_can_count_is_refused() -> None:
-    DevicePieces.of(WaveTable.of([Shape(axes=(), run=2**32)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]).pieces)
+    DevicePieces.of(
+        WaveTable.of([Shape(axes=(), run=2**32)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]).pieces
+    )
     with pytest.raises(InvalidTable, match=f"{2**32 + 16} bytes"):
-        DevicePieces.of(WaveTable.of([Shape(axes=(), run=2**32 + 16)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]).pieces)
+        DevicePieces.of(
+            WaveTable.of(
+                [Shape(axes=(), run=2**32 + 16)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
+            ).pieces
+        )
 
 
 def test_units_of_a_shape_that_no_piece_has_lead_nowhere() -> None:
@@ -230,12 +267,18 @@ def test_units_of_a_shape_that_no_piece_has_lead_nowhere() -> None:
     Bounds(table.pieces, own, own).check(table)
 
 
-def test_shapes_of_the_same_units_and_strides_share_their_offsets_and_unused_shapes_have_none() -> None:
+def test_shapes_of_the_same_units_and_strides_share_their_offsets_and_unused_shapes_have_none() -> (
+    None
+):
     wide = Shape(axes=(), run=48, source_unit_stride=(128, 2), destination_unit_stride=(256, 3))
     other = replace(wide, source_unit_stride=(64, 0))
     rows = np.array([(0, 0, 0, 0), (16, 16, 1, 0), (0, 0, 2, 0), (0, 0, 3, 0)], dtype=np.int64)
     units = np.array([(1, 5, 7, 9), (1 << 30, 0, 1 << 30, 0)], dtype=np.int32)
-    whole = WaveTable(Pieces((wide, replace(wide, run=32), other, wide), rows), ((0, 2), (0, 2), (0, 2), (1, 2)), units)
+    whole = WaveTable(
+        Pieces((wide, replace(wide, run=32), other, wide), rows),
+        ((0, 2), (0, 2), (0, 2), (1, 2)),
+        units,
+    )
     compiled = compile_table(whole, 64)
     assert compiled.units.tolist() == [
         [128 + 10, 7 * 256 + 27],
@@ -245,4 +288,7 @@ def test_shapes_of_the_same_units_and_strides_share_their_offsets_and_unused_sha
         [128 << 30, 256 << 30],
     ]
     assert [halves(row[3])[0] for row in compiled.pieces] == [0, 0, 2, 4]
-    assert compile_table(replace(whole, which=slice(2, 3)), 64).units.tolist() == compiled.units[2:4].tolist()
+    assert (
+        compile_table(replace(whole, which=slice(2, 3)), 64).units.tolist()
+        == compiled.units[2:4].tolist()
+    )

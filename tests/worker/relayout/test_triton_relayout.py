@@ -31,7 +31,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 def wave(memory: torch.Tensor, units: int = 1) -> WaveTable:
     address = memory.data_ptr()
-    return WaveTable.of([Shape(axes=(), run=16)], [(address, address + 32, 0, 0, units, 0)], [(0, 0, 0, 0)] * units)
+    return WaveTable.of(
+        [Shape(axes=(), run=16)], [(address, address + 32, 0, 0, units, 0)], [(0, 0, 0, 0)] * units
+    )
 
 
 def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: FakeClock) -> None:
@@ -60,7 +62,9 @@ def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: FakeClock
     assert relayout.try_start(wave(memory)) is not None
 
 
-def test_compiled_pieces_are_forgotten_with_their_waves(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_pieces_are_forgotten_with_their_waves(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvferry.worker.relayout.device_table import DevicePieces
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
@@ -82,7 +86,9 @@ def test_compiled_pieces_are_forgotten_with_their_waves(clock: FakeClock, monkey
     assert made[0]() is None
 
 
-def test_there_is_room_for_every_wave_of_the_same_pieces_also_where_shapes_no_longer_share_their_units() -> None:
+def test_there_is_room_for_every_wave_of_the_same_pieces_also_where_shapes_no_longer_share_their_units() -> (
+    None
+):
     from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
     from kvferry.worker.relayout.kernel import TILE
     from kvferry.worker.relayout.triton_relayout import room_for

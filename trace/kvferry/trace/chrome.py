@@ -29,7 +29,9 @@ def lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
     ends: list[int] = []
     for index in sorted(range(len(intervals)), key=lambda at: intervals[at]):
         begun, ended = intervals[index]
-        lane = next((lane for lane, busy_until in enumerate(ends) if busy_until <= begun), len(ends))
+        lane = next(
+            (lane for lane, busy_until in enumerate(ends) if busy_until <= begun), len(ends)
+        )
         ends[lane : lane + 1] = [max(ended, begun + 1)]
         chosen[index] = lane
     return chosen
@@ -85,20 +87,34 @@ def _add(tracks: _Tracks, arrows: _Arrows, one: Timeline) -> None:
         prefill = _bar(f"prefill {handover.producer_request}", spans, one.zero_ns, args)
         tracks[handover.producer]["prefills"].append(prefill)
         if one.steps:
-            steps = _bar(f"steps {handover.producer_request}", (step.span for step in one.steps), one.zero_ns, args)
+            steps = _bar(
+                f"steps {handover.producer_request}",
+                (step.span for step in one.steps),
+                one.zero_ns,
+                args,
+            )
             tracks[handover.producer]["prefill steps"].append(steps)
     if handover.decode is None:
         return
     own = (span for span in (*one.to_load, *one.from_load) if span.phase not in _NOT_THE_CONSUMERS)
-    decode = _bar(f"handover {handover.consumer_request}", (*own, *_loading(one)), one.zero_ns, args)
+    decode = _bar(
+        f"handover {handover.consumer_request}", (*own, *_loading(one)), one.zero_ns, args
+    )
     tracks[handover.consumer]["handovers"].append(decode)
     if prefill is not None:
         handed_over_ns = min(one.zero_ns, decode.begun_ns)
-        arrows.append((prefill, min(max(handed_over_ns, prefill.begun_ns), prefill.ended_ns), decode))
+        arrows.append(
+            (prefill, min(max(handed_over_ns, prefill.begun_ns), prefill.ended_ns), decode)
+        )
     ordered = next((span.begun_ns for span in decode.inside if span.phase == Phase.LOAD), None)
     for worker in one.workers:
         process = worker.load.process
-        load = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | worker.load.figures)
+        load = _bar(
+            f"load {handover.consumer_request}",
+            worker.spans,
+            one.zero_ns,
+            args | worker.load.figures,
+        )
         thread = f"worker {process.place or f'pid {process.pid}'}"
         tracks[process.engine_id][thread].append(load)
         if worker.chunks:
@@ -123,7 +139,9 @@ def _bar(name: str, spans: Iterable[Span], otherwise_ns: int, args: _Json) -> _B
     for span in sorted(spans, key=lambda one: one.begun_ns):
         begun_ns = max(span.begun_ns, inside[-1].ended_ns) if inside else span.begun_ns
         inside.append(Span(span.phase, begun_ns, max(begun_ns, span.ended_ns)))
-    begun_ns, ended_ns = (inside[0].begun_ns, inside[-1].ended_ns) if inside else (otherwise_ns, otherwise_ns)
+    begun_ns, ended_ns = (
+        (inside[0].begun_ns, inside[-1].ended_ns) if inside else (otherwise_ns, otherwise_ns)
+    )
     return _Bar(name, begun_ns, ended_ns, args, tuple(inside))
 
 
@@ -153,7 +171,9 @@ def _events(tracks: _Tracks, arrows: _Arrows) -> Iterator[_Json]:
             chosen = lanes([(bar.begun_ns, bar.ended_ns) for bar in thread])
             used = max(chosen) + 1
             for lane in range(used):
-                yield _meta("thread_name", pid, first + lane, name if used == 1 else f"{name} {lane + 1}")
+                yield _meta(
+                    "thread_name", pid, first + lane, name if used == 1 else f"{name} {lane + 1}"
+                )
             for bar, lane in zip(thread, chosen, strict=True):
                 bar.where = {"cat": "kvferry", "pid": pid, "tid": first + lane}
                 when = _when(bar.begun_ns, bar.ended_ns, zero_ns)

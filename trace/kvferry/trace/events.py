@@ -46,16 +46,32 @@ class Phase(str, enum.Enum):
     def __str__(self) -> str:
         return str(self.value)
 
-    PREFILL_QUEUE = "prefill_queue", "prefill queue", "the producer has no room or no step for it yet"
+    PREFILL_QUEUE = (
+        "prefill_queue",
+        "prefill queue",
+        "the producer has no room or no step for it yet",
+    )
     PREFILL = "prefill", "prefill", "the producer computes the prompt"
-    PREFILL_STEP = "prefill_step", "prefill step", "the producer computes a part of a prompt that is read meanwhile"
+    PREFILL_STEP = (
+        "prefill_step",
+        "prefill step",
+        "the producer computes a part of a prompt that is read meanwhile",
+    )
     HANDOVER = "handover", "handover", "from the prompt's end until it is loaded, or computed here"
     ROUTER = "router", "router", "from the producer's answer to the consumer, by the router"
-    DECODE_QUEUE = "decode_queue", "decode queue", "the consumer has no blocks or no step for it yet"
+    DECODE_QUEUE = (
+        "decode_queue",
+        "decode queue",
+        "the consumer has no blocks or no step for it yet",
+    )
     ORDER = "order", "order", "the order to load goes to the workers"
     LOAD = "load", "load", "the workers load; their stages are not recorded"
     QUEUED = "queued", "load queued", "the worker has other loads to do first"
-    CONNECTING = "connecting", "connecting", "first contact with the producer, or the device is not done"
+    CONNECTING = (
+        "connecting",
+        "connecting",
+        "first contact with the producer, or the device is not done",
+    )
     FENCE = "fence", "fence", "the producer's worker is not ready"
     POSTING = "posting", "posting", "reads are prepared and posted"
     READING = "reading", "reading", "bytes are under way"
@@ -66,7 +82,7 @@ class Phase(str, enum.Enum):
     HELD = "held", "held", "the producer keeps the blocks"
 
 
-class Part(enum.Enum):
+class ProcessRole(enum.Enum):
     """The part of an engine that a process runs."""
 
     SCHEDULER = "scheduler"
@@ -91,7 +107,7 @@ class ProcessStarted(Event, frozen=True, kw_only=True, tag="process"):
     """
 
     trace_version: int
-    part: Part
+    part: ProcessRole
     engine_id: Text
     boot: str
     host: Text
@@ -105,7 +121,7 @@ class Dropped(Event, frozen=True, kw_only=True, tag="dropped"):
     count: Count
 
 
-class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
+class TracedLease(msgspec.Struct, frozen=True, kw_only=True):
     """The name of a lease, known to both engines."""
 
     boot: Hex128
@@ -136,7 +152,7 @@ class PrefillArrived(RequestEvent, frozen=True, kw_only=True, tag="prefill_arriv
 class PrefillScheduled(RequestEvent, frozen=True, kw_only=True, tag="prefill_scheduled"):
     """Producer's scheduler: the prompt has blocks and a lease."""
 
-    lease: LeaseName
+    lease: TracedLease
 
 
 class PrefillStep(Event, frozen=True, kw_only=True, tag="prefill_step"):
@@ -146,14 +162,14 @@ class PrefillStep(Event, frozen=True, kw_only=True, tag="prefill_step"):
         tokens: leading tokens of the prompt that are complete after it.
     """
 
-    lease: LeaseName
+    lease: TracedLease
     tokens: Count
 
 
 class ParamsGiven(RequestEvent, frozen=True, kw_only=True, tag="params_given"):
     """Producer's scheduler: the prompt is computed, its answer carries params."""
 
-    lease: LeaseName
+    lease: TracedLease
     tokens: Count
 
 
@@ -164,7 +180,7 @@ class LeaseOver(RequestEvent, frozen=True, kw_only=True, tag="lease_over"):
         how: the label of the metric `leases_released`.
     """
 
-    lease: LeaseName
+    lease: TracedLease
     how: Text
 
 
@@ -177,7 +193,7 @@ class DecodeArrived(RequestEvent, frozen=True, kw_only=True, tag="decode_arrived
         traceparent: of the client's or the router's span, as W3C writes it, where the engine traces.
     """
 
-    lease: LeaseName
+    lease: TracedLease
     producer: Text
     remote_request: RequestName
     tokens: Count
@@ -194,7 +210,7 @@ class Recomputed(RequestEvent, frozen=True, kw_only=True, tag="recomputed"):
     """
 
     reason: Text
-    lease: LeaseName | None = None
+    lease: TracedLease | None = None
 
 
 class LoadOrdered(RequestEvent, frozen=True, kw_only=True, tag="load_ordered"):

@@ -17,19 +17,19 @@ from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
     Finished,
-    LeaseName,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
     LoadReported,
     ParamsGiven,
-    Part,
     PrefillArrived,
     PrefillScheduled,
     PrefillStep,
+    ProcessRole,
     ProcessStarted,
     Recomputed,
     RequestEvent,
+    TracedLease,
 )
 from kvferry.trace.reading import Process
 
@@ -60,7 +60,7 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadTrace:
     """The events of one worker of the consumer."""
 
     process: ProcessStarted
@@ -103,15 +103,17 @@ class Handover:
     Texts are empty where they are unknown.
     """
 
-    lease: LeaseName | None
+    lease: TracedLease | None
     prefill: Half | None = None
     decode: Half | None = None
-    loads: tuple[Load, ...] = ()
+    loads: tuple[LoadTrace, ...] = ()
     steps: tuple[PrefillStep, ...] = ()
 
     def get(self, kind: type[EventT]) -> EventT | None:
         """The event of a type, which only one half can have; None if it was not recorded."""
-        return next(filter(None, (half.get(kind) for half in (self.prefill, self.decode) if half)), None)
+        return next(
+            filter(None, (half.get(kind) for half in (self.prefill, self.decode) if half)), None
+        )
 
     @property
     def producer_request(self) -> str:
@@ -159,15 +161,15 @@ _OF_DECODE = (*_BEGINS_DECODE, LoadReported, DecodeScheduled, Finished)
 def match(processes: Iterable[Process]) -> list[Handover]:
     """One handover for every lease and for every request that read it, in no order."""
     schedulers = _Schedulers()
-    loads: defaultdict[tuple[str, str], list[Load]] = defaultdict(list)
+    loads: defaultdict[tuple[str, str], list[LoadTrace]] = defaultdict(list)
     for process in processes:
         started = process.started
-        if started.part is Part.SCHEDULER:
+        if started.part is ProcessRole.SCHEDULER:
             schedulers.take(started, process.events)
         else:
             for event in process.events:
                 if isinstance(event, LoadEnded):
-                    loads[started.engine_id, event.request].append(Load(started, event))
+                    loads[started.engine_id, event.request].append(LoadTrace(started, event))
     return [*schedulers.handovers(loads)]
 
 
@@ -175,9 +177,9 @@ class _Schedulers:
     """The schedulers' records so far."""
 
     def __init__(self) -> None:
-        self._prefills: dict[LeaseName, Half] = {}
+        self._prefills: dict[TracedLease, Half] = {}
         self._unscheduled: list[Half] = []
-        self._steps: defaultdict[LeaseName, list[PrefillStep]] = defaultdict(list)
+        self._steps: defaultdict[TracedLease, list[PrefillStep]] = defaultdict(list)
         self._decodes: defaultdict[tuple[str, str], list[Half]] = defaultdict(list)
 
     def take(self, process: ProcessStarted, events: Iterable[AnyEvent]) -> None:
@@ -202,14 +204,16 @@ class _Schedulers:
         known = self._decodes[process.engine_id, event.request]
         last = next((one for one in reversed(known) if one.process.boot == process.boot), None)
         over = last is None or Finished in last.events
-        again = last is not None and isinstance(event, DecodeArrived) and DecodeArrived in last.events
+        again = (
+            last is not None and isinstance(event, DecodeArrived) and DecodeArrived in last.events
+        )
         if last is None or again or (over and isinstance(event, _BEGINS_DECODE)):
             last = Half(process, event.request)
             known.append(last)
         return last
 
-    def handovers(self, loads: dict[tuple[str, str], list[Load]]) -> Iterable[Handover]:
-        fetched: set[LeaseName] = set()
+    def handovers(self, loads: dict[tuple[str, str], list[LoadTrace]]) -> Iterable[Handover]:
+        fetched: set[TracedLease] = set()
         for (engine, request), lives in self._decodes.items():
             shared = _share_out(lives, loads.pop((engine, request), []))
             for decode, mine in zip(lives, shared, strict=True):
@@ -224,26 +228,37 @@ class _Schedulers:
         for (_, request), left in loads.items():  # of a consumer whose scheduler recorded nothing
             yield Handover(None, None, Half(left[0].process, request), tuple(left))
 
-    def _handover(self, lease: LeaseName | None, decode: Half | None = None, loads: tuple[Load, ...] = ()) -> Handover:
+    def _handover(
+        self,
+        lease: TracedLease | None,
+        decode: Half | None = None,
+        loads: tuple[LoadTrace, ...] = (),
+    ) -> Handover:
         if lease is None:
             return Handover(None, None, decode, loads)
-        return Handover(lease, self._prefills.get(lease), decode, loads, tuple(self._steps.get(lease, ())))
+        return Handover(
+            lease, self._prefills.get(lease), decode, loads, tuple(self._steps.get(lease, ()))
+        )
 
 
-def _lease_of(decode: Half) -> LeaseName | None:
+def _lease_of(decode: Half) -> TracedLease | None:
     named = decode.get(DecodeArrived) or decode.get(Recomputed)
     return named.lease if named else None
 
 
-def _share_out(lives: list[Half], loads: list[Load]) -> list[list[Load]]:
+def _share_out(lives: list[Half], loads: list[LoadTrace]) -> list[list[LoadTrace]]:
     """Assign each load to the last request of its id that was ordered before the load began."""
     if len(lives) == 1:
         return [loads]
-    shared: list[list[Load]] = [[] for _ in lives]
+    shared: list[list[LoadTrace]] = [[] for _ in lives]
     orders = ((one.get(LoadOrdered), index) for index, one in enumerate(lives))
     ordered = sorted((order.at_ns, index) for order, index in orders if order)
     for load in loads:
-        mine = [(at_ns, index) for at_ns, index in ordered if load.process.boot in ("", lives[index].process.boot)]
+        mine = [
+            (at_ns, index)
+            for at_ns, index in ordered
+            if load.process.boot in ("", lives[index].process.boot)
+        ]
         before = [index for at_ns, index in mine if at_ns <= load.begun_ns]
         shared[before[-1] if before else mine[0][1] if mine else 0].append(load)
     return shared

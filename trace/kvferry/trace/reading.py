@@ -82,12 +82,16 @@ def read_recording(paths: Iterable[str | Path]) -> Recording:
     """
     names, report = [str(path) for path in paths], DamageReport()
     parts: dict[ProcessStarted, list[Process]] = {}
-    for file in dict.fromkeys(os.path.realpath(file) for name in names for file in _files_of(name, report)):
+    for file in dict.fromkeys(
+        os.path.realpath(file) for name in names for file in _files_of(name, report)
+    ):
         for part in _read_file(file, report):
             _keep(parts.setdefault(part.started, []), part, report)
     if not parts:
         why = "; ".join(map(str, [*report.values()][:3]))
-        raise InvalidTrace("DIR", ", ".join(names), f"files *{SUFFIX} with traces{f' ({why})' if why else ''}")
+        raise InvalidTrace(
+            "DIR", ", ".join(names), f"files *{SUFFIX} with traces{f' ({why})' if why else ''}"
+        )
     return Recording(tuple(_joined(several) for several in parts.values()), (*report.values(),))
 
 
@@ -106,7 +110,9 @@ def _joined(parts: list[Process]) -> Process:
     if len(parts) == 1:
         return parts[0]
     parts.sort(key=lambda one: one.events[0].at_ns if one.events else 0)
-    return Process(parts[0].path, parts[0].started, [event for part in parts for event in part.events])
+    return Process(
+        parts[0].path, parts[0].started, [event for part in parts for event in part.events]
+    )
 
 
 def _files_of(path: str, report: DamageReport) -> Iterator[str]:
@@ -119,10 +125,14 @@ def _files_of(path: str, report: DamageReport) -> Iterator[str]:
             raise InvalidTrace("DIR", path, "a folder or a file that exists")
     except ValueError as refused:  # a NUL in a name
         raise InvalidTrace("DIR", path, f"a path ({refused})") from None
-    for folder, inner, names in os.walk(path, onerror=lambda refused: report.add(str(refused.filename), _why(refused))):
+    for folder, inner, names in os.walk(
+        path, onerror=lambda refused: report.add(str(refused.filename), _why(refused))
+    ):
         inner.sort()
         yield from (
-            file for name in sorted(names) if name.endswith(SUFFIX) and os.path.isfile(file := f"{folder}/{name}")
+            file
+            for name in sorted(names)
+            if name.endswith(SUFFIX) and os.path.isfile(file := f"{folder}/{name}")
         )
 
 
@@ -143,7 +153,11 @@ def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
             skipping = event.trace_version != TRACE_VERSION
             process = None if skipping else Process(path, event, [])
             if skipping:
-                report.add(path, f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}", number)
+                report.add(
+                    path,
+                    f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}",
+                    number,
+                )
         elif isinstance(event, Dropped):
             report.add(path, f"{event.count} events were lost before it", number)
         elif process is not None:

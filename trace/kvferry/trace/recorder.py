@@ -66,7 +66,9 @@ class Recorder(Generic[Item]):
         most_waiting: items in the queue; more are dropped.
     """
 
-    def __init__(self, sink: Sink[Item], name: str = "kvferry-trace", *, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self, sink: Sink[Item], name: str = "kvferry-trace", *, most_waiting: int = MOST_WAITING
+    ) -> None:
         self._sink = sink
         self._most_waiting = most_waiting
         self._waiting: deque[Item] = deque()
@@ -95,7 +97,9 @@ class Recorder(Generic[Item]):
         self._ending.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("%s: what was recorded last is not written after %g s", self._thread.name, CLOSE_S)
+            logger.warning(
+                "%s: what was recorded last is not written after %g s", self._thread.name, CLOSE_S
+            )
 
     def _run(self) -> None:
         while not self._ending.wait(GATHER_S):
@@ -111,7 +115,9 @@ class Recorder(Generic[Item]):
                 self._sink.take(batch, lost - self._reported_lost)
             except Exception as error:  # noqa: BLE001 - the next batch is written all the same
                 if not self._num_failed:
-                    logger.warning("%s: cannot be written, now and maybe later: %r", self._thread.name, error)
+                    logger.warning(
+                        "%s: cannot be written, now and maybe later: %r", self._thread.name, error
+                    )
                 self._num_failed += len(batch)
             else:
                 self._reported_lost = lost
@@ -131,7 +137,9 @@ class TraceFile:
         InvalidConfig: there is no such folder and it cannot be made, or nothing can be written there.
     """
 
-    def __init__(self, folder: str, role: str, started: ProcessStarted, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(
+        self, folder: str, role: str, started: ProcessStarted, max_bytes: int = DEFAULT_BYTES
+    ) -> None:
         self._half_bytes = max_bytes // 2
         self._encoder = msgspec.json.Encoder()
         self._header = self._encoder.encode(started) + b"\n"
@@ -161,7 +169,9 @@ class TraceFile:
 
     def _begin_anew(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # it was removed or renamed already
-            self.path.replace(self.path.with_name(self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX))
+            self.path.replace(
+                self.path.with_name(self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX)
+            )
         file = os.open(self.path, _FLAGS, 0o600)
         os.close(self._file)
         self._file, self._size = file, 0

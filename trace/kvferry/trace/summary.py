@@ -35,11 +35,24 @@ def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
         if one.lasted_ns is not None:
             found[Phase.HANDOVER].append(one.lasted_ns)
         stages = (span for worker in one.workers for span in one.after_prefill(worker.spans))
-        chunks = (chunk.span for part in (one.steps, *(worker.chunks for worker in one.workers)) for chunk in part)
-        for span in (*one.before, *one.to_load, *stages, *chunks, *one.from_load, *((one.held,) if one.held else ())):
+        chunks = (
+            chunk.span
+            for part in (one.steps, *(worker.chunks for worker in one.workers))
+            for chunk in part
+        )
+        for span in (
+            *one.before,
+            *one.to_load,
+            *stages,
+            *chunks,
+            *one.from_load,
+            *((one.held,) if one.held else ()),
+        ):
             found[span.phase].append(span.lasted_ns)
     ordered = ((phase, sorted(lasted)) for phase, lasted in found.items() if lasted)
-    return tuple(Durations(phase, len(of), _rank(of, 50), _rank(of, 99), of[-1]) for phase, of in ordered)
+    return tuple(
+        Durations(phase, len(of), _rank(of, 50), _rank(of, 99), of[-1]) for phase, of in ordered
+    )
 
 
 def outcomes(timelines: Iterable[Timeline]) -> dict[str, int]:
@@ -86,5 +99,10 @@ def named(one: Timeline, request: str) -> bool:
     lease = handover.lease.epoch if handover.lease else ""
     return any(
         request in known
-        for known in (handover.producer_request, handover.consumer_request, lease, handover.traceparent)
+        for known in (
+            handover.producer_request,
+            handover.consumer_request,
+            lease,
+            handover.traceparent,
+        )
     )

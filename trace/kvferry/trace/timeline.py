@@ -21,7 +21,7 @@ from kvferry.trace.events import (
     Recomputed,
     RequestEvent,
 )
-from kvferry.trace.handover import Handover, Load
+from kvferry.trace.handover import Handover, LoadTrace
 
 LOADED, NOTHING_TO_LOAD = "loaded", "nothing to load"
 _FETCHED = frozenset({"done", "release"})
@@ -58,7 +58,7 @@ class Chunk:
 class WorkerSpans:
     """The stages of one worker's load, and its reads if it followed the prefill."""
 
-    load: Load
+    load: LoadTrace
     spans: tuple[Span, ...]
     chunks: tuple[Chunk, ...] = ()
 
@@ -105,7 +105,9 @@ class Timeline:
     @property
     def path(self) -> tuple[Span, ...]:
         """The critical path of the handover: while workers load, the stages of the last one."""
-        return self.after_prefill((*self.to_load, *(self.last.spans if self.last else ()), *self.from_load))
+        return self.after_prefill(
+            (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
+        )
 
     def after_prefill(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
         """The parts of spans from the zero on, where the consumer had the params before it."""
@@ -149,7 +151,9 @@ class Timeline:
         reads = [span for worker in self.workers for span in worker.spans if span.phase in _READS]
         if not self.bytes or not reads or self.early_bytes:
             return None
-        seconds = (max(span.ended_ns for span in reads) - min(span.begun_ns for span in reads)) / 1e9
+        seconds = (
+            max(span.ended_ns for span in reads) - min(span.begun_ns for span in reads)
+        ) / 1e9
         return self.bytes / seconds / 1e9 if seconds else None
 
 
@@ -163,7 +167,12 @@ def timeline(handover: Handover, clocks: Clocks) -> Timeline:
         found = moment(handover, kind)
         return found.at_ns + clocks.shift_ns.get(found.clock, 0) if found else None
 
-    queued, scheduled, given, over = at(PrefillArrived), at(PrefillScheduled), at(ParamsGiven), at(LeaseOver)
+    queued, scheduled, given, over = (
+        at(PrefillArrived),
+        at(PrefillScheduled),
+        at(ParamsGiven),
+        at(LeaseOver),
+    )
     arrived, ordered, reported = at(DecodeArrived), at(LoadOrdered), at(LoadReported)
     recomputed, stepped = at(Recomputed), at(DecodeScheduled)
     workers = _workers(handover.loads, clocks)
@@ -173,7 +182,14 @@ def timeline(handover: Handover, clocks: Clocks) -> Timeline:
     ended = recomputed if reported is None else reported
     if ended is None and ordered is None:
         ended, stepped = stepped, None  # the consumer has all blocks already
-    known = (given, arrived, ordered, recomputed, workers[0].spans[0].begun_ns if workers else None, reported)
+    known = (
+        given,
+        arrived,
+        ordered,
+        recomputed,
+        workers[0].spans[0].begun_ns if workers else None,
+        reported,
+    )
     zero = next((one for one in (*known, queued, scheduled, over) if one is not None), 0)
     read_until = last.ended_ns if last else None
     held_from = given if given is not None else read_until
@@ -223,18 +239,26 @@ def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Chunk
     )
 
 
-def _workers(loads: Iterable[Load], clocks: Clocks) -> tuple[WorkerSpans, ...]:
+def _workers(loads: Iterable[LoadTrace], clocks: Clocks) -> tuple[WorkerSpans, ...]:
     found = []
     for load in sorted(loads, key=lambda one: _by_number(one.process)):
         shift_ns = clocks.shift(load.process)
         spans = tuple(
-            Span(stage.stage, stage.begun_ns + shift_ns, max(stage.begun_ns, stage.ended_ns) + shift_ns)
+            Span(
+                stage.stage,
+                stage.begun_ns + shift_ns,
+                max(stage.begun_ns, stage.ended_ns) + shift_ns,
+            )
             for stage in load.ended.stages
         )
         whole = Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
         chunks = tuple(
             Chunk(
-                Span(Phase.CHUNK_READ, chunk.begun_ns + shift_ns, max(chunk.begun_ns, chunk.ended_ns) + shift_ns),
+                Span(
+                    Phase.CHUNK_READ,
+                    chunk.begun_ns + shift_ns,
+                    max(chunk.begun_ns, chunk.ended_ns) + shift_ns,
+                ),
                 chunk.stop_token,
             )
             for chunk in load.ended.chunks
@@ -274,6 +298,9 @@ def _missing(handover: Handover) -> tuple[str, ...]:
         ("producer", prefill is None),
         ("consumer", decode is None and over is not None and over.how in _FETCHED),
         ("consumer's scheduler", decode is not None and not begun),
-        ("consumer's workers", decode is not None and bool(handover.get(LoadReported)) and not handover.loads),
+        (
+            "consumer's workers",
+            decode is not None and bool(handover.get(LoadReported)) and not handover.loads,
+        ),
     )
     return tuple(name for name, is_missing in halves if is_missing)

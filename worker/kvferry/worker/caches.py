@@ -41,9 +41,13 @@ class KvCaches:
         tensors = []
         for (layer, kind), view in views.items():
             if view.dim() != 4 or view.stride(3) != 1:
-                raise ValueError(f"{layer}/{kind}: expected [blocks, heads, tokens, size] with contiguous sizes")
+                raise ValueError(
+                    f"{layer}/{kind}: expected [blocks, heads, tokens, size] with contiguous sizes"
+                )
             blocks, heads, tokens, size = view.shape
-            block_stride, head_stride, tile_stride, item = (steps * view.itemsize for steps in view.stride())
+            block_stride, head_stride, tile_stride, item = (
+                steps * view.itemsize for steps in view.stride()
+            )
             tensors.append(
                 PagedTensor(
                     layer=layer,

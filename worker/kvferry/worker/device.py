@@ -118,7 +118,11 @@ class Device:
 
     def on(self, stream: CudaStream | None) -> AbstractContextManager[object]:
         """A context in which this stream is the calling thread's current one; None changes nothing."""
-        return self._cuda.stream(stream) if self._cuda is not None and stream is not None else nullcontext()
+        return (
+            self._cuda.stream(stream)
+            if self._cuda is not None and stream is not None
+            else nullcontext()
+        )
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Memory of the device, uint8. Work that was launched earlier on the calling thread's current stream may still
@@ -131,7 +135,11 @@ class Device:
 
     def pin(self, memory: torch.Tensor, num_bytes: int) -> int:
         """Pin whole pages of host memory. Returns CUDA's error, 0 for none."""
-        return int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)) if self._cuda else 0
+        return (
+            int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+            if self._cuda
+            else 0
+        )
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo `pin`; waits for the device."""

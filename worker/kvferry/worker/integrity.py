@@ -41,7 +41,12 @@ class WorkerIntegrity:
     """
 
     def __init__(
-        self, context: LoadContext, table: LeaseTable, runner: LoadRunner, results: ResultBox, every_step: bool
+        self,
+        context: LoadContext,
+        table: LeaseTable,
+        runner: LoadRunner,
+        results: ResultBox,
+        every_step: bool,
     ) -> None:
         self._context = context
         self._table = table
@@ -55,7 +60,9 @@ class WorkerIntegrity:
     def stepped(self, *, is_idle: bool) -> None:
         """Check after a step of the thread, if it is time. An error is counted each time, and logged if it is new."""
         self._is_checked = False
-        if not self._every_step and not (is_idle and time.monotonic() >= self._checked_s + _INTERVAL_S):
+        if not self._every_step and not (
+            is_idle and time.monotonic() >= self._checked_s + _INTERVAL_S
+        ):
             return
         self._checked_s, self._is_checked = time.monotonic(), True
         try:
@@ -85,7 +92,11 @@ class WorkerIntegrity:
         """All the sums in a line."""
         context, runner = self._context, self._runner
         slot_reads, registry, reader = context.slot_reads, context.registry, context.reader
-        first_reads, loads, looks = registry.first_reads.all(), list(runner.alive()), list(runner.looks())
+        first_reads, loads, looks = (
+            registry.first_reads.all(),
+            list(runner.alive()),
+            list(runner.looks()),
+        )
         running = len(loads) - runner.parked() - len(runner.quarantined) - runner.flushing()
         pool = context.staging.pool if context.staging is not None else None
         return (
@@ -111,12 +122,18 @@ class WorkerIntegrity:
         taken = Counter(entry for entries in owners for entry in entries)
         wrong = [f"entry {entry} has {count} owners" for entry, count in taken.items() if count > 1]
         if taken:  # a set of all free entries takes a while, and an idle worker has taken none
-            wrong += [f"entry {entry} is free and taken" for entry in slot_reads.free_entries() & taken.keys()]
+            wrong += [
+                f"entry {entry} is free and taken"
+                for entry in slot_reads.free_entries() & taken.keys()
+            ]
         if slot_reads.free() + sum(taken.values()) != len(slot_reads.words):
             wrong.append(
                 f"{len(slot_reads.words)} entries are not {slot_reads.free()} free + {sum(taken.values())} taken"
             )
-        pages, held = self._context.id_pages, sum(len(one.lease_reads.pages) for one in self._runner.alive())
+        pages, held = (
+            self._context.id_pages,
+            sum(len(one.lease_reads.pages) for one in self._runner.alive()),
+        )
         if pages.free() + held != len(pages.memory):
             wrong.append(f"{len(pages.memory)} pages are not {pages.free()} free + {held} taken")
         return wrong
@@ -155,7 +172,9 @@ class WorkerIntegrity:
             wrong.append(f"the pool gave out {pool.waves()}, loads have {list(owned)}")
         aside = sum(wave.num_bytes for one in self._runner.quarantined for wave in one.waves())
         if aside != pool.quarantined_bytes:
-            wrong.append(f"{pool.quarantined_bytes} B of the pool are quarantined, {aside} B of quarantined loads")
+            wrong.append(
+                f"{pool.quarantined_bytes} B of the pool are quarantined, {aside} B of quarantined loads"
+            )
         unknown = set(pool.waiting) - {one.order.request_id for one in running}
         if unknown:
             wrong.append(f"loads that wait for the pool do not run: {sorted(unknown)}")

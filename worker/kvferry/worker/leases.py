@@ -19,14 +19,22 @@ import numpy as np
 
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.handshake import LeaseTable as LeaseTableAddress
-from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_from_text, progress_word, slot_word
+from kvferry.protocol.ids import (
+    EMPTY,
+    SLOT_BYTES,
+    Epoch,
+    SlotState,
+    epoch_from_text,
+    progress_word,
+    slot_word,
+)
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.staging.host_buffer import HostMirror
-from kvferry.worker.stream_rows import Rows, Stream
+from kvferry.worker.stream_rows import ServedStream, StreamRowTable
 
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 
@@ -47,7 +55,7 @@ class _Reports:
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
+class _ServedLease:
     """A lease that has not ended.
 
     Attributes:
@@ -59,7 +67,7 @@ class _Lease:
     """
 
     epoch: Epoch
-    stream: Stream
+    stream: ServedStream
     request_id: str | None = None
     mark: DeviceMark | None = None
     waves: deque[Blocks] = field(default_factory=deque)
@@ -77,14 +85,16 @@ class LeaseTable:
         words, progress: uint64 `[slots]`, the two words of every slot, which alternate in memory.
     """
 
-    def __init__(self, slots: int, mirror: HostMirror | None = None, rows: Rows | None = None) -> None:
+    def __init__(
+        self, slots: int, mirror: HostMirror | None = None, rows: StreamRowTable | None = None
+    ) -> None:
         memory = np.full((slots, 2), EMPTY, dtype=np.uint64)
         self.words, self.progress = memory[:, 0], memory[:, 1]
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, _ServedLease] = {}
         self._held: set[int] = set()
-        self._pending: dict[int, _Lease] = {}
+        self._pending: dict[int, _ServedLease] = {}
         self._mirror = mirror
-        self._rows = rows if rows is not None else Rows()
+        self._rows = rows if rows is not None else StreamRowTable()
         self._lock = threading.Lock()
 
     @property
@@ -120,11 +130,17 @@ class LeaseTable:
             ]
             words = int(np.count_nonzero(self.words))
             if words != len(self._leases):
-                wrong.append(f"{words} words are not empty, and there are {len(self._leases)} leases")
+                wrong.append(
+                    f"{words} words are not empty, and there are {len(self._leases)} leases"
+                )
             named = {slot for slot, lease in self._leases.items() if lease.request_id is not None}
             if named != self._held:
-                wrong.append(f"slots {sorted(self._held ^ named)} are held by no request, or the other way round")
-            wrong += self._rows.errors((lease.stream, lease.epoch) for lease in self._leases.values())
+                wrong.append(
+                    f"slots {sorted(self._held ^ named)} are held by no request, or the other way round"
+                )
+            wrong += self._rows.errors(
+                (lease.stream, lease.epoch) for lease in self._leases.values()
+            )
         return wrong
 
     def open(self, order: LeaseOpen) -> None:
@@ -132,11 +148,13 @@ class LeaseTable:
         with a row, it goes on under another epoch, and nothing of what was published under the old one counts."""
         epoch, origin = epoch_from_text(order.epoch), epoch_from_text(order.origin or order.epoch)
         with self._lock:
-            former, lease = self._leases.get(order.slot), _Lease(epoch, Stream(origin))
+            former, lease = self._leases.get(order.slot), _ServedLease(epoch, ServedStream(origin))
             if former is not None:
                 self._forget(order.slot, former, keeps_row=former.stream.origin == origin)
             if order.row is not None:
-                self._rows.name(order.row, lease.stream, epoch)  # first: a consumer that sees the word reads the header
+                self._rows.name(
+                    order.row, lease.stream, epoch
+                )  # first: a consumer that sees the word reads the header
             self._leases[order.slot] = lease
             self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
 
@@ -204,8 +222,11 @@ class LeaseTable:
         found = [self._advance(slot, lease) for slot, lease in pending]
         return any(found)
 
-    def _advance(self, slot: int, lease: _Lease) -> bool:
-        tokens, is_reached = lease.stream.take_tokens(), lease.mark is not None and lease.mark.reached()
+    def _advance(self, slot: int, lease: _ServedLease) -> bool:
+        tokens, is_reached = (
+            lease.stream.take_tokens(),
+            lease.mark is not None and lease.mark.reached(),
+        )
         if not tokens and not is_reached:
             return False
         mirror = self._mirror if is_reached and lease.waves else None
@@ -219,7 +240,9 @@ class LeaseTable:
                 self.words[slot] = slot_word(lease.epoch, SlotState.READY)
             del self._pending[slot]
             if lease.mark is not None or lease.stream.steps:
-                self._pending[slot] = lease  # before a copy, which may raise; at the end: others come first next time
+                self._pending[slot] = (
+                    lease  # before a copy, which may raise; at the end: others come first next time
+                )
         if mirror is not None:
             lease.mark = mirror.try_copy(lease.waves) or lease.mark
         return True
@@ -245,12 +268,16 @@ class LeaseTable:
             For each the request, if it was held and has not been reported: report it now.
         """
         with self._lock:
-            doubtful = {slot: lease for slot, lease in self._leases.items() if not self._is_ready(slot, lease)}
+            doubtful = {
+                slot: lease
+                for slot, lease in self._leases.items()
+                if not self._is_ready(slot, lease)
+            }
             for slot in doubtful:
                 self._clear(slot)
             return [lease.request_id for lease in doubtful.values()]
 
-    def _is_ready(self, slot: int, lease: _Lease) -> bool:
+    def _is_ready(self, slot: int, lease: _ServedLease) -> bool:
         return int(self.words[slot]) == slot_word(lease.epoch, SlotState.READY)
 
     def done(self, message: Done) -> str | None:
@@ -268,8 +295,15 @@ class LeaseTable:
             lease = self._find(message.slot, message.epoch)
             if lease is None:
                 raise KeyError(message.slot)
-            if message.consumer not in lease.notifications and len(lease.notifications) >= MAX_CONSUMERS:
-                raise InvalidMessage("consumer", message.consumer, f"at most {MAX_CONSUMERS} consumers under one lease")
+            if (
+                message.consumer not in lease.notifications
+                and len(lease.notifications) >= MAX_CONSUMERS
+            ):
+                raise InvalidMessage(
+                    "consumer",
+                    message.consumer,
+                    f"at most {MAX_CONSUMERS} consumers under one lease",
+                )
             notifications = lease.notifications.setdefault(message.consumer, _Reports())
             notifications.workers |= 1 << message.worker
             notifications.expected = max(notifications.expected, message.expected)
@@ -283,12 +317,14 @@ class LeaseTable:
             self._held.clear()
             self._pending.clear()
 
-    def _find(self, slot: int, epoch: str) -> _Lease | None:
+    def _find(self, slot: int, epoch: str) -> _ServedLease | None:
         lease = self._leases.get(slot)
         return lease if lease is not None and lease.epoch == epoch_from_text(epoch) else None
 
-    def _finish_if_complete(self, slot: int, lease: _Lease) -> str | None:
-        if lease.request_id is None or not any(sent.complete for sent in lease.notifications.values()):
+    def _finish_if_complete(self, slot: int, lease: _ServedLease) -> str | None:
+        if lease.request_id is None or not any(
+            sent.complete for sent in lease.notifications.values()
+        ):
             return None
         self._clear(slot)
         return lease.request_id
@@ -297,7 +333,7 @@ class LeaseTable:
         self.words[slot] = EMPTY
         self._forget(slot, self._leases.pop(slot))
 
-    def _forget(self, slot: int, lease: _Lease, *, keeps_row: bool = False) -> None:
+    def _forget(self, slot: int, lease: _ServedLease, *, keeps_row: bool = False) -> None:
         self.progress[slot] = EMPTY
         self._held.discard(slot)
         self._pending.pop(slot, None)

@@ -23,7 +23,7 @@ from kvferry.worker.fabric.port import MemoryKind, Region
 
 
 @dataclass(slots=True)
-class Stream:
+class ServedStream:
     """The published part of one lease's prompt under its present epoch.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stream:
         return tokens
 
 
-class Rows:
+class StreamRowTable:
     """`STREAM_ROWS` rows at fixed addresses.
 
     Args:
@@ -77,23 +77,25 @@ class Rows:
         parts = (self.headers, self.ids) if self._blocks else ()
         return [Region(part.ctypes.data, part.nbytes, MemoryKind.DRAM) for part in parts]
 
-    def name(self, row: int, stream: Stream, epoch: Epoch) -> None:
+    def name(self, row: int, stream: ServedStream, epoch: Epoch) -> None:
         """The row is a lease's from now on, under its present epoch."""
         stream.row = row
         self.headers[row] = header_word(stream.origin), header_word(epoch)
 
-    def free(self, stream: Stream) -> None:
+    def free(self, stream: ServedStream) -> None:
         """The lease is over, if it has a row. A row that another lease has taken meanwhile stays that lease's."""
         if stream.row is not None and self.headers[stream.row, 0] == header_word(stream.origin):
             self.headers[stream.row] = EMPTY
 
-    def extend(self, stream: Stream, order: LeaseProgress, epoch: Epoch) -> None:
+    def extend(self, stream: ServedStream, order: LeaseProgress, epoch: Epoch) -> None:
         """Write an order's ids and name the row.
 
         Raises:
             LocalProtocolError: the order does not continue the row, or would leave it; nothing has been written.
         """
-        stops = tuple(first + len(ids) for first, ids in zip(order.first_blocks, order.blocks, strict=False))
+        stops = tuple(
+            first + len(ids) for first, ids in zip(order.first_blocks, order.blocks, strict=False)
+        )
         fits = len(order.blocks) == len(self._blocks) and all(map(operator.le, stops, self._blocks))
         listed = stream.ids or (0,) * len(self._blocks)
         if not fits or order.first_blocks != listed or stream.row not in (None, order.row):
@@ -108,13 +110,21 @@ class Rows:
         stream.ids = stops
         self.name(order.row, stream, epoch)
 
-    def errors(self, owners: Iterable[tuple[Stream, Epoch]]) -> list[str]:
+    def errors(self, owners: Iterable[tuple[ServedStream, Epoch]]) -> list[str]:
         """Errors, if any: each header that is not empty is that of a lease that has the row.
 
         Args:
             owners: of all leases, with the present epoch.
         """
-        known = {(stream.row, header_word(stream.origin), header_word(epoch)) for stream, epoch in owners}
-        used = ((row, *self.headers[row].tolist()) for row in np.flatnonzero(self.headers.any(axis=1)).tolist())
+        known = {
+            (stream.row, header_word(stream.origin), header_word(epoch)) for stream, epoch in owners
+        }
+        used = (
+            (row, *self.headers[row].tolist())
+            for row in np.flatnonzero(self.headers.any(axis=1)).tolist()
+        )
         wrong = [header for header in used if header not in known]
-        return [f"row {row} has the header {origin:#x}, {present:#x} of no lease" for row, origin, present in wrong]
+        return [
+            f"row {row} has the header {origin:#x}, {present:#x} of no lease"
+            for row, origin, present in wrong
+        ]

@@ -21,12 +21,19 @@ from typing import ParamSpec
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.load_bell import BellRope
-from kvferry.protocol.orders import FailureReason, LeaseHold, LeaseProgress, OrdersHead, StepOrders, decode_orders
+from kvferry.protocol.load_notifier import LoadNotifier
+from kvferry.protocol.orders import (
+    FailureReason,
+    LeaseHold,
+    LeaseProgress,
+    OrdersHead,
+    StepOrders,
+    decode_orders,
+)
 from kvferry.worker.device import Device, DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
-from kvferry.worker.fabric.reads import Reader
+from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.integrity import WorkerIntegrity
 from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
@@ -75,15 +82,23 @@ class TransferThread:
         handshake: Handshake,
         settings: WorkerSettings,
     ) -> None:
-        self._rope = BellRope(index)
+        self._rope = LoadNotifier(index)
         self.results = ResultBox()
         self.results.ring = self._rope.ring
-        self.reader = Reader(fabric, settings.failed_read_grace_s)
+        self.reader = FabricReader(fabric, settings.failed_read_grace_s)
         first_reads = FirstReads(
-            self.reader, memory.caches, memory.staging, memory.slot_reads, settings.handshake_timeout_s
+            self.reader,
+            memory.caches,
+            memory.staging,
+            memory.slot_reads,
+            settings.handshake_timeout_s,
         )
         self.registry = PeerRegistry(
-            first_reads, handshake, self.wake, ttl_s=settings.peer_ttl_s, most_peers=settings.max_peers
+            first_reads,
+            handshake,
+            self.wake,
+            ttl_s=settings.peer_ttl_s,
+            most_peers=settings.max_peers,
         )
         context = LoadContext(
             reader=self.reader,
@@ -101,7 +116,9 @@ class TransferThread:
         self._pool = memory.staging.pool if memory.staging is not None else None
         self._gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
-        self._integrity = WorkerIntegrity(context, self._table, self.runner, self.results, settings.check_integrity)
+        self._integrity = WorkerIntegrity(
+            context, self._table, self.runner, self.results, settings.check_integrity
+        )
         self._ending: list[LeaseProgress | LeaseHold] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._backoff_s = _MIN_BACKOFF_S
@@ -157,15 +174,17 @@ class TransferThread:
         return True
 
     def _run(self, device: Device) -> None:
-        self._survive(device.use)
+        self._log_errors(device.use)
         while not self._stopping:
-            self._survive(self._take_work)
+            self._log_errors(self._take_work)
             self._step()
             self.results.turned_s = time.monotonic()
             self._integrity.stepped(is_idle=self._is_idle())
         self._wind_up()
 
-    def _survive(self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs) -> bool:
+    def _log_errors(
+        self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs
+    ) -> bool:
         """Do one part of the work. Any exception is logged; the thread continues with the other parts."""
         try:
             return bool(part(*args, **kwargs))
@@ -193,7 +212,10 @@ class TransferThread:
             except queue.Empty:
                 return found
             found = True
-            self._backoff_s, self._notification_backoff_s = _MIN_BACKOFF_S, _MIN_NOTIFICATION_BACKOFF_S
+            self._backoff_s, self._notification_backoff_s = (
+                _MIN_BACKOFF_S,
+                _MIN_NOTIFICATION_BACKOFF_S,
+            )
             item()
 
     def _stop(self) -> None:
@@ -226,24 +248,28 @@ class TransferThread:
             polls_s.append(_QUARANTINE_POLL_S)
         return min(polls_s, default=None)
 
-    def _carry_out(self, head: OrdersHead, frame: bytes, mark: DeviceMark, arrived_s: float) -> None:
+    def _carry_out(
+        self, head: OrdersHead, frame: bytes, mark: DeviceMark, arrived_s: float
+    ) -> None:
         try:
             orders = decode_orders(frame)
         except InvalidMessage:
             self._lose(head)
             return
-        self._survive(self._change_leases, orders, mark)
+        self._log_errors(self._change_leases, orders, mark)
         for order in orders.loads:
             self.runner.add(order, mark, arrived_s, head.boot)
         if orders.cancels:
-            self._survive(self.runner.cancel, orders.cancels)
+            self._log_errors(self.runner.cancel, orders.cancels)
         for prewarm in orders.prewarms:
             add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
             add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)
 
     def _change_leases(self, orders: StepOrders, mark: DeviceMark) -> None:
         if orders.ends:
-            self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
+            self._log_errors(
+                self._notifications.take
+            )  # a report that has arrived counts before the end of its lease
         # Before the holds: an order that does not fit ends its lease, which `hold` then reports.
         self._ending = [order for order in orders.progress if self._table.publish(order)]
         sent = [self._table.hold(hold, mark) for hold in orders.holds]
@@ -266,15 +292,15 @@ class TransferThread:
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
 
     def _step(self) -> None:
-        progress = self._survive(self.registry.step, time.monotonic(), self.runner.in_use())
-        progress |= self._survive(self._table.advance)
+        progress = self._log_errors(self.registry.step, time.monotonic(), self.runner.in_use())
+        progress |= self._log_errors(self._table.advance)
         if self._table.held():
             progress |= self._take_notifications()
         elif time.monotonic() >= self._take_unexpected_s:
-            arrived = self._survive(self._notifications.take)
+            arrived = self._log_errors(self._notifications.take)
             pause_s = _MIN_NOTIFICATION_BACKOFF_S if arrived else _IDLE_NOTIFICATION_S
             self._take_unexpected_s = time.monotonic() + pause_s
-        progress |= self._survive(self.runner.step)
+        progress |= self._log_errors(self.runner.step)
         self.reader.try_again()
         self._report()
         if progress:
@@ -285,16 +311,22 @@ class TransferThread:
 
     def _take_notifications(self) -> bool:
         """Take notifications. Returns whether there were any."""
-        if self._survive(self._notifications.take):
+        if self._log_errors(self._notifications.take):
             self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
             return True
         if not self.runner.busy():  # while it is, the thread polls more often anyway
-            self._notification_backoff_s = min(2 * self._notification_backoff_s, _MAX_NOTIFICATION_BACKOFF_S)
+            self._notification_backoff_s = min(
+                2 * self._notification_backoff_s, _MAX_NOTIFICATION_BACKOFF_S
+            )
         return False
 
     def _report(self) -> None:
         """Report what has changed of graces, handshakes and gauges; only this thread changes them."""
-        pool, graces_over, handshake_s = self._pool, self.reader.graces_over, self.registry.handshake_s
+        pool, graces_over, handshake_s = (
+            self._pool,
+            self.reader.graces_over,
+            self.registry.handshake_s,
+        )
         gauges = WorkerGauges(
             peers=self.registry.num_ready,
             staging_used_bytes=pool.used_bytes if pool is not None else 0,

@@ -85,7 +85,9 @@ class FerryWorker:
             undo.callback(self._first_contact.close)
             self._device = caches.device
             handshake = self._first_contact.handshake
-            self._thread = TransferThread(self._fabric, self._memory, groups, index, handshake, settings)
+            self._thread = TransferThread(
+                self._fabric, self._memory, groups, index, handshake, settings
+            )
             undo.pop_all()
         self._watchdog = LoadWatchdog(settings.load_timeout_s)
         self._marks = False
@@ -100,7 +102,9 @@ class FerryWorker:
             InvalidMessage: this worker's own description is not at its index.
         """
         if len(workers) <= self._index or workers[self._index] != self.description:
-            raise InvalidMessage("workers", f"{len(workers)} workers", f"this one's own description at {self._index}")
+            raise InvalidMessage(
+                "workers", f"{len(workers)} workers", f"this one's own description at {self._index}"
+            )
         consumers = list(workers)
         consumers[self._index] = self._as_consumer()
         self._first_contact.set_workers(consumers, self._index, workers)
@@ -146,7 +150,9 @@ class FerryWorker:
         ended = self._memory.table.distrust()
         if not ended:
             return
-        logger.error("a step has raised: %d leases end that consumers could not read yet", len(ended))
+        logger.error(
+            "a step has raised: %d leases end that consumers could not read yet", len(ended)
+        )
         with self._thread.results as results:
             results.sent.update(request_id for request_id in ended if request_id is not None)
 

@@ -14,7 +14,7 @@ from kvferry.worker.leases import LeaseTable
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
-from kvferry.worker.stream_rows import Rows
+from kvferry.worker.stream_rows import StreamRowTable
 
 _STAGING_BYTES, _STAGING_BYTES_ON_HOST = 256 << 20, 64 << 20
 """Default sizes of the staging pool."""
@@ -41,14 +41,16 @@ class WorkerMemory:
     caches: KvCaches
     mirror: HostMirror | None
     table: LeaseTable
-    rows: Rows
+    rows: StreamRowTable
     slot_reads: SlotReads
     id_pages: IdPages
     staging: Staging | None
     regions: tuple[Region, ...]
 
     @classmethod
-    def of(cls, caches: KvCaches, groups: Sequence[CacheGroup], settings: WorkerSettings) -> WorkerMemory:
+    def of(
+        cls, caches: KvCaches, groups: Sequence[CacheGroup], settings: WorkerSettings
+    ) -> WorkerMemory:
         """Allocate it, pinned.
 
         Raises:
@@ -58,12 +60,16 @@ class WorkerMemory:
         id_pages = IdPages()
         staging = _staging(caches, settings)
         try:
-            mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
+            mirror = (
+                HostMirror(caches, groups)
+                if settings.host_buffer and settings.is_read_from
+                else None
+            )
         except BaseException:
             if staging is not None:
                 staging.unpin()
             raise
-        rows = Rows(settings.row_blocks)
+        rows = StreamRowTable(settings.row_blocks)
         table = LeaseTable(settings.lease_slots, mirror, rows)
         regions = [
             Region(table.address.address, table.num_bytes, MemoryKind.DRAM),
@@ -73,7 +79,9 @@ class WorkerMemory:
         ]
         if mirror is not None:
             regions += mirror.caches.regions()
-        elif not settings.host_buffer:  # with a host buffer the fabric never accesses the caches themselves
+        elif (
+            not settings.host_buffer
+        ):  # with a host buffer the fabric never accesses the caches themselves
             regions += caches.regions()
         if staging is not None:
             regions.append(staging.region())
@@ -108,5 +116,9 @@ def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
     default = _STAGING_BYTES if caches.device.is_cuda else _STAGING_BYTES_ON_HOST
     capacity = default if asked is None else asked
     if settings.host_buffer and not capacity:
-        raise InvalidConfig("staging_pool_bytes", 0, "more than 0 with a host buffer: everything goes through the pool")
+        raise InvalidConfig(
+            "staging_pool_bytes",
+            0,
+            "more than 0 with a host buffer: everything goes through the pool",
+        )
     return Staging(caches, capacity, on_host=settings.host_buffer) if capacity else None

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from kvferry.cli.transfer.child import COMMAND, Child, Outcome, measure
 from kvferry.cli.transfer.messages import (
     Alive,
+    CaseProgress,
     Join,
     Leave,
-    Offer,
-    Progress,
+    ReadableAgent,
     ReadsFailed,
     Reply,
     Request,
@@ -52,17 +52,21 @@ class Session:
         """Send one request and return the reply."""
         try:
             with SideChannelClient(self._secrets, ANY_HOST) as client:
-                return decode_reply(client.exchange(self._host, self._port, encode_frame(request), timeout_s))
+                return decode_reply(
+                    client.exchange(self._host, self._port, encode_frame(request), timeout_s)
+                )
         except (HandshakeFailed, InvalidMessage) as failed:
             raise ReadsFailed(f"{failed}; run `kvferry bench --listen` there first") from None
 
-    def join(self, agent_metadata: bytes) -> Offer:
+    def join(self, agent_metadata: bytes) -> ReadableAgent:
         """Join, with retries while the listener starts."""
         end_s = time.monotonic() + self._timeout_s
         me = socket.gethostname()[:256] or "unnamed"
         while True:
-            reply = self.ask(Join(session=self.name, host=me, agent_metadata=agent_metadata), self._timeout_s)
-            if isinstance(reply, Offer):
+            reply = self.ask(
+                Join(session=self.name, host=me, agent_metadata=agent_metadata), self._timeout_s
+            )
+            if isinstance(reply, ReadableAgent):
                 self.has_joined = True
                 return reply
             if not isinstance(reply, Refused):
@@ -84,11 +88,16 @@ class Session:
         """Give the listener the result; None: there is none."""
         wrong = 0 if outcome is None else outcome.measured.wrong
         with contextlib.suppress(KvferryError):  # the listener notices by itself
-            self.ask(Leave(session=self.name, wrong=wrong, complete=outcome is not None), _GOODBYE_S)
+            self.ask(
+                Leave(session=self.name, wrong=wrong, complete=outcome is not None), _GOODBYE_S
+            )
 
 
 def run_client(
-    session: Session, task: Task, show: Callable[[Progress], None], command: Sequence[str] = COMMAND
+    session: Session,
+    task: Task,
+    show: Callable[[CaseProgress], None],
+    command: Sequence[str] = COMMAND,
 ) -> Outcome:
     """Run the whole benchmark.
 

@@ -17,7 +17,7 @@ from kvferry.cli.bench.client import Session, run_client
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.formatting import binary_bytes, print_line, print_table
 from kvferry.cli.transfer.child import Outcome, check_installed
-from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
+from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, CaseProgress, Device, Task
 from kvferry.protocol.errors import one_of
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
@@ -33,7 +33,9 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def run_bench(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code. Raises `KvferryError`."""
     if (options.listen is None) == (options.connect is None):
-        raise InvalidArgument("bench", "both" if options.listen else "neither", "--listen or --connect HOST[:PORT]")
+        raise InvalidArgument(
+            "bench", "both" if options.listen else "neither", "--listen or --connect HOST[:PORT]"
+        )
     task = Task(
         device=_device(options.device),
         max_bytes=_size("--max-size", options.max_size),
@@ -88,7 +90,7 @@ def _connect(options: argparse.Namespace, task: Task) -> int:
     return 1 if outcome.measured.wrong else 0
 
 
-def _show(progress: Progress) -> None:
+def _show(progress: CaseProgress) -> None:
     """A live line, if standard error is a terminal."""
     if sys.stderr.isatty():
         _clear_line()
@@ -147,7 +149,9 @@ def _rows(outcome: Outcome) -> Iterator[list[str]]:
             f"{reads.gb_s:.3g}",
             _us(reads.p50_us),
             _us(reads.p99_us),
-            "right" if not reads.wrong else f"{reads.wrong} of {reads.checked} WRONG, the first at {reads.first_wrong}",
+            "right"
+            if not reads.wrong
+            else f"{reads.wrong} of {reads.checked} WRONG, the first at {reads.first_wrong}",
         ]
 
 

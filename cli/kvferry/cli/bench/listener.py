@@ -21,7 +21,7 @@ from kvferry.cli.transfer.messages import (
     Join,
     Leave,
     Noted,
-    Offer,
+    ReadableAgent,
     ReadsFailed,
     Reply,
     Task,
@@ -70,7 +70,9 @@ class BenchListener:
         self._report = report
         try:
             address = listening_address(host)
-            self._socket = GuardedSocket(address, port, MAX_FRAME_BYTES, secrets, self.counters, self._answer)
+            self._socket = GuardedSocket(
+                address, port, MAX_FRAME_BYTES, secrets, self.counters, self._answer
+            )
         except (OSError, zmq.ZMQError) as refused:
             expected = f"an address here, its port free ({refused})"
             raise InvalidArgument("--listen", host_port(host, port), expected) from None
@@ -79,10 +81,12 @@ class BenchListener:
         self._where = f"{host_port(host, port)} {secured}"
         self._owner = Child(command)
         self._owner.send(task)
-        self._offer: Offer | None = None
+        self._offer: ReadableAgent | None = None
         self._join: Join | None = None
         self._failed = ""  # the error of the owner, for the client that has joined
-        self._until_s = time.monotonic() + START_S  # deadline of the owner's start, then of the client's next message
+        self._until_s = (
+            time.monotonic() + START_S
+        )  # deadline of the owner's start, then of the client's next message
         self._status: int | None = None
         self._stopped = False
 
@@ -109,14 +113,16 @@ class BenchListener:
             return
         try:
             message = self._owner.take()
-            if isinstance(message, Offer):
+            if isinstance(message, ReadableAgent):
                 self._offer = message
                 self._report(f"listening on {self._where}, with {message.kind}")
             elif self._offer is None and is_late:
                 raise ReadsFailed("its NIXL process hangs at its start")
         except ReadsFailed as failed:
             if self._join is None:
-                raise ReadsFailed(f"there is no memory to read: {failed}; see `kvferry doctor`") from None
+                raise ReadsFailed(
+                    f"there is no memory to read: {failed}; see `kvferry doctor`"
+                ) from None
             self._failed = cut(str(failed))
 
     def close(self) -> None:
@@ -133,7 +139,9 @@ class BenchListener:
             request = decode_request(frame)
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
-            refused = Refused(field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected)
+            refused = Refused(
+                field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected
+            )
             self._socket.send(asker, encode_frame(refused))
             return
         reply = self._admit(request) if isinstance(request, Join) else self._note(request)
@@ -149,7 +157,11 @@ class BenchListener:
         if self._offer is None:
             return Refused(field="listener", value="starting", expected="ready; try again")
         if self._join is not None:
-            return Refused(field="client", value="another one", expected="none: every client needs its own listener")
+            return Refused(
+                field="client",
+                value="another one",
+                expected="none: every client needs its own listener",
+            )
         self._join, self._until_s = join, time.monotonic() + SILENT_S
         self._owner.send(Connect(agent_metadata=join.agent_metadata))
         self._report(f"{join.host} reads")
@@ -162,11 +174,17 @@ class BenchListener:
         self._until_s = time.monotonic() + SILENT_S
         if self._failed:
             self._end(join, 2, self._failed)
-            return Refused(field="session", value=f"ended: {self._failed}", expected="one that goes on")
+            return Refused(
+                field="session", value=f"ended: {self._failed}", expected="one that goes on"
+            )
         if isinstance(message, Leave):
             if not message.complete:
                 self._end(join, 2, "it gave up")
             else:
-                right = "every byte was right" if not message.wrong else f"{message.wrong} bytes were WRONG"
+                right = (
+                    "every byte was right"
+                    if not message.wrong
+                    else f"{message.wrong} bytes were WRONG"
+                )
                 self._end(join, int(message.wrong > 0), right)
         return Noted()

@@ -28,7 +28,11 @@ def check_address(machine: Machine) -> Iterator[Finding]:
     """The address on which vLLM would listen, then every rank's port, by an attempt to bind it."""
     check = "side channel"
     host = machine.environ.get(HOST_VARIABLE, DEFAULT_HOST)
-    shown = f"{HOST_VARIABLE}={host}" if HOST_VARIABLE in machine.environ else f"{HOST_VARIABLE} is not set: {host}"
+    shown = (
+        f"{HOST_VARIABLE}={host}"
+        if HOST_VARIABLE in machine.environ
+        else f"{HOST_VARIABLE} is not set: {host}"
+    )
     try:
         read_host(host)
         address = listening_address(host)
@@ -37,12 +41,18 @@ def check_address(machine: Machine) -> Iterator[Finding]:
         yield broken(check, f"{shown} is {why}: a producer cannot start", do)
         return
     except OSError as no_such_host:
-        yield broken(check, f"{shown}: {no_such_host}", f"export {HOST_VARIABLE}=<this machine's address>")
+        yield broken(
+            check, f"{shown}: {no_such_host}", f"export {HOST_VARIABLE}=<this machine's address>"
+        )
         return
     place = ipaddress.ip_address(address)
     if try_port(address, 0) == "EADDRNOTAVAIL":
         do = f"export {HOST_VARIABLE}=<one of: hostname -I>"
-        yield broken(check, f"{shown} ({address}) is no address of this machine: a producer cannot listen", do)
+        yield broken(
+            check,
+            f"{shown} ({address}) is no address of this machine: a producer cannot listen",
+            do,
+        )
     else:
         if place.is_loopback:
             do = f"expected on one host; else export {HOST_VARIABLE}=<an address that decoders reach>"
@@ -55,10 +65,15 @@ def check_address(machine: Machine) -> Iterator[Finding]:
 def _ports(machine: Machine, address: str) -> Iterator[Finding]:
     check, written = "side channel ports", machine.environ.get(PORT_VARIABLE, str(DEFAULT_PORT))
     if not re.fullmatch(r"[0-9]{1,5}", written):
-        yield broken(check, f"{PORT_VARIABLE}={written} is no port", f"export {PORT_VARIABLE}={DEFAULT_PORT}")
+        yield broken(
+            check, f"{PORT_VARIABLE}={written} is no port", f"export {PORT_VARIABLE}={DEFAULT_PORT}"
+        )
         return
     ports = range(int(written), int(written) + machine.ranks)
-    refusals = {port: try_port(address, port) if 0 < port < 65536 else "no port from 1 to 65535" for port in ports}
+    refusals = {
+        port: try_port(address, port) if 0 < port < 65536 else "no port from 1 to 65535"
+        for port in ports
+    }
     free = [str(port) for port, refused in refusals.items() if not refused]
     if free:
         yield ok(check, f"free: {', '.join(free)}")
@@ -68,7 +83,9 @@ def _ports(machine: Machine, address: str) -> Iterator[Finding]:
             yield look(check, f"{port} (data-parallel rank {rank}) is in use", do)
         elif refused:
             do = f"export {PORT_VARIABLE}=<a port from 1024 to 65535, so that every rank's is, too>"
-            yield broken(check, f"{port} (data-parallel rank {rank}) cannot be bound: {refused}", do)
+            yield broken(
+                check, f"{port} (data-parallel rank {rank}) cannot be bound: {refused}", do
+            )
 
 
 def try_port(address: str, port: int) -> str:
@@ -89,9 +106,13 @@ def check_secret(machine: Machine) -> Iterator[Finding]:
     """The file of the side channel's secrets, read as an engine reads it; its content is never shown."""
     check, path = "secret", machine.environ.get(VARIABLE)
     try:
-        fingerprints = ", ".join(secret.fingerprint for secret in secrets_from_environment(machine.environ))
+        fingerprints = ", ".join(
+            secret.fingerprint for secret in secrets_from_environment(machine.environ)
+        )
     except InvalidSecretFile as wrong:
-        yield broken(check, str(wrong), f"see docs/operations.md; a new one: (umask 077; {MAKE_ONE} > FILE)")
+        yield broken(
+            check, str(wrong), f"see docs/operations.md; a new one: (umask 077; {MAKE_ONE} > FILE)"
+        )
         return
     if path is None:
         do = f"(umask 077; {MAKE_ONE} > FILE); export {VARIABLE}=FILE, the same for all engines"

@@ -130,7 +130,9 @@ def _started_ago_s() -> float:
     """Seconds since this process was started: on a busy machine Python's own start takes some of the time."""
     try:
         ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK"))
+        return max(
+            0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        )
     except (OSError, ValueError, IndexError):
         return 0.0
 
@@ -143,7 +145,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     console, started_s = terminal(errors=True), time.monotonic()
     with console.status("kvferry doctor") as status:
-        yield lambda names: status.update(f"{time.monotonic() - started_s:.0f} s, waiting for {names}")
+        yield lambda names: status.update(
+            f"{time.monotonic() - started_s:.0f} s, waiting for {names}"
+        )
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, object]:

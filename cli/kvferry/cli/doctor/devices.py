@@ -56,7 +56,9 @@ class Machine:
         return _text(self.root / path)
 
 
-def this_machine(environ: Mapping[str, str], ranks: int, timeout_s: float, root: Path = Path("/")) -> Machine:
+def this_machine(
+    environ: Mapping[str, str], ranks: int, timeout_s: float, root: Path = Path("/")
+) -> Machine:
     """Find the devices; what cannot be read is missing."""
     names = _names_of_gpus()
     # A sandbox may hide their PCI bus.
@@ -110,7 +112,9 @@ def _names_of_gpus() -> dict[str, str]:
     """PCI address → `GPU 0 (NVIDIA H100 …)`. Empty if there is no `nvidia-smi`, or it hangs."""
     query = ["nvidia-smi", "--query-gpu=index,name,pci.bus_id", "--format=csv,noheader"]
     try:
-        asked = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        asked = subprocess.Popen(
+            query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
     except OSError:
         return {}
     try:

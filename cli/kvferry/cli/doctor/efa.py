@@ -37,7 +37,10 @@ def check_efa(machine: Machine) -> Iterator[Finding]:
         found = f"{devices}; its plugin loads ({works[0]}), and kvferry was never run over EFA"
         yield look(CHECK, found, f"set {_KEY}")
     else:
-        failed = "; ".join(f"{name}: {failure}" for name, failure in failures.items()) or "no build of NIXL has it"
+        failed = (
+            "; ".join(f"{name}: {failure}" for name, failure in failures.items())
+            or "no build of NIXL has it"
+        )
         do = f"install libfabric (AWS: the EFA installer), hwloc and the GPU's driver, and set {_KEY}"
         yield broken(CHECK, f"{devices}, and its plugin does not load ({failed})", do)
 
@@ -67,7 +70,12 @@ def load_error(plugin: Path, machine: Machine) -> str:
     command = [sys.executable, "-c", _LOAD, str(plugin)]
     try:
         done = subprocess.run(
-            command, env=dict(machine.environ), capture_output=True, text=True, timeout=_LOAD_S, check=False
+            command,
+            env=dict(machine.environ),
+            capture_output=True,
+            text=True,
+            timeout=_LOAD_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"not loaded within {_LOAD_S:g} s"

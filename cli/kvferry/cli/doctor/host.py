@@ -35,10 +35,16 @@ def check_locked_memory(machine: Machine) -> Iterator[Finding]:
     elif _has(machine, _CAP_IPC_LOCK):
         yield ok(check, f"limit {binary_bytes(limit)}, lifted by CAP_IPC_LOCK")
     elif not machine.ports:
-        yield ok(check, f"limit {binary_bytes(limit)}; nothing here locks memory without an RDMA device")
+        yield ok(
+            check, f"limit {binary_bytes(limit)}; nothing here locks memory without an RDMA device"
+        )
     else:
         do = "ulimit -l unlimited; Docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity"
-        yield broken(check, f"limit {binary_bytes(limit)}: a cache cannot be registered with an RDMA device", do)
+        yield broken(
+            check,
+            f"limit {binary_bytes(limit)}: a cache cannot be registered with an RDMA device",
+            do,
+        )
 
 
 def check_files(machine: Machine) -> Iterator[Finding]:
@@ -61,7 +67,10 @@ def check_files(machine: Machine) -> Iterator[Finding]:
 
 def check_shared_memory(machine: Machine) -> Iterator[Finding]:
     """The size of `/dev/shm`, for the engine's queues, and for UCX on one host."""
-    check, do = "shared memory", "Docker: --shm-size=8g; Kubernetes: an emptyDir with medium Memory mounted there"
+    check, do = (
+        "shared memory",
+        "Docker: --shm-size=8g; Kubernetes: an emptyDir with medium Memory mounted there",
+    )
     if not (machine.root / SHM).is_dir():
         yield broken(check, f"/{SHM} is not there", do)
         return
@@ -92,7 +101,9 @@ def check_processors(machine: Machine) -> Iterator[Finding]:
         yield look(check, f"{found} for {gpus} GPU workers and their engine" if gpus else found, do)
     elif quota < threads:
         do = f"export OMP_NUM_THREADS={math.floor(quota)}, or raise the quota"
-        yield look(check, f"{found}, and {threads} threads compute: all stop when it is used up", do)
+        yield look(
+            check, f"{found}, and {threads} threads compute: all stop when it is used up", do
+        )
     else:
         yield ok(check, found)
 
@@ -109,7 +120,9 @@ def _quotas(machine: Machine) -> Iterator[float]:
         for one in (folder, *folder.parents):
             if one == mount or mount in one.parents:
                 written = machine.text(f"{one}/cpu.max").split()
-                quota, period = written or (machine.text(f"{one}/cpu.cfs_{name}_us") for name in ("quota", "period"))
+                quota, period = written or (
+                    machine.text(f"{one}/cpu.cfs_{name}_us") for name in ("quota", "period")
+                )
                 if quota.isdecimal():  # otherwise `max`, or -1
                     yield int(quota) / int(period)
 
@@ -120,16 +133,26 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
     The kernel writes the chosen mode in brackets: `always [madvise] never`.
     """
     check = "huge pages"
-    mode = machine.text("sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0]
+    mode = (
+        machine.text("sys/kernel/mm/transparent_hugepage/enabled")
+        .partition("[")[2]
+        .partition("]")[0]
+    )
     found = f"transparent: {mode}" if mode else "the kernel has no transparent ones"
     if not mode or machine.gpus:
         yield ok(check, found)
     elif mode == "never":
         do = f"echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; export {THP_VARIABLE}=1"
-        yield look(check, f"{found}: reads of caches in host memory are slower than they could be", do)
+        yield look(
+            check, f"{found}: reads of caches in host memory are slower than they could be", do
+        )
     elif machine.environ.get(THP_VARIABLE) != "1":
         do = f"export {THP_VARIABLE}=1: torch puts large CPU tensors on huge pages; large reads were 1.7 times as fast"
-        yield look(check, f"{found}, and {THP_VARIABLE} is not set: caches in host memory are in small pages", do)
+        yield look(
+            check,
+            f"{found}, and {THP_VARIABLE} is not set: caches in host memory are in small pages",
+            do,
+        )
     else:
         yield ok(check, f"{found}, {THP_VARIABLE}=1")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
 from kvferry.cli.transfer.child import COMMAND, Child, Outcome, check_installed, measure
-from kvferry.cli.transfer.messages import Connect, Device, Offer, ReadsFailed, Task
+from kvferry.cli.transfer.messages import Connect, Device, ReadableAgent, ReadsFailed, Task
 from kvferry.worker.fabric.agent import GPU_READS
 
 BUSY = 2.0
@@ -58,14 +58,21 @@ def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Itera
     ):
         owner.send(task)
 
-        def connect(agent_metadata: bytes) -> Offer:
-            offer = owner.expect(Offer, max(0.0, end_s - time.monotonic()))
+        def connect(agent_metadata: bytes) -> ReadableAgent:
+            offer = owner.expect(ReadableAgent, max(0.0, end_s - time.monotonic()))
             owner.send(Connect(agent_metadata=agent_metadata))
             return offer
 
         findings: Iterable[Finding]
         try:
-            outcome = measure(reader, task, connect, lambda now: stages.append(now.what), start_s=most_s, end_s=end_s)
+            outcome = measure(
+                reader,
+                task,
+                connect,
+                lambda now: stages.append(now.what),
+                start_s=most_s,
+                end_s=end_s,
+            )
         except ReadsFailed as failed:
             findings = [_failure(kind, failed, stages)]
         else:
@@ -87,7 +94,9 @@ def _failure(kind: str, failed: ReadsFailed, stages: list[str]) -> Finding:
         do = "Docker: --gpus all; check the CUDA of torch and of NIXL (nixl_cu12, nixl_cu13) against nvidia-smi"
         return broken(check, found, do)
     about = "UCX and limits" if is_reading else "versions and UCX"
-    return broken(check, found, f"see the findings about {about}; unset every UCX_ variable and try again")
+    return broken(
+        check, found, f"see the findings about {about}; unset every UCX_ variable and try again"
+    )
 
 
 def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
@@ -97,12 +106,18 @@ def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
         found = f"{measured.wrong} bytes arrived that are not the owner's"
         yield broken(check, found, "do not serve from this machine; report it")
         return
-    gb_s = max((reads for reads in measured.reads if reads.descriptors == 1), key=lambda one: one.num_bytes).gb_s
+    gb_s = max(
+        (reads for reads in measured.reads if reads.descriptors == 1), key=lambda one: one.num_bytes
+    ).gb_s
     lanes = outcome.lanes or "transports that UCX did not name"
     found = f"{gb_s:.1f} GB/s, first contact {measured.first_contact_ms:.1f} ms, over {lanes}"
     if gb_s < SLOW_GB_S[kind]:
-        then = f"{GPU_READS}, which kvferry sets to y" if kind == "VRAM" else "reads between processes"
-        yield look(check, found, f"try again on an idle machine; then look at UCX_TLS and at {then}")
+        then = (
+            f"{GPU_READS}, which kvferry sets to y" if kind == "VRAM" else "reads between processes"
+        )
+        yield look(
+            check, found, f"try again on an idle machine; then look at UCX_TLS and at {then}"
+        )
     else:
         yield ok(check, found)
     if kind == "DRAM":
@@ -118,14 +133,18 @@ def _between_processes(lanes: str) -> Finding:
         "Docker: --cap-add SYS_PTRACE; Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]; on the host: "
         "sysctl kernel.yama.ptrace_scope=1; UCX_TLS, if it is set, must have cma"
     )
-    return look(check, "UCX has no cma (process_vm_readv): host memory on this host is read more slowly", do)
+    return look(
+        check, "UCX has no cma (process_vm_readv): host memory on this host is read more slowly", do
+    )
 
 
 def judge_log(printed: str) -> Iterator[Finding]:
     """UCX's version, and the variables that it did not use, with its guesses. `printed`: its log at level info."""
     version = _VERSION.search(printed)
     if not version:
-        yield not_done("UCX names", "UCX was not started; only UCX can check the names of its variables")
+        yield not_done(
+            "UCX names", "UCX was not started; only UCX can check the names of its variables"
+        )
         return
     yield ok("NIXL library", f"{version[2] or 'no wheel of NIXL'}, UCX {version[1]}")
     unused = _UNUSED.search(printed)

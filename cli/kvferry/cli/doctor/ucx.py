@@ -44,18 +44,28 @@ def check_ucx(machine: Machine) -> Iterator[Finding]:
         troubles.append(look(CHECK, found, "export UCX_RCACHE_MAX_UNRELEASED=1024"))
     level = environ.get("UCX_LOG_LEVEL", "warn")
     if level.lower().startswith(_LOUD):
-        troubles.append(look(CHECK, f"UCX_LOG_LEVEL={level} slows every transfer", "export UCX_LOG_LEVEL=warn"))
-    settings = f"{_written(machine.environ) or 'none set'}; kvferry adds {_written(added) or 'none'}"
+        troubles.append(
+            look(CHECK, f"UCX_LOG_LEVEL={level} slows every transfer", "export UCX_LOG_LEVEL=warn")
+        )
+    settings = (
+        f"{_written(machine.environ) or 'none set'}; kvferry adds {_written(added) or 'none'}"
+    )
     yield from troubles or [ok(CHECK, settings)]
 
 
 def _written(environ: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("UCX_"))
+    return " ".join(
+        f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("UCX_")
+    )
 
 
 def _transports(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     value = environ.get("UCX_TLS", "all").strip()
-    names = {name.strip().partition(":")[0].removeprefix("\\") for name in value.split(",") if name.strip()}
+    names = {
+        name.strip().partition(":")[0].removeprefix("\\")
+        for name in value.split(",")
+        if name.strip()
+    }
     if value.startswith("^") or "all" in names:
         return
     setting = f"UCX_TLS={value}"
@@ -84,11 +94,15 @@ def _net_devices(environ: Mapping[str, str], machine: Machine) -> Iterator[Findi
     if value == "all":
         if 1 < len(active) < len(machine.ports):
             yield look(
-                CHECK, "UCX_NET_DEVICES is not set, and not every NIC port is up: transfers were seen to hang", do
+                CHECK,
+                "UCX_NET_DEVICES is not set, and not every NIC port is up: transfers were seen to hang",
+                do,
             )
         return
     # Exclusions, ranges and patterns are left to UCX.
-    named = {name.strip() for name in value.split(",") if not re.search(r"[\^\[\]*?]", value)} - {""}
+    named = {name.strip() for name in value.split(",") if not re.search(r"[\^\[\]*?]", value)} - {
+        ""
+    }
     ports = {port.name for port in machine.ports}
     missing = sorted(named - ports - {*machine.interfaces})
     if missing:
@@ -107,7 +121,11 @@ def _error_handling(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     if uses_tcp(environ):
         found = f"UCX_MM_ERROR_HANDLING={handling}: a process killed in mid-message can hang others of its host"
-        yield look(CHECK, found, "unset UCX_MM_ERROR_HANDLING: messages within the host then go over loopback TCP")
+        yield look(
+            CHECK,
+            found,
+            "unset UCX_MM_ERROR_HANDLING: messages within the host then go over loopback TCP",
+        )
     value = environ.get("UCX_KEEPALIVE_INTERVAL", "300s")
     interval_s = seconds(value)
     do = "unset UCX_KEEPALIVE_INTERVAL: kvferry sets it to 300s"
@@ -120,7 +138,10 @@ def _error_handling(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
-    timeout_s, retries = seconds(environ.get("UCX_RC_TIMEOUT", "1s")), environ.get("UCX_RC_RETRY_COUNT", "7")
+    timeout_s, retries = (
+        seconds(environ.get("UCX_RC_TIMEOUT", "1s")),
+        environ.get("UCX_RC_RETRY_COUNT", "7"),
+    )
     if timeout_s is None or not retries.isdecimal():
         return
     longest_s = timeout_s * int(retries) * _HARDWARE_FACTOR

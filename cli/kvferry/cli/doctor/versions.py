@@ -43,9 +43,13 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
             package = "kvferry[worker]" if name in NEEDED_BY_WORKERS else f"{name}{wanted}"
             yield broken(name, "not installed", f"pip install '{package}'")
         elif not fits(installed, wanted):
-            yield broken(name, f"{installed}; supported is {wanted}", f"pip install '{name}{wanted}'")
+            yield broken(
+                name, f"{installed}; supported is {wanted}", f"pip install '{name}{wanted}'"
+            )
         elif name == "nixl":
-            yield _nixl(installed, {build: packages[build] for build in _NIXL_BUILDS if build in packages})
+            yield _nixl(
+                installed, {build: packages[build] for build in _NIXL_BUILDS if build in packages}
+            )
         elif name == "torch" and machine.gpus and "+cpu" in installed:
             found = f"{installed}, a build without CUDA, on a machine with GPUs"
             yield broken(name, found, "install the CUDA build of torch that your vLLM names")
@@ -58,7 +62,9 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
 def fits(version: str, wanted: str) -> bool:
     """Whether a version fulfils `>=A` or `>=A,<B`. Suffixes of the numbers (`+cpu`, `rc1`) are ignored."""
     numbers = _numbers(version)
-    bounds = [(bound.startswith(">="), _numbers(bound.lstrip("<>="))) for bound in wanted.split(",")]
+    bounds = [
+        (bound.startswith(">="), _numbers(bound.lstrip("<>="))) for bound in wanted.split(",")
+    ]
     return all(numbers >= bound if lowest else numbers < bound for lowest, bound in bounds)
 
 
@@ -74,9 +80,15 @@ def _python(python: tuple[int, int, int]) -> Finding:
     lowest, highest = PYTHON
     shown = ".".join(map(str, python))
     if python[:2] < lowest:
-        return broken("python", f"{shown}; the oldest supported is {_dotted(lowest)}", "use Python 3.11")
+        return broken(
+            "python", f"{shown}; the oldest supported is {_dotted(lowest)}", "use Python 3.11"
+        )
     if python[:2] > highest:
-        return look("python", f"{shown}; nothing newer than {_dotted(highest)} is declared", "use Python 3.11 to 3.13")
+        return look(
+            "python",
+            f"{shown}; nothing newer than {_dotted(highest)} is declared",
+            "use Python 3.11 to 3.13",
+        )
     return ok("python", shown)
 
 
@@ -86,10 +98,16 @@ def _vllm(installed: dict[str, str], python: tuple[int, int, int]) -> Finding:
         do = "pip install 'kvferry[vllm]' where an engine runs; the commands of kvferry do without"
         return look("vllm", "not installed", do)
     if len(installed) > 1:
-        do = "pip uninstall one of them: they write the same files, and then install the other again"
+        do = (
+            "pip uninstall one of them: they write the same files, and then install the other again"
+        )
         return broken("vllm", f"{shown}: both", do)
     if python[:2] < PYTHON_OF_VLLM:
-        return broken("vllm", f"{shown} under Python {_dotted(python)}", "use Python 3.11 or newer for engines")
+        return broken(
+            "vllm",
+            f"{shown} under Python {_dotted(python)}",
+            "use Python 3.11 or newer for engines",
+        )
     ((name, version),) = installed.items()
     if not fits(version, VLLM):
         return broken("vllm", f"{shown}; supported is {VLLM}", f"pip install '{name}{VLLM}'")
@@ -115,7 +133,9 @@ def _pyzmq(installed: str) -> Finding:
         return broken("pyzmq", f"{installed}, and it cannot be imported", do)
     if not zmq.has("curve"):
         do = "pip install --force-reinstall --only-binary :all: pyzmq, or build libzmq with libsodium"
-        return look("pyzmq", f"{installed} without CURVE: no secret can protect the side channel", do)
+        return look(
+            "pyzmq", f"{installed} without CURVE: no secret can protect the side channel", do
+        )
     return ok("pyzmq", f"{installed} with CURVE")
 
 

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import msgspec
 
-from kvferry.cli.arguments import InvalidArgument, InvalidRequest, number_option, read_file, whole_option, write_file
+from kvferry.cli.arguments import (
+    InvalidArgument,
+    InvalidCopies,
+    number_option,
+    read_file,
+    whole_option,
+    write_file,
+)
 from kvferry.cli.plan.copies import MAX_REQUEST_BYTES, copy_lines, read_request
 from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.picture import draw
@@ -35,8 +42,12 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.out is not None and options.copies is None:
         raise InvalidArgument("--out", options.out, "--copies with it")
     if options.copies is not None and options.json and options.out is None:
-        raise InvalidArgument("--copies", options.copies, "--out FILE with it, since --json prints as well")
-    tokens = None if options.tokens is None else whole_option("--tokens", options.tokens, 1, MAX_TOKENS)
+        raise InvalidArgument(
+            "--copies", options.copies, "--out FILE with it, since --json prints as well"
+        )
+    tokens = (
+        None if options.tokens is None else whole_option("--tokens", options.tokens, 1, MAX_TOKENS)
+    )
     link_gb_s = number_option("--link", options.link, 0.001, 1e6)
     there, here = read_sides(options.producer, options.consumer, _stdin)
     producer, consumer = there.engine, here.engine
@@ -48,14 +59,19 @@ def run_plan(options: argparse.Namespace) -> int:
         if options.json:
             _print_json(refusal)
         else:
-            print_sides((("producer", side_of(producer), there.form), ("consumer", side_of(consumer), here.form)))
+            print_sides(
+                (
+                    ("producer", side_of(producer), there.form),
+                    ("consumer", side_of(consumer), here.form),
+                )
+            )
             print_refusal(refusal)
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
     if options.svg is not None:
         write_file("--svg", options.svg, [draw(summary)])
     if options.copies is not None:
-        text = read_file(InvalidRequest, "file", options.copies, MAX_REQUEST_BYTES)
+        text = read_file(InvalidCopies, "file", options.copies, MAX_REQUEST_BYTES)
         request = read_request(text, consumer, producer)
         lines = copy_lines(plans, consumer, producer, request)
         if options.out is not None:
@@ -65,10 +81,16 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(summary)
     elif options.copies is None or options.out is not None:
-        print_sides((("producer", summary.producer, there.form), ("consumer", summary.consumer, here.form)))
+        print_sides(
+            (("producer", summary.producer, there.form), ("consumer", summary.consumer, here.form))
+        )
         print_plan(summary)
     # What goes to standard output for another program stays alone there.
-    to = sys.stderr if options.json or (options.copies is not None and options.out is None) else sys.stdout
+    to = (
+        sys.stderr
+        if options.json or (options.copies is not None and options.out is None)
+        else sys.stdout
+    )
     for what, path in (("picture", options.svg), ("copies", options.out)):
         if path:
             print(f"\n{what}: {visible(path)}", file=to)

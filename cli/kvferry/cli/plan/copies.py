@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.cli.arguments import InvalidRequest
+from kvferry.cli.arguments import InvalidCopies
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.tokens import TokenMap
@@ -44,35 +44,43 @@ class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: Count | None = None
 
 
-def read_request(text: bytes, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
+def read_request(
+    text: bytes, consumer: EngineDescription, producer: EngineDescription
+) -> RequestBlocks:
     """The request's blocks for pairing, from the content of the file of `--copies`.
 
     Raises:
-        InvalidRequest: with the field, its value and the expected one.
+        InvalidCopies: with the field, its value and the expected one.
     """
     if len(text) > MAX_REQUEST_BYTES:
-        raise InvalidRequest("file", f"{len(text)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
+        raise InvalidCopies("file", f"{len(text)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
     try:
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise InvalidRequest("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+        raise InvalidCopies("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
     names = CopyRequest.__struct_encode_fields__
     for key in plain if isinstance(plain, dict) else ():
         if key not in names:
-            raise InvalidRequest(cut(key), UNKNOWN, one_of(key, names))
-    return _blocks_of(as_type(plain, CopyRequest, InvalidRequest), consumer, producer)
+            raise InvalidCopies(cut(key), UNKNOWN, one_of(key, names))
+    return _blocks_of(as_type(plain, CopyRequest, InvalidCopies), consumer, producer)
 
 
-def _blocks_of(request: CopyRequest, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
+def _blocks_of(
+    request: CopyRequest, consumer: EngineDescription, producer: EngineDescription
+) -> RequestBlocks:
     for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):
-            raise InvalidRequest(field, f"{len(lists)} lists", f"one per cache group: {len(engine.groups)}")
+            raise InvalidCopies(
+                field, f"{len(lists)} lists", f"one per cache group: {len(engine.groups)}"
+            )
     stop = request.num_tokens if request.stop_token is None else request.stop_token
     if stop > request.num_tokens:
-        raise InvalidRequest("stop_token", stop, f"at most num_tokens={request.num_tokens}")
+        raise InvalidCopies("stop_token", stop, f"at most num_tokens={request.num_tokens}")
     if request.first_token >= stop:
-        raise InvalidRequest("first_token", request.first_token, f"below {stop}, where reading stops")
+        raise InvalidCopies(
+            "first_token", request.first_token, f"below {stop}, where reading stops"
+        )
     return RequestBlocks(
         local=request.local_block_ids,
         remote=request.remote_block_ids,
@@ -83,12 +91,15 @@ def _blocks_of(request: CopyRequest, consumer: EngineDescription, producer: Engi
 
 
 def copy_lines(
-    plans: Sequence[TransferPlan], consumer: EngineDescription, producer: EngineDescription, request: RequestBlocks
+    plans: Sequence[TransferPlan],
+    consumer: EngineDescription,
+    producer: EngineDescription,
+    request: RequestBlocks,
 ) -> Iterator[str]:
     """One line per elementary copy, by consumer worker and producer worker.
 
     Raises:
-        InvalidRequest: the blocks do not cover the tokens, or are outside a cache. Before the first line.
+        InvalidCopies: the blocks do not cover the tokens, or are outside a cache. Before the first line.
     """
     units = []
     for plan in plans:
@@ -96,11 +107,13 @@ def copy_lines(
             units.append(pair_request(plan, consumer.groups, producer.groups, request))
         except InvalidParams as wrong:
             field = wrong.field.replace("local_blocks", "local_block_ids")
-            raise InvalidRequest(field, Shown(wrong.shown_value), wrong.expected) from None
+            raise InvalidCopies(field, Shown(wrong.shown_value), wrong.expected) from None
     return _lines(plans, units)
 
 
-def _lines(plans: Sequence[TransferPlan], units: Sequence[Mapping[TokenMap, UnitPairs]]) -> Iterator[str]:
+def _lines(
+    plans: Sequence[TransferPlan], units: Sequence[Mapping[TokenMap, UnitPairs]]
+) -> Iterator[str]:
     for plan, pairs in zip(plans, units, strict=True):
         for route in plan.routes:
             head = f'{{"consumer": {_place(plan.place)}, "producer": {_place(route.place)}, "src": '
@@ -108,7 +121,12 @@ def _lines(plans: Sequence[TransferPlan], units: Sequence[Mapping[TokenMap, Unit
                 convert = f', "convert": "{bundle.conversions[0]}"' if bundle.conversions else ""
                 for copies in route_copies(replace(route, bundles=(bundle,)), pairs):
                     tail = f', "via": "{copies.placing.value}"{convert}}}\n'
-                    rows = zip(copies.src.tolist(), copies.dst.tolist(), copies.num_bytes.tolist(), strict=True)
+                    rows = zip(
+                        copies.src.tolist(),
+                        copies.dst.tolist(),
+                        copies.num_bytes.tolist(),
+                        strict=True,
+                    )
                     for src, dst, num_bytes in rows:
                         yield f'{head}{src}, "dst": {dst}, "bytes": {num_bytes}{tail}'
 

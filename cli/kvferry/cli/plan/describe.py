@@ -31,7 +31,12 @@ _SIGNATURE_S = 0.5
 def run_describe(options: argparse.Namespace) -> int:
     """Run the command; gives the exit code. Raises `KvferryError`."""
     host, port = read_address("HOST:PORT", options.address)
-    engine = fetch(host, port, number_option("--timeout", options.timeout, 0.1, 600), secrets_from_environment())
+    engine = fetch(
+        host,
+        port,
+        number_option("--timeout", options.timeout, 0.1, 600),
+        secrets_from_environment(),
+    )
     engine_json = engine_json_of(engine)
     if options.json:
         sys.stdout.write(visible_json(encode_engine_json(engine_json).decode()))
@@ -51,7 +56,9 @@ def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> Engi
     end_s, where = time.monotonic() + timeout_s, host_port(host, port)
     try:
         with ThreadPoolExecutor(1) as pool, SideChannelClient(secrets, ANY_HOST) as client:
-            asked = pool.submit(client.fetch_description, host, port, UNKNOWN_ENGINE, ASKER, timeout_s)
+            asked = pool.submit(
+                client.fetch_description, host, port, UNKNOWN_ENGINE, ASKER, timeout_s
+            )
             try:
                 wait([asked], timeout=_PROBE_S)
                 if not asked.done():
@@ -62,7 +69,9 @@ def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> Engi
                 raise
         check_description(description)
     except InvalidMessage as wrong:
-        raise HandshakeFailed(f"{where} is no side channel of kvferry, or of another version: {wrong}") from None
+        raise HandshakeFailed(
+            f"{where} is no side channel of kvferry, or of another version: {wrong}"
+        ) from None
     return description
 
 
@@ -88,10 +97,14 @@ def _check_listener(host: str, port: int, end_s: float) -> None:
             connection.settimeout(max(0.05, end_s - started_s))
             connection.connect(address)
         except ConnectionRefusedError:
-            raise HandshakeFailed(f"{where} is closed: nothing listens there. Only producers do, when ready") from None
+            raise HandshakeFailed(
+                f"{where} is closed: nothing listens there. Only producers do, when ready"
+            ) from None
         except TimeoutError:
             waited = f"within {digits(end_s - started_s)} s"
-            raise HandshakeFailed(f"{where} did not accept a connection {waited}: host down, or a firewall") from None
+            raise HandshakeFailed(
+                f"{where} did not accept a connection {waited}: host down, or a firewall"
+            ) from None
         except OSError as refused:
             raise HandshakeFailed(f"{where} cannot be reached: {refused.strerror}") from None
         _check_signature(connection, where, end_s)
@@ -107,7 +120,9 @@ def _check_signature(connection: socket.socket, where: str, end_s: float) -> Non
             connection.sendall(b"kvferry describe\r\n\r\n")
             found = connection.recv(64)
     except TimeoutError:
-        raise HandshakeFailed(f"{where} accepted a connection and did not answer: it hangs, or is no engine") from None
+        raise HandshakeFailed(
+            f"{where} accepted a connection and did not answer: it hangs, or is no engine"
+        ) from None
     except OSError:
         found = b""
     if not found.startswith(b"\xff"):

@@ -19,7 +19,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: int
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class PlanSide(msgspec.Struct, frozen=True, kw_only=True):
     """One engine."""
 
     engine_id: str
@@ -31,11 +31,11 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[Shard, ...]
 
 
-def side_of(engine: EngineDescription) -> Side:
+def side_of(engine: EngineDescription) -> PlanSide:
     """One engine, as it is displayed."""
     shape = EngineShape.of(engine)
     order = layer_order(engine)
-    return Side(
+    return PlanSide(
         engine_id=engine.engine_id,
         topology=shape.topology,
         layers=shape.layers,
@@ -60,7 +60,7 @@ def _shard(engine: EngineDescription, worker: WorkerDescription, order: dict[str
     )
 
 
-def format_engine(side: Side) -> str:
+def format_engine(side: PlanSide) -> str:
     """An engine in one line."""
     return str(EngineShape(side.topology, side.layers, side.heads, side.dtypes, side.groups))
 

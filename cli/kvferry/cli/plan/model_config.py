@@ -21,7 +21,13 @@ from kvferry.protocol.errors import MISSING, Shown, cut
 MAX_CONFIG_BYTES = 4 << 20
 
 _KINDS = ("full_attention", "sliding_attention")
-_EXAMPLES = {"layers": "layers=32", "heads": "heads=8", "dim": "dim=128", "mla": "mla=576", "dtype": "dtype=bfloat16"}
+_EXAMPLES = {
+    "layers": "layers=32",
+    "heads": "heads=8",
+    "dim": "dim=128",
+    "mla": "mla=576",
+    "dtype": "dtype=bfloat16",
+}
 _EXAMPLES["window"] = "window=4096, window=4096@0-30/2 or window=0"
 _NESTED = ("text_config", "llm_config", "language_config")
 """Where a multi-modal model has the configuration of its language model."""
@@ -30,12 +36,52 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
-_AS_MANY_KV_HEADS = ("bloom", "cohere", "falcon", "gpt2", "gpt_neox", "gptj", "granite", "llama", "olmo", "opt", "phi")
+_AS_MANY_KV_HEADS = (
+    "bloom",
+    "cohere",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "llama",
+    "olmo",
+    "opt",
+    "phi",
+)
 """Model types with as many KV heads as heads if config.json has no number of them; others have one in their code."""
 _HEAD_DIM_OF_CODE = (
-    *("afmoe", "cohere2_moe", "cwm", "ernie4_5", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4"),
-    *("gpt_oss", "helium", "hy_v3", "llama4_text", "mellum", "minimax_m2", "ministral3", "muse_glimmer_assistant"),
-    *("muse_glimmer_text", "paddleocr_vl_text", "qwen3", "qwen3_vl_text", "seed_oss", "solar_open", "step3p5"),
+    *(
+        "afmoe",
+        "cohere2_moe",
+        "cwm",
+        "ernie4_5",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "glm",
+        "glm4",
+    ),
+    *(
+        "gpt_oss",
+        "helium",
+        "hy_v3",
+        "llama4_text",
+        "mellum",
+        "minimax_m2",
+        "ministral3",
+        "muse_glimmer_assistant",
+    ),
+    *(
+        "muse_glimmer_text",
+        "paddleocr_vl_text",
+        "qwen3",
+        "qwen3_vl_text",
+        "seed_oss",
+        "solar_open",
+        "step3p5",
+    ),
     *("vaultgemma", "zaya"),
 )
 """Model types whose code has a number for a missing head_dim; others divide the hidden size."""
@@ -55,7 +101,17 @@ _WINDOWS = {
 }
 """Model types with windows if config.json does not list the layers: every n-th has full attention; 0: none has."""
 _WINDOW_OF_CODE = (
-    *("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gemma3n_text"),
+    *(
+        "afmoe",
+        "cohere2",
+        "cohere2_moe",
+        "cwm",
+        "exaone4",
+        "exaone_moe",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+    ),
     *("gpt_oss", "granite_swa", "granitemoe_swa", "ministral", "mistral", "muse_glimmer_assistant"),
     *("muse_glimmer_text", "olmo3", "vaultgemma", "voxtral_realtime_text"),
 )
@@ -64,8 +120,25 @@ _ASKED_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
 """Beginnings of model types that have windows only if `use_sliding_window` is true."""
 
 _STATES = (
-    *("mamba", "ssm", "linear_", "conv_", "rwkv", "state_size", "lru_width", "hybrid", "layers_block_type"),
-    *("attn_layer", "attn_type_list", "layer_group_size", "time_mix", "block_types", "full_attn_idxs"),
+    *(
+        "mamba",
+        "ssm",
+        "linear_",
+        "conv_",
+        "rwkv",
+        "state_size",
+        "lru_width",
+        "hybrid",
+        "layers_block_type",
+    ),
+    *(
+        "attn_layer",
+        "attn_type_list",
+        "layer_group_size",
+        "time_mix",
+        "block_types",
+        "full_attn_idxs",
+    ),
 )
 """Beginnings of keys that only models with recurrent states or convolutions have."""
 _ELSEWHERE = {
@@ -113,21 +186,38 @@ def read_model_config(text: bytes, given: Mapping[str, str]) -> dict[str, str]:
 class _Config:
     """One config.json. `_own` is the part that describes the language model, without its nulls."""
 
-    def __init__(self, whole: Mapping[str, Any], nested: Mapping[str, Any] | None, given: Mapping[str, str]) -> None:
+    def __init__(
+        self, whole: Mapping[str, Any], nested: Mapping[str, Any] | None, given: Mapping[str, str]
+    ) -> None:
         self._whole, self._nested, self._given = whole, nested, given
-        self._own = {key: value for key, value in (whole if nested is None else nested).items() if value is not None}
+        self._own = {
+            key: value
+            for key, value in (whole if nested is None else nested).items()
+            if value is not None
+        }
         self._type = str(self._own.get("model_type", "missing"))[:64]
 
     def pairs(self) -> dict[str, str]:
         self._refuse_others()
         given = self._given
-        every = int(KEYS["layers"].value.read("layers", given["layers"])) if "layers" in given else self._layers()
-        shared = self._number(("num_kv_shared_layers",), 0, every - 1) if "num_kv_shared_layers" in self._own else 0
+        every = (
+            int(KEYS["layers"].value.read("layers", given["layers"]))
+            if "layers" in given
+            else self._layers()
+        )
+        shared = (
+            self._number(("num_kv_shared_layers",), 0, every - 1)
+            if "num_kv_shared_layers" in self._own
+            else 0
+        )
         found = {"layers": str(every - shared)}
         if "mla" in given:
             pass
         elif self._own.get("kv_lora_rank") and "heads" not in given and "dim" not in given:
-            found["mla"] = str(self._number(("kv_lora_rank",), 1) + self._number(("qk_rope_head_dim",), 0, add="mla"))
+            found["mla"] = str(
+                self._number(("kv_lora_rank",), 1)
+                + self._number(("qk_rope_head_dim",), 0, add="mla")
+            )
         else:
             readers = {"heads": self._kv_heads, "dim": self._head_dim}
             found.update({key: str(read()) for key, read in readers.items() if key not in given})
@@ -145,24 +235,46 @@ class _Config:
         if self._own.get("is_encoder_decoder") or self._whole.get("is_encoder_decoder"):
             raise _not_here("is_encoder_decoder", True, _ELSEWHERE["encoder_layers"])
         if self._own.get("kv_lora_rank") and self._type not in _MLA:
-            raise _not_here("model_type", self._type, "its code says how much of a kv_lora_rank is in the cache")
-        if not self._own.get("kv_lora_rank") and self._own.get("v_head_dim", 0) not in (0, self._own.get("head_dim")):
+            raise _not_here(
+                "model_type", self._type, "its code says how much of a kv_lora_rank is in the cache"
+            )
+        if not self._own.get("kv_lora_rank") and self._own.get("v_head_dim", 0) not in (
+            0,
+            self._own.get("head_dim"),
+        ):
             raise _not_here("v_head_dim", self._own["v_head_dim"], "K and V differ in size")
         types = self._own.get("layer_types", [])
-        unlike = [kind for kind in types if kind not in _KINDS] if isinstance(types, list) else [types]
+        unlike = (
+            [kind for kind in types if kind not in _KINDS] if isinstance(types, list) else [types]
+        )
         states = [key for key in self._own if key.startswith(_STATES) and self._own[key]]
         if (unlike or states) and "state_layers" not in self._given:
-            field, value = ("layer_types", unlike[0]) if unlike else (states[0], self._own[states[0]])
-            raise _not_here(field, value, "config.json lacks the states of its layers", "state_layers, ssm and conv")
+            field, value = (
+                ("layer_types", unlike[0]) if unlike else (states[0], self._own[states[0]])
+            )
+            raise _not_here(
+                field,
+                value,
+                "config.json lacks the states of its layers",
+                "state_layers, ssm and conv",
+            )
 
     def _layers(self) -> int:
         return self._number(_LAYERS, 1, MAX_LAYERS, add="layers")
 
     def _kv_heads(self) -> int:
         own = self._own
-        if self._type in _MULTI_QUERY and own.get("multi_query", True) and not own.get("new_decoder_architecture"):
+        if (
+            self._type in _MULTI_QUERY
+            and own.get("multi_query", True)
+            and not own.get("new_decoder_architecture")
+        ):
             return 1
-        if self._nested is None and self._type in _AS_MANY_KV_HEADS and not any(key in self._own for key in _KV_HEADS):
+        if (
+            self._nested is None
+            and self._type in _AS_MANY_KV_HEADS
+            and not any(key in self._own for key in _KV_HEADS)
+        ):
             return self._number(_HEADS, 1, add="heads")
         return self._number(_KV_HEADS, 1, add="heads")
 
@@ -171,17 +283,30 @@ class _Config:
             if self._own.get(key, 0) != 0:
                 return self._number((key,), 1, add="dim")
         if self._type in _HEAD_DIM_OF_CODE or (self._nested is not None and self._type == "llama"):
-            raise InvalidModel("head_dim", MISSING, f"a number, which is in the code of {self._type}; {_add('dim')}")
-        hidden, heads = self._number(_HIDDEN, 1, 1 << 24, add="dim"), self._number(_HEADS, 1, add="dim")
+            raise InvalidModel(
+                "head_dim",
+                MISSING,
+                f"a number, which is in the code of {self._type}; {_add('dim')}",
+            )
+        hidden, heads = (
+            self._number(_HIDDEN, 1, 1 << 24, add="dim"),
+            self._number(_HEADS, 1, add="dim"),
+        )
         if hidden % heads:
             raise InvalidModel("hidden_size", hidden, f"a multiple of {heads} heads; {_add('dim')}")
         return hidden // heads
 
     def _dtype(self) -> str:
         scheme = self._own.get("quantization_config") or self._whole.get("quantization_config")
-        if isinstance(scheme, dict) and (scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")):
-            raise InvalidModel("quantization_config", Shown("one with a quantised cache"), _add("dtype"))
-        places = [one.get(key) for one in (self._whole, self._own) for key in ("dtype", "torch_dtype")]
+        if isinstance(scheme, dict) and (
+            scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")
+        ):
+            raise InvalidModel(
+                "quantization_config", Shown("one with a quantised cache"), _add("dtype")
+            )
+        places = [
+            one.get(key) for one in (self._whole, self._own) for key in ("dtype", "torch_dtype")
+        ]
         found = next((place for place in places if place is not None), MISSING)
         name = found.removeprefix("torch.") if isinstance(found, str) else ""
         if name not in _DTYPES:
@@ -197,15 +322,26 @@ class _Config:
         if "sliding_window" not in source and self._type not in _WINDOW_OF_CODE:
             return ""
         tokens = self._number(("sliding_window",), 1, 1 << 40, add="window")
-        kinds, pattern = self._own.get("layer_types"), self._own.get("sliding_window_pattern", _WINDOWS.get(self._type))
+        kinds, pattern = (
+            self._own.get("layer_types"),
+            self._own.get("sliding_window_pattern", _WINDOWS.get(self._type)),
+        )
         if isinstance(kinds, list):
             if len(kinds) != every:
-                raise InvalidModel("layer_types", Shown(f"{len(kinds)} names"), f"one for each of {every} layers")
+                raise InvalidModel(
+                    "layer_types", Shown(f"{len(kinds)} names"), f"one for each of {every} layers"
+                )
             having = [index for index in range(layers) if kinds[index] == _KINDS[1]]
-        elif type(pattern) is int and 0 <= pattern <= MAX_LAYERS and not self._type.startswith(_ASKED_WINDOWS):
+        elif (
+            type(pattern) is int
+            and 0 <= pattern <= MAX_LAYERS
+            and not self._type.startswith(_ASKED_WINDOWS)
+        ):
             having = [index for index in range(layers) if not pattern or (index + 1) % pattern]
         else:
-            raise InvalidModel("layer_types", MISSING, f"the layers of the window; {_add('window')}")
+            raise InvalidModel(
+                "layer_types", MISSING, f"the layers of the window; {_add('window')}"
+            )
         tokens += self._type.startswith("cohere2")  # vLLM counts the token itself, too
         if len(having) == layers:
             return f"{tokens}"
@@ -220,7 +356,9 @@ class _Config:
         key = next((key for key in keys if key in self._own), keys[0])
         value = self._own.get(key, MISSING)
         if type(value) is not int or not low <= value <= high:
-            raise InvalidModel(key, value, f"a whole number from {low} to {high}{f'; {_add(add)}' if add else ''}")
+            raise InvalidModel(
+                key, value, f"a whole number from {low} to {high}{f'; {_add(add)}' if add else ''}"
+            )
         return value
 
 
@@ -231,4 +369,8 @@ def _add(key: str) -> str:
 def _not_here(field: str, value: object, why: str, keys: str = "") -> InvalidModel:
     """The error for a model that config.json does not describe, with what to do."""
     do = "start an engine with the key description_file and give that file"
-    return InvalidModel(field, value, f"another model: {why}; {do}{f', or add {keys} behind a comma' if keys else ''}")
+    return InvalidModel(
+        field,
+        value,
+        f"another model: {why}; {do}{f', or add {keys} behind a comma' if keys else ''}",
+    )

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import decimal_bytes, span, spans
-from kvferry.cli.plan.engine import Shard, Side, format_tokens
+from kvferry.cli.plan.engine import PlanSide, Shard, format_tokens
 from kvferry.cli.plan.summary import Flow, PlanSummary
 from kvferry.cli.svg import THEME, document, element, text
 from kvferry.plan.engine_shape import format_group, format_topology
@@ -44,7 +44,7 @@ THINNEST = 1.0
 class Card:
     """One worker: its shard of its side, its rectangle, which is `CARD_WIDTH` wide, and its colour."""
 
-    side: Side
+    side: PlanSide
     shard: Shard
     left: float
     top: float
@@ -100,7 +100,14 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     colours = (palette(len(summary.producer.workers)), [_CONSUMER] * len(summary.consumer.workers))
     left, right = (
         [
-            Card(side, shard, x, TOP + index * height / len(of_side), height / len(of_side) - GAP, colour)
+            Card(
+                side,
+                shard,
+                x,
+                TOP + index * height / len(of_side),
+                height / len(of_side) - GAP,
+                colour,
+            )
             for index, (shard, colour) in enumerate(zip(side.workers, of_side, strict=True))
         ]
         for side, x, of_side in zip(sides, (LEFT, RIGHT), colours, strict=True)
@@ -121,12 +128,18 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     for producer, consumer, _, _, num_bytes in found:
         loads[producer] += num_bytes
         loads[consumer] += num_bytes
-    scale = min(((card.height - 2 * MARGIN) / load for card, load in loads.items() if load), default=0.0)
+    scale = min(
+        ((card.height - 2 * MARGIN) / load for card, load in loads.items() if load), default=0.0
+    )
     tops = {card: card.middle - load * scale / 2 for card, load in loads.items()}
     bands = []
     for producer, consumer, flow, placing, num_bytes in found:
         width = max(THINNEST, num_bytes * scale) if num_bytes else 0.0
-        bands.append(Band(producer, consumer, flow, placing, num_bytes, tops[producer], tops[consumer], width))
+        bands.append(
+            Band(
+                producer, consumer, flow, placing, num_bytes, tops[producer], tops[consumer], width
+            )
+        )
         tops[producer] += width
         tops[consumer] += width
     return left + right, bands
@@ -175,11 +188,18 @@ def _band(band: Band) -> str:
         f"L{end:.1f} {far_bottom:.2f}C{middle:.1f} {far_bottom:.2f} {middle:.1f} {bottom:.2f} {start:.1f} {bottom:.2f}Z"
     )
     hatch = [element("path", d=path, fill="url(#hatch)")] if band.placing == "staged" else []
-    return element("g", element("path", d=path, fill=band.producer.colour, fill_opacity=0.55), *hatch, hint=hint)
+    return element(
+        "g",
+        element("path", d=path, fill=band.producer.colour, fill_opacity=0.55),
+        *hatch,
+        hint=hint,
+    )
 
 
 def _dotted(path: str, hint: str = "") -> str:
-    return element("path", hint=hint, d=path, class_="zero", stroke_width=1.2, stroke_dasharray="3 5")
+    return element(
+        "path", hint=hint, d=path, class_="zero", stroke_width=1.2, stroke_dasharray="3 5"
+    )
 
 
 def _band_words(band: Band) -> str:
@@ -187,8 +207,15 @@ def _band_words(band: Band) -> str:
     ends = f"{band.producer.shard.place} → {band.consumer.shard.place}"
     if not flow.reads:
         return f"{ends}: release only"
-    heads = spans(sorted({heads for read in flow.reads for heads in read.heads}, key=lambda one: (one.start, one.stop)))
-    runs = ", ".join(sorted({f"{read.run_bytes} B" for read in flow.reads if read.placing == band.placing}))
+    heads = spans(
+        sorted(
+            {heads for read in flow.reads for heads in read.heads},
+            key=lambda one: (one.start, one.stop),
+        )
+    )
+    runs = ", ".join(
+        sorted({f"{read.run_bytes} B" for read in flow.reads if read.placing == band.placing})
+    )
     return f"{ends}: heads {heads}, {decimal_bytes(band.num_bytes)}, {band.placing}, runs of {runs}"
 
 
@@ -197,22 +224,54 @@ def _labels(bands: Sequence[Band]) -> Iterator[str]:
     for band in bands if len(bands) <= _LABELS_UP_TO else ():
         if band.width >= 13:
             content = f"{decimal_bytes(band.num_bytes)} {band.placing}"
-            yield text(content, RIGHT - 10, band.right_top + band.width / 2 + 3.5, 10, class_="ink", text_anchor="end")
+            yield text(
+                content,
+                RIGHT - 10,
+                band.right_top + band.width / 2 + 3.5,
+                10,
+                class_="ink",
+                text_anchor="end",
+            )
 
 
 def _card(card: Card) -> Iterator[str]:
     """A worker's name and part, and its map: the whole model, with the part that it holds filled."""
-    shard, x, heads, layers = card.shard, card.left, max(1, card.side.heads), max(1, card.side.layers)
+    shard, x, heads, layers = (
+        card.shard,
+        card.left,
+        max(1, card.side.heads),
+        max(1, card.side.layers),
+    )
     is_left = x == LEFT
     tokens = f"tokens: {format_tokens(shard.interleave)}"
-    yield element("rect", x=x, y=card.top, width=CARD_WIDTH, height=card.height, rx=6, class_="card grid", hint=tokens)
+    yield element(
+        "rect",
+        x=x,
+        y=card.top,
+        width=CARD_WIDTH,
+        height=card.height,
+        rx=6,
+        class_="card grid",
+        hint=tokens,
+    )
     if is_left:
-        yield element("rect", x=x + CARD_WIDTH - 5, y=card.top, width=5, height=card.height, rx=2, fill=card.colour)
+        yield element(
+            "rect",
+            x=x + CARD_WIDTH - 5,
+            y=card.top,
+            width=5,
+            height=card.height,
+            rx=2,
+            fill=card.colour,
+        )
     at = x + 12 if is_left else x + _MAP_WIDTH + 26
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
     yield text(str(shard.place), at, card.middle - 1, 12, class_="ink", font_weight=700)
     yield text(held, at, card.middle + 10, 10, class_="muted")
-    left, height = x + CARD_WIDTH - _MAP_WIDTH - 14 if is_left else x + 12, min(card.height - 8, _MAP_HEIGHT)
+    left, height = (
+        x + CARD_WIDTH - _MAP_WIDTH - 14 if is_left else x + 12,
+        min(card.height - 8, _MAP_HEIGHT),
+    )
     top = card.middle - height / 2
     yield element("rect", x=left, y=top, width=_MAP_WIDTH, height=height, rx=2, class_="paper")
     yield element(
@@ -227,16 +286,24 @@ def _card(card: Card) -> Iterator[str]:
 
 def _legend(placings: Set[str], y: float) -> Iterator[str]:
     x = LEFT
-    names = {"direct": "read in place", "staged": "staged, then put in place", "release": "release only"}
+    names = {
+        "direct": "read in place",
+        "staged": "staged, then put in place",
+        "release": "release only",
+    }
     for placing in (name for name in names if name in placings):
         if placing == "release":
             yield _dotted(f"M{x:.1f} {y - 4:.1f}h28")
         else:
-            yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="#4269d0", fill_opacity=0.55)
+            yield element(
+                "rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="#4269d0", fill_opacity=0.55
+            )
         if placing == "staged":
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="url(#hatch)")
         yield text(names[placing], x + 36, y, 11.5, class_="muted")
         x += 60 + 7 * len(names[placing])
     yield text("width of a band: its bytes", x, y, 11.5, class_="muted")
-    about = "in each card the whole model: heads across, layers down; filled is what the worker holds"
+    about = (
+        "in each card the whole model: heads across, layers down; filled is what the worker holds"
+    )
     yield text(about, LEFT, y + 24, 11.5, class_="muted")

@@ -15,7 +15,7 @@ from kvferry.cli.arguments import InvalidArgument
 from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, pair_units
 from kvferry.plan.cost import Costs
 from kvferry.plan.runs import Bundle
-from kvferry.plan.staged_layout import Source
+from kvferry.plan.staged_layout import StagedSource
 from kvferry.plan.tokens import TokenMap, TokenSide, first_needed
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.protocol.handshake import CacheGroup
@@ -57,21 +57,33 @@ class Effort:
     def seconds(self, costs: Costs, link_gb_s: float) -> float:
         """Time over a link, with the known costs of descriptors and of the relayout."""
         descriptors_s = self.descriptors * costs.descriptor_s
-        return self.link_bytes / (link_gb_s * 1e9) + descriptors_s + costs.relayout_s(self.staged_bytes)
+        return (
+            self.link_bytes / (link_gb_s * 1e9)
+            + descriptors_s
+            + costs.relayout_s(self.staged_bytes)
+        )
 
 
-def prompt_tokens(asked: int | None, plans: Iterable[TransferPlan], here: Groups, there: Groups) -> int:
+def prompt_tokens(
+    asked: int | None, plans: Iterable[TransferPlan], here: Groups, there: Groups
+) -> int:
     """The length of the prompt: `asked`, or `DEFAULT_TOKENS` but at most the tokens that the smaller cache holds.
 
     Raises:
         InvalidArgument: `asked` is more than a cache holds, or a cache holds nothing.
     """
     limits = [(MAX_TOKENS, "this command counts no further")]
-    for tokens in {bundle.tokens for plan in plans for route in plan.routes for bundle in route.bundles}:
+    for tokens in {
+        bundle.tokens for plan in plans for route in plan.routes for bundle in route.bundles
+    }:
         if not tokens.is_state:
             group = tokens.group
-            limits.append((_capacity(tokens.remote, there[group]), "the producer's cache holds no more"))
-            limits.append((_capacity(tokens.local, here[group]), "the consumer's cache holds no more"))
+            limits.append(
+                (_capacity(tokens.remote, there[group]), "the producer's cache holds no more")
+            )
+            limits.append(
+                (_capacity(tokens.local, here[group]), "the consumer's cache holds no more")
+            )
     most, why = min(limits)
     if most < 1:
         raise InvalidArgument("blocks", 1, "at least 2 in every cache: block 0 is the null block")
@@ -109,10 +121,12 @@ def bundle_effort(route: Route, bundle: Bundle, found: Units) -> Effort:
     return Effort(num_bytes, num_bytes, found.units * bundle.unit_runs)
 
 
-def source_effort(source: Source, found: Units) -> Effort:
+def source_effort(source: StagedSource, found: Units) -> Effort:
     """The effort of reads into the staging pool: the producer's runs, of units or of whole blocks."""
     times = found.blocks if source.whole_blocks else found.units
-    return Effort(link_bytes=times * source.bundle.unit_bytes, descriptors=times * source.bundle.unit_runs)
+    return Effort(
+        link_bytes=times * source.bundle.unit_bytes, descriptors=times * source.bundle.unit_runs
+    )
 
 
 def _capacity(side: TokenSide, group: CacheGroup) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import decimal_bytes, rounded_count
-from kvferry.cli.plan.summary import Flow, Read, Reader
+from kvferry.cli.plan.summary import Flow, Read, ReadingWorker
 from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import Place, Range
 
@@ -47,7 +47,7 @@ class Row:
         return (self.producer is None, lengths, *same)
 
 
-def rows_of(readers: Iterable[Reader], reasons: dict[str, int]) -> Iterator[Row]:
+def rows_of(readers: Iterable[ReadingWorker], reasons: dict[str, int]) -> Iterator[Row]:
     """All rows; new reasons get the next number in `reasons`."""
     for reader in readers:
         if not reader.flows:
@@ -60,7 +60,9 @@ def rows_of(readers: Iterable[Reader], reasons: dict[str, int]) -> Iterator[Row]
                 yield _row(reader.place, flow, read, read is first_staged, reasons)
 
 
-def _row(consumer: Place, flow: Flow, read: Read, is_first_staged: bool, reasons: dict[str, int]) -> Row:
+def _row(
+    consumer: Place, flow: Flow, read: Read, is_first_staged: bool, reasons: dict[str, int]
+) -> Row:
     """Staged reads of one pair of workers share their descriptors, which the first of them has."""
     number = reasons.setdefault(read.reason, len(reasons) + 1)
     descriptors: int | None = read.runs
@@ -91,10 +93,15 @@ def cells_of(folded: list[Row], groups: Sequence[str]) -> list[str]:
     and how they are placed. `groups`: names of the cache groups, if there are several."""
     first = folded[0]
     producers = [row.producer for row in folded if row.producer is not None]
-    ends = [format_places(row.consumer for row in folded), format_places(producers) if producers else ""]
+    ends = [
+        format_places(row.consumer for row in folded),
+        format_places(producers) if producers else "",
+    ]
     if not first.layers:
         return [*ends, f"{len(folded)}", "", "", "", "", first.placed]
-    heads = sorted({head for row in folded for held in row.heads for head in range(held.start, held.stop)})
+    heads = sorted(
+        {head for row in folded for held in row.heads for head in range(held.start, held.stop)}
+    )
     return [
         *ends,
         f"{len(folded)}",

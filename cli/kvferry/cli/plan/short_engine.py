@@ -36,7 +36,9 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
     """
     _check_sizes(form)
     groups = groups_of_form(form)
-    places = [(pp, pcp, tp) for pp in range(form.pp) for pcp in range(form.pcp) for tp in range(form.tp)]
+    places = [
+        (pp, pcp, tp) for pp in range(form.pp) for pcp in range(form.pcp) for tp in range(form.tp)
+    ]
     return EngineJson(
         engine_id=engine_id,
         facts=ModelFacts(
@@ -57,7 +59,10 @@ def groups_of_form(form: ShortForm) -> _Groups:
     """The cache groups with their layers: full attention, window, states; only those that have layers."""
     groups = [
         (CacheGroup(policy="full", block_tokens=form.block), form.full_layers),
-        (CacheGroup(policy="window", block_tokens=form.block, window_tokens=form.window), form.window_layers),
+        (
+            CacheGroup(policy="window", block_tokens=form.block, window_tokens=form.window),
+            form.window_layers,
+        ),
         (CacheGroup(policy="state", block_tokens=form.block), form.state_layers),
     ]
     return [(group, layers) for group, layers in groups if layers]
@@ -90,8 +95,12 @@ def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> Wor
         tensors += built
         base += num_bytes
     if base > MAX_WORKER_BYTES:
-        raise InvalidArgument("blocks", form.blocks, f"fewer: a worker's cache has {base} bytes, more than 2**47")
-    return WorkerJson(place=place, memory="DRAM" if form.layout == "CPU" else "VRAM", tensors=tuple(tensors))
+        raise InvalidArgument(
+            "blocks", form.blocks, f"fewer: a worker's cache has {base} bytes, more than 2**47"
+        )
+    return WorkerJson(
+        place=place, memory="DRAM" if form.layout == "CPU" else "VRAM", tensors=tuple(tensors)
+    )
 
 
 def _attention_tensors(
@@ -103,10 +112,18 @@ def _attention_tensors(
     packed = form.kv == "packed" and not form.mla
     cell = (form.mla or form.dim) * item
     blocks, tokens = form.blocks * (form.block // form.kernel_block), form.kernel_block
-    sizes = {"L": len(layers), "B": blocks, "H": len(heads), "N": tokens, "C": cell * (2 if packed else 1)}
+    sizes = {
+        "L": len(layers),
+        "B": blocks,
+        "H": len(heads),
+        "N": tokens,
+        "C": cell * (2 if packed else 1),
+    }
     strides, total = strides_of(LAYOUTS[form.layout], sizes)
     interleave = (
-        Interleave(ranks=form.dcp, rank=place.dcp, run_tokens=form.interleave) if form.dcp > 1 else Interleave()
+        Interleave(ranks=form.dcp, rank=place.dcp, run_tokens=form.interleave)
+        if form.dcp > 1
+        else Interleave()
     )
     k = PagedTensor(
         layer="",
@@ -176,7 +193,9 @@ def _state_tensors(
     """
     item = DTYPE_BYTES[form.state_dtype]
     channels = [
-        Range(0, part.channels) if part.replicated else heads_of_rank(part.channels, form.tp, place.tp)
+        Range(0, part.channels)
+        if part.replicated
+        else heads_of_rank(part.channels, form.tp, place.tp)
         for part in form.conv
     ]
     all_channels = sum(len(held) for held in channels)
@@ -205,14 +224,24 @@ def _state_tensors(
     for part, held in zip(form.conv, channels, strict=True):
         row = replace(ssm, kind=f"conv.{part.name}", heads=held, cell_bytes=form.conv_width * item)
         if form.conv_layout == "SD" and form.conv_width > 1:
-            apart = {"head_stride": item, "element_bytes": item, "element_stride": all_channels * item}
+            apart = {
+                "head_stride": item,
+                "element_bytes": item,
+                "element_stride": all_channels * item,
+            }
             kinds.append(replace(row, base=base + before * item, **apart))
         else:
-            kinds.append(replace(row, base=base + before * row.cell_bytes, head_stride=row.cell_bytes))
+            kinds.append(
+                replace(row, base=base + before * row.cell_bytes, head_stride=row.cell_bytes)
+            )
         before += len(held)
     kinds += [ssm] if form.ssm else []
     tensors = [
-        replace(kind, layer=form.state_names.format(layer), base=kind.base + position * page * form.blocks)
+        replace(
+            kind,
+            layer=form.state_names.format(layer),
+            base=kind.base + position * page * form.blocks,
+        )
         for position, layer in enumerate(layers)
         for kind in kinds
     ]
@@ -223,11 +252,33 @@ def _check_sizes(form: ShortForm) -> None:
     states = len(form.state_layers)
     per_attention, per_state = 1 if form.mla else 2, len(form.conv) + bool(form.ssm)
     tensors = form.pcp * form.tp * ((form.layers - states) * per_attention + states * per_state)
-    pieces = math.ceil(form.heads / form.tp) * form.kernel_block * (form.dim if form.layout == "CPU" else 1)
+    pieces = (
+        math.ceil(form.heads / form.tp)
+        * form.kernel_block
+        * (form.dim if form.layout == "CPU" else 1)
+    )
     limits: list[tuple[str, object, str, int, int]] = [
-        ("layers", form.layers, "layers·tp·pcp makes {} paged tensors", tensors, MAX_ENGINE_TENSORS),
-        ("blocks", form.blocks, "blocks·block is {} tokens", form.blocks * form.block, MAX_CACHE_TOKENS - 1),
-        ("kernel_block", form.kernel_block, "a block has {} heads·tokens·elements", pieces, MAX_BLOCK_PIECES),
+        (
+            "layers",
+            form.layers,
+            "layers·tp·pcp makes {} paged tensors",
+            tensors,
+            MAX_ENGINE_TENSORS,
+        ),
+        (
+            "blocks",
+            form.blocks,
+            "blocks·block is {} tokens",
+            form.blocks * form.block,
+            MAX_CACHE_TOKENS - 1,
+        ),
+        (
+            "kernel_block",
+            form.kernel_block,
+            "a block has {} heads·tokens·elements",
+            pieces,
+            MAX_BLOCK_PIECES,
+        ),
     ]
     for part in form.conv:
         channels = part.channels if part.replicated else math.ceil(part.channels / form.tp)

@@ -55,7 +55,9 @@ _OTHER_SIDE = "must match those of a description JSON on the other side"
 class ShortForm:
     """The values of a short form. A default that is empty is derived, or means that the engine has no such thing."""
 
-    layers: int = _key(0, whole(1, MAX_LAYERS), "layers of the model; required unless a side names a model")
+    layers: int = _key(
+        0, whole(1, MAX_LAYERS), "layers of the model; required unless a side names a model"
+    )
     heads: int = _key(0, _SIZE, "KV heads of the model, over all ranks")
     dim: int = _key(0, _SIZE, "elements of a head, K and V each")
     mla: int = _key(0, _SIZE, "elements of a token's latent, in place of heads and dim, e.g. 576")
@@ -65,19 +67,41 @@ class ShortForm:
     stages: tuple[int, ...] = _key((), STAGES, "layers of each pipeline stage, in place of pp")
     pcp: int = _key(1, _RANKS, "prefill context parallel ranks: replicas, unless dcp spans them")
     dcp: int = _key(1, _RANKS, "decode context parallel ranks: they share the tokens out")
-    interleave: int = _key(0, _SIZE, "tokens in a row on one dcp rank, a divisor of block; default: block")
-    block: int = _key(16, _SIZE, "tokens of a scheduler block (`--block-size`), the unit of block ids")
-    kernel_block: int = _key(0, _SIZE, "tokens of a physical block, a divisor of block; default: block")
-    blocks: int = _key(8192, whole(2, 1 << 30), "scheduler blocks in the cache, of which block 0 is the null block")
+    interleave: int = _key(
+        0, _SIZE, "tokens in a row on one dcp rank, a divisor of block; default: block"
+    )
+    block: int = _key(
+        16, _SIZE, "tokens of a scheduler block (`--block-size`), the unit of block ids"
+    )
+    kernel_block: int = _key(
+        0, _SIZE, "tokens of a physical block, a divisor of block; default: block"
+    )
+    blocks: int = _key(
+        8192, whole(2, 1 << 30), "scheduler blocks in the cache, of which block 0 is the null block"
+    )
     layout: str = _key("HND", choice(*LAYOUTS), f"order of the axes: {', '.join(LAYOUTS)}")
-    kv: str = _key("packed", choice("packed", "apart"), "packed: a cell is `[K|V]`; apart: all of V behind all of K")
-    window: int = _key(0, WINDOW, "tokens of a sliding window (0: none), and which layers have it; default: all")
+    kv: str = _key(
+        "packed",
+        choice("packed", "apart"),
+        "packed: a cell is `[K|V]`; apart: all of V behind all of K",
+    )
+    window: int = _key(
+        0, WINDOW, "tokens of a sliding window (0: none), and which layers have it; default: all"
+    )
     window_layers: tuple[int, ...] = ()
-    state_layers: tuple[int, ...] = _key((), LAYER_LIST, "layers with a recurrent state in place of attention")
-    ssm: tuple[int, ...] = _key((), STATE_SHAPE, "temporal state: heads (sharded) and the shape of one")
-    conv: tuple[ConvPart, ...] = _key((), CONV, "convolution state: channels of sub-projections; `*`: on every rank")
+    state_layers: tuple[int, ...] = _key(
+        (), LAYER_LIST, "layers with a recurrent state in place of attention"
+    )
+    ssm: tuple[int, ...] = _key(
+        (), STATE_SHAPE, "temporal state: heads (sharded) and the shape of one"
+    )
+    conv: tuple[ConvPart, ...] = _key(
+        (), CONV, "convolution state: channels of sub-projections; `*`: on every rank"
+    )
     conv_width: int = _key(3, _SIZE, "elements of a channel, the kernel's width less one")
-    conv_layout: str = _key("SD", choice("SD", "DS"), "SD: channels innermost; DS: a channel's elements together")
+    conv_layout: str = _key(
+        "SD", choice("SD", "DS"), "SD: channels innermost; DS: a channel's elements together"
+    )
     state_dtype: str = _key("", _DTYPE, "of the states; default: dtype")
     names: str = _key(_NAMES, NAME_TEMPLATE, f"names of the layers with attention; {_OTHER_SIDE}")
     state_names: str = _key(_STATE_NAMES, NAME_TEMPLATE, "names of the layers with states")
@@ -100,7 +124,9 @@ def read_short_form(text: str) -> ShortForm:
 def pairs_of(text: str) -> dict[str, str]:
     """The keys of a short form with their values as text. Raises `InvalidArgument`."""
     if len(text) > MAX_LENGTH:
-        raise InvalidArgument("text", Shown(f"{len(text)} characters"), f"at most {MAX_LENGTH} characters")
+        raise InvalidArgument(
+            "text", Shown(f"{len(text)} characters"), f"at most {MAX_LENGTH} characters"
+        )
     pairs: dict[str, str] = {}
     for pair in text.split(","):
         key, equals, value = (part.strip() for part in pair.partition("="))
@@ -124,12 +150,31 @@ def form_of(pairs: Mapping[str, str]) -> ShortForm:
 
 def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
     """The pairs, and those of `MODEL_KEYS` of another engine that they do not say themselves."""
-    said = {*pairs, *(("heads", "dim") if "mla" in pairs else ()), *(("mla",) if {"heads", "dim"} & {*pairs} else ())}
-    return {**{key: value for key, value in model.items() if key in MODEL_KEYS and key not in said}, **pairs}
+    said = {
+        *pairs,
+        *(("heads", "dim") if "mla" in pairs else ()),
+        *(("mla",) if {"heads", "dim"} & {*pairs} else ()),
+    }
+    return {
+        **{key: value for key, value in model.items() if key in MODEL_KEYS and key not in said},
+        **pairs,
+    }
 
 
 MODEL_KEYS = (
-    *("layers", "heads", "dim", "mla", "dtype", "window", "state_layers", "ssm", "conv", "conv_width", "state_dtype"),
+    *(
+        "layers",
+        "heads",
+        "dim",
+        "mla",
+        "dtype",
+        "window",
+        "state_layers",
+        "ssm",
+        "conv",
+        "conv_width",
+        "state_dtype",
+    ),
     *("names", "state_names"),
 )
 """Keys that a form without `layers` takes from the other side."""
@@ -159,7 +204,9 @@ def _filled(values: dict[str, Any]) -> ShortForm:
     for key, others in _EXCLUDES.items():
         for other in others:
             if key in values and other in values:
-                raise InvalidArgument(other, values[other], f"no {other} beside {key}: {key} says it already")
+                raise InvalidArgument(
+                    other, values[other], f"no {other} beside {key}: {key} says it already"
+                )
     _fill_layers(values, values["layers"])
     _check_attention(values)
     block = values.get("block", 16)
@@ -190,7 +237,9 @@ def _fill_layers(values: dict[str, Any], layers: int) -> None:
         raise InvalidArgument("pp", pp, f"at most layers={layers}")
     stages = values.setdefault("stages", even_stages(layers, pp))
     if sum(stages) != layers:
-        raise InvalidArgument("stages", "+".join(map(str, stages)), f"sizes that add up to layers={layers}")
+        raise InvalidArgument(
+            "stages", "+".join(map(str, stages)), f"sizes that add up to layers={layers}"
+        )
     values["pp"] = len(stages)
     if "window" in values:
         values["window"], listed = values["window"]
@@ -199,23 +248,31 @@ def _fill_layers(values: dict[str, Any], layers: int) -> None:
         values["state_layers"] = layers_of("state_layers", values["state_layers"], layers)
         both = sorted(set(values["state_layers"]) & set(values.get("window_layers", ())))
         if both:
-            raise InvalidArgument("state_layers", both[0], "layers that are not in the list of window")
+            raise InvalidArgument(
+                "state_layers", both[0], "layers that are not in the list of window"
+            )
 
 
 def _check_attention(values: dict[str, Any]) -> None:
     if len(values.get("state_layers", ())) == values["layers"]:
         for key in ("heads", "dim", "mla", "kv"):
             if key in values:
-                raise InvalidArgument(key, values[key], "a layer with attention: all are in state_layers")
+                raise InvalidArgument(
+                    key, values[key], "a layer with attention: all are in state_layers"
+                )
         return
     for key in () if "mla" in values else ("heads", "dim"):
         if key not in values:
             raise InvalidArgument(key, MISSING, "heads and dim of the attention, or mla")
     if values.get("layout") == "CPU":
         if "mla" in values:
-            raise InvalidArgument("layout", "CPU", "another layout with mla: on the CPU it lies as LBHNC")
+            raise InvalidArgument(
+                "layout", "CPU", "another layout with mla: on the CPU it lies as LBHNC"
+            )
         if "kv" in values:
-            raise InvalidArgument("kv", values["kv"], "no kv with layout=CPU, which says how K and V lie")
+            raise InvalidArgument(
+                "kv", values["kv"], "no kv with layout=CPU, which says how K and V lie"
+            )
 
 
 def _check_ranks(form: ShortForm) -> None:

@@ -112,7 +112,11 @@ NAME_TEMPLATE = _matching(
     rf"{_NAME}\{{\}}{_NAME}",
     "a name with {} where the layer's number goes, e.g. model.layers.{}.attn",
 )
-STAGES = _sizes("`n+n+…`", r"[1-9][0-9]{0,4}(\+[1-9][0-9]{0,4})*", "layers of every stage joined by +, e.g. 20+12")
+STAGES = _sizes(
+    "`n+n+…`",
+    r"[1-9][0-9]{0,4}(\+[1-9][0-9]{0,4})*",
+    "layers of every stage joined by +, e.g. 20+12",
+)
 STATE_SHAPE = _sizes("`HxDxN` or `HxN`", r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", _SHAPE)
 WINDOW = Value("`n` or `n@layers`", _window)
 

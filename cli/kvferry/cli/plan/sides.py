@@ -26,7 +26,12 @@ from kvferry.cli.plan.model_config import read_model_config
 from kvferry.cli.plan.short_engine import UNKNOWN_MODEL, engine_of_form
 from kvferry.cli.plan.short_form import form_of, pairs_of, with_model
 from kvferry.plan.refusals import check_description
-from kvferry.protocol.description_json import MAX_DESCRIPTION_JSON_BYTES, EngineJson, decode_engine_json, engine_of
+from kvferry.protocol.description_json import (
+    MAX_DESCRIPTION_JSON_BYTES,
+    EngineJson,
+    decode_engine_json,
+    engine_of,
+)
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.handshake import EngineDescription, ModelFacts
 
@@ -44,14 +49,16 @@ Pairs = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PlanSide:
     """One side. `form`: the whole short form, if the command line has only a part of it."""
 
     engine: EngineDescription
     form: str = ""
 
 
-def read_sides(producer: str, consumer: str, read_stdin: Callable[[], bytes]) -> tuple[Side, Side]:
+def read_sides(
+    producer: str, consumer: str, read_stdin: Callable[[], bytes]
+) -> tuple[PlanSide, PlanSide]:
     """Read both sides.
 
     A short form has no facts about the weights: it takes those of the other side, except for the dtype of its cache.
@@ -61,7 +68,9 @@ def read_sides(producer: str, consumer: str, read_stdin: Callable[[], bytes]) ->
         InvalidArgument: both sides are standard input.
     """
     if producer == consumer == STDIN:
-        raise InvalidArgument("CONSUMER", STDIN, "another source: PRODUCER reads standard input already")
+        raise InvalidArgument(
+            "CONSUMER", STDIN, "another source: PRODUCER reads standard input already"
+        )
     arguments = {"PRODUCER": producer, "CONSUMER": consumer}
     written: dict[str, EngineJson | Pairs] = {}
     for role, argument in arguments.items():
@@ -71,7 +80,9 @@ def read_sides(producer: str, consumer: str, read_stdin: Callable[[], bytes]) ->
     for (role, argument), other in zip(arguments.items(), [*written.values()][::-1], strict=True):
         own, form = written[role], ""
         if not isinstance(own, EngineJson):
-            pairs = own if "layers" in own or isinstance(other, EngineJson) else with_model(own, other)
+            pairs = (
+                own if "layers" in own or isinstance(other, EngineJson) else with_model(own, other)
+            )
             form = ",".join(f"{key}={value}" for key, value in pairs.items())
             with _blaming(role):
                 own = engine_of_form(form_of(pairs), role.lower())
@@ -79,10 +90,12 @@ def read_sides(producer: str, consumer: str, read_stdin: Callable[[], bytes]) ->
         forms.append("" if form == argument.replace(" ", "") else form)
     sides = []
     for role, own, theirs, form in zip(arguments, engines, engines[::-1], forms, strict=True):
-        described = engine_of(msgspec.structs.replace(own, facts=_reported(own.facts, theirs.facts)))
+        described = engine_of(
+            msgspec.structs.replace(own, facts=_reported(own.facts, theirs.facts))
+        )
         with _blaming(role):
             check_description(described)
-        sides.append(Side(described, form))
+        sides.append(PlanSide(described, form))
     return sides[0], sides[1]
 
 
@@ -130,14 +143,18 @@ def _file_of(role: str, model: str) -> Path:
             commit = (folder / "refs" / "main").read_bytes()[:80].strip()
     path = folder / "snapshots" / commit.decode(errors="replace") / CONFIG
     if not _COMMIT.fullmatch(commit) or not path.is_file():
-        raise InvalidArgument(role, model, f"{_ACCEPTED} ({hub}); there is none, and nothing is downloaded")
+        raise InvalidArgument(
+            role, model, f"{_ACCEPTED} ({hub}); there is none, and nothing is downloaded"
+        )
     return path
 
 
 def _hub_cache() -> Path:
     """As huggingface_hub finds it."""
     environ = os.environ
-    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    home = environ.get("HF_HOME") or os.path.join(
+        environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
     return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 

@@ -12,8 +12,15 @@ from functools import cache
 
 import msgspec
 
-from kvferry.cli.plan.engine import Side, side_of
-from kvferry.cli.plan.prediction import Effort, Units, bundle_effort, count_units, prompt_tokens, source_effort
+from kvferry.cli.plan.engine import PlanSide, side_of
+from kvferry.cli.plan.prediction import (
+    Effort,
+    Units,
+    bundle_effort,
+    count_units,
+    prompt_tokens,
+    source_effort,
+)
 from kvferry.plan.cost import Costs
 from kvferry.plan.engine_shape import layer_order, natural
 from kvferry.plan.refusals import Reason
@@ -71,7 +78,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     staged: tuple[StagedRead, ...]
 
 
-class Reader(msgspec.Struct, frozen=True, kw_only=True):
+class ReadingWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One consumer worker: its line in the log, those at DEBUG of what that has no room for, and its reads."""
 
     place: Place
@@ -96,8 +103,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     kvferry_plan: int = PLAN_VERSION
     workable: bool = True
-    producer: Side
-    consumer: Side
+    producer: PlanSide
+    consumer: PlanSide
     tokens: int
     link_gb_s: float
     bytes_per_token: float
@@ -106,7 +113,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: int
     predicted_ms: float
     slowest: Slowest
-    workers: tuple[Reader, ...]
+    workers: tuple[ReadingWorker, ...]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +163,7 @@ def summarise(
         mine = read[plan.worker]
         log, *debug = plan.describe_all()
         readers.append(
-            Reader(
+            ReadingWorker(
                 place=plan.place,
                 log=log,
                 log_debug=tuple(debug),
@@ -167,8 +174,14 @@ def summarise(
                 flows=tuple(flows),
             )
         )
-    links = [("consumer", worker.place, effort) for worker, effort in zip(consumer.workers, read, strict=True)]
-    links += [("producer", worker.place, effort) for worker, effort in zip(producer.workers, sent, strict=True)]
+    links = [
+        ("consumer", worker.place, effort)
+        for worker, effort in zip(consumer.workers, read, strict=True)
+    ]
+    links += [
+        ("producer", worker.place, effort)
+        for worker, effort in zip(producer.workers, sent, strict=True)
+    ]
     side, place, slowest = max(links, key=lambda one: one[2].seconds(costs, link_gb_s))
     return PlanSummary(
         producer=side_of(producer),
@@ -186,7 +199,10 @@ def summarise(
 
 
 def _flow(
-    route: Route, units: Callable[[TokenMap], Units], groups: Sequence[CacheGroup], order: Mapping[str, int]
+    route: Route,
+    units: Callable[[TokenMap], Units],
+    groups: Sequence[CacheGroup],
+    order: Mapping[str, int],
 ) -> tuple[Flow, Effort]:
     placed = [bundle_effort(route, bundle, units(bundle.tokens)) for bundle in route.bundles]
     staged = [source_effort(source, units(source.tokens)) for source in route.sources]
@@ -200,7 +216,9 @@ def _flow(
         bytes=whole.num_bytes,
         link_bytes=whole.link_bytes,
         descriptors=whole.descriptors,
-        reads=tuple(_read(route, bundle, units(bundle.tokens), groups, order) for bundle in route.bundles),
+        reads=tuple(
+            _read(route, bundle, units(bundle.tokens), groups, order) for bundle in route.bundles
+        ),
         staged=tuple(
             StagedRead(
                 reading=source.reading.value,
@@ -214,7 +232,13 @@ def _flow(
     return flow, whole
 
 
-def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGroup], order: Mapping[str, int]) -> Read:
+def _read(
+    route: Route,
+    bundle: Bundle,
+    found: Units,
+    groups: Sequence[CacheGroup],
+    order: Mapping[str, int],
+) -> Read:
     slices = [route.slices[member] for of_place in bundle.members for member in of_place]
     names = sorted({item.local.layer for item in slices}, key=natural)
     return Read(
@@ -225,7 +249,9 @@ def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGrou
         first_layer=names[0],
         last_layer=names[-1],
         layer_range=Range(order[names[0]], order[names[-1]] + 1),
-        heads=tuple(sorted({item.heads for item in slices}, key=lambda heads: (heads.start, heads.stop))),
+        heads=tuple(
+            sorted({item.heads for item in slices}, key=lambda heads: (heads.start, heads.stop))
+        ),
         unit_tokens=bundle.tokens.unit_tokens,
         run_bytes=bundle.run_bytes,
         unit_runs=bundle.unit_runs,

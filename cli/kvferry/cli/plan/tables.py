@@ -14,7 +14,7 @@ from kvferry.cli.formatting import (
     rounded_count,
     span,
 )
-from kvferry.cli.plan.engine import Side, format_engine, format_tokens
+from kvferry.cli.plan.engine import PlanSide, format_engine, format_tokens
 from kvferry.cli.plan.rows import NONE, RELEASE, cells_of, fold, rows_of
 from kvferry.cli.plan.summary import PlanSummary, Refusal
 from kvferry.plan.engine_shape import format_group
@@ -30,7 +30,11 @@ def print_plan(summary: PlanSummary) -> None:
     reasons: dict[str, int] = {}
     policies = [group.policy for group in summary.consumer.groups]
     is_clear = len(set(policies)) == len(policies)
-    groups = [policy if is_clear else f"{policy} {index}" for index, policy in enumerate(policies) if policies[1:]]
+    groups = [
+        policy if is_clear else f"{policy} {index}"
+        for index, policy in enumerate(policies)
+        if policies[1:]
+    ]
     rows = [cells_of(folded, groups) for folded in fold(rows_of(summary.workers, reasons))]
     for row, above in reversed(list(zip(rows[1:], rows, strict=False))):
         if row[0] == above[0]:
@@ -59,12 +63,16 @@ def print_refusal(refusal: Refusal) -> None:
         print_line(f"      → {reason.change}", "green", hang=8)
 
 
-def print_engine(engine_json: EngineJson, side: Side) -> None:
+def print_engine(engine_json: EngineJson, side: PlanSide) -> None:
     """Print one engine: its model, groups and workers."""
     facts = engine_json.facts
     print_line(f"engine {engine_json.engine_id}: {format_engine(side)}")
     named = (("model", facts.model), ("fingerprint", facts.fingerprint), ("dtype", facts.dtype))
-    more = (("cache", facts.cache_dtype), ("quantisation", facts.quantization), ("speculative", facts.speculative))
+    more = (
+        ("cache", facts.cache_dtype),
+        ("quantisation", facts.quantization),
+        ("speculative", facts.speculative),
+    )
     for name, value in (*named, *more):
         print_line(f"  {name:<13} {value}")
     for index, group in enumerate(engine_json.groups):
@@ -82,10 +90,12 @@ def print_engine(engine_json: EngineJson, side: Side) -> None:
         )
         for worker, shard in zip(engine_json.workers, side.workers, strict=True)
     )
-    print_table(("worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"), rows)
+    print_table(
+        ("worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"), rows
+    )
 
 
-def print_sides(sides: Iterable[tuple[str, Side, str]]) -> None:
+def print_sides(sides: Iterable[tuple[str, PlanSide, str]]) -> None:
     """Print both engines: role, engine, and the short form that it was completed to, or empty."""
     for role, side, form in sides:
         name = "" if side.engine_id == role else f" {side.engine_id}:"
@@ -96,7 +106,11 @@ def print_sides(sides: Iterable[tuple[str, Side, str]]) -> None:
 
 
 def _print_time(summary: PlanSummary) -> None:
-    link = f"{decimal_bytes(summary.link_bytes)} over the links, " if summary.link_bytes != summary.bytes else ""
+    link = (
+        f"{decimal_bytes(summary.link_bytes)} over the links, "
+        if summary.link_bytes != summary.bytes
+        else ""
+    )
     print_line(
         f"a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)}, {link}"
         f"{decimal_bytes(summary.bytes_per_token)}/token, {rounded_count(summary.descriptors)} descriptors",

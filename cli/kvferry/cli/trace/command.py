@@ -42,7 +42,9 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
     reported = report(recording, merge(recording), options.request)
     del recording
     if options.request is not None and not reported.timelines:
-        raise InvalidArgument("--request", options.request, "a part of an id that is in these files")
+        raise InvalidArgument(
+            "--request", options.request, "a part of an id that is in these files"
+        )
     if options.out is not None:
         _write(Path(options.out), reported, slowest)
     if options.json:
@@ -59,8 +61,12 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
 def _check_suffix(out: str) -> None:
     """Refuse `-o x.pdf`, before anything is read: a folder of that name is not what was meant."""
     suffix, is_folder = Path(out).suffix.lower(), out.endswith("/") or Path(out).is_dir()
-    if not out or (not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) and suffix not in SUFFIXES):
-        raise InvalidArgument("-o", out, f"a file {', '.join(SUFFIXES)}, or a folder (with / at its end)")
+    if not out or (
+        not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) and suffix not in SUFFIXES
+    ):
+        raise InvalidArgument(
+            "-o", out, f"a file {', '.join(SUFFIXES)}, or a folder (with / at its end)"
+        )
 
 
 def _write(out: Path, reported: Report, slowest: int) -> None:
@@ -71,7 +77,9 @@ def _write(out: Path, reported: Report, slowest: int) -> None:
         PAGE: lambda: page(reported, max(slowest, ROWS_OF_A_PAGE)),
         PICTURE: lambda: iter((draw(shown, of_all, reported.notes),)),
     }
-    of_suffix = [name for name in content if Path(name).suffix == out.suffix.lower() and not out.is_dir()]
+    of_suffix = [
+        name for name in content if Path(name).suffix == out.suffix.lower() and not out.is_dir()
+    ]
     try:
         if not of_suffix:
             out.mkdir(parents=True, exist_ok=True)
@@ -80,4 +88,6 @@ def _write(out: Path, reported: Report, slowest: int) -> None:
             with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
                 file.writelines(content[name]())
     except (OSError, ValueError) as refused:
-        raise InvalidArgument("-o", str(out), f"a folder, or a file .json, .html or .svg ({refused})") from None
+        raise InvalidArgument(
+            "-o", str(out), f"a folder, or a file .json, .html or .svg ({refused})"
+        ) from None

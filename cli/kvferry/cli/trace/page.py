@@ -46,7 +46,11 @@ def _details(one: Timeline) -> str:
         ("traceparent", handover.traceparent),
     )
     phases = (
-        (span.phase.label, format_time(span.lasted_ns), f"{(span.begun_ns - one.zero_ns) / 1e6:.3f} ms")
+        (
+            span.phase.label,
+            format_time(span.lasted_ns),
+            f"{(span.begun_ns - one.zero_ns) / 1e6:.3f} ms",
+        )
         for span in one.spans
     )
     workers = (
@@ -64,7 +68,18 @@ def _details(one: Timeline) -> str:
         )
         for worker in one.workers
     )
-    heads = ("worker", "host", "load", "bytes", "staged", "descriptors", "relayout", "early", "restarts", "failed")
+    heads = (
+        "worker",
+        "host",
+        "load",
+        "bytes",
+        "staged",
+        "descriptors",
+        "relayout",
+        "early",
+        "restarts",
+        "failed",
+    )
     return "".join(
         (
             _table(("id", ""), (each for each in ids if each[1])),
@@ -76,7 +91,9 @@ def _details(one: Timeline) -> str:
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{plain(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{plain(cell)}</td>' for cell in cells)}</tr>" for cells in rows
+    )
     return f"<table><tr>{head}</tr>{body}</table>\n"
 
 

@@ -58,8 +58,13 @@ def report(recording: Recording, merged: Merged, request: str | None) -> Report:
     if request is not None:
         timelines = tuple(one for one in timelines if named(one, request))
     differences = sorted(merged.clocks.differences, key=lambda one: one.at_least_ns, reverse=True)
-    notes = (*_some(differences, "more pairs of clocks"), *_some(recording.damage, "more problems with files"))
-    return Report(timelines, durations(timelines), outcomes(timelines), len(recording.processes), notes)
+    notes = (
+        *_some(differences, "more pairs of clocks"),
+        *_some(recording.damage, "more problems with files"),
+    )
+    return Report(
+        timelines, durations(timelines), outcomes(timelines), len(recording.processes), notes
+    )
 
 
 def _some(found: Sequence[object], more: str) -> list[str]:
@@ -87,7 +92,9 @@ def format_result(one: Timeline) -> str:
     if not one.bytes or not one.is_good:
         return one.outcome
     early = f", {100 * one.early_bytes // one.bytes}% early" if one.early_bytes else ""
-    return decimal_bytes(one.bytes) + early + ("" if one.gb_s is None else f" at {one.gb_s:.3g} GB/s")
+    return (
+        decimal_bytes(one.bytes) + early + ("" if one.gb_s is None else f" at {one.gb_s:.3g} GB/s")
+    )
 
 
 def format_missing(one: Timeline) -> str:
@@ -99,7 +106,11 @@ def short_id(request: str, longest: int = 34) -> str:
     """The distinctive part of a request id, without the prefix of vLLM's router."""
     found = _ROUTED.match(request)
     name = found[1] if found else request
-    return name if len(name) <= longest else f"{name[: longest // 2 - 1]}…{name[-(longest - longest // 2) :]}"
+    return (
+        name
+        if len(name) <= longest
+        else f"{name[: longest // 2 - 1]}…{name[-(longest - longest // 2) :]}"
+    )
 
 
 def name_of(one: Timeline, longest: int = 34) -> str:
@@ -109,7 +120,9 @@ def name_of(one: Timeline, longest: int = 34) -> str:
 
 def format_engines(one: Timeline) -> str:
     """`prefill-0 → decode-1`, a UUID by its first part, and `?` for an engine that was not recorded."""
-    named = (_UUID.sub(r"\1", engine or "?") for engine in (one.handover.producer, one.handover.consumer))
+    named = (
+        _UUID.sub(r"\1", engine or "?") for engine in (one.handover.producer, one.handover.consumer)
+    )
     return " → ".join(short_id(engine, 20) for engine in named)
 
 
@@ -178,7 +191,9 @@ def _timeline(one: Timeline) -> dict[str, Any]:
         "producer_request": handover.producer_request,
         "consumer": handover.consumer,
         "consumer_request": handover.consumer_request,
-        "lease": {"boot": handover.lease.boot, "epoch": handover.lease.epoch} if handover.lease else None,
+        "lease": {"boot": handover.lease.boot, "epoch": handover.lease.epoch}
+        if handover.lease
+        else None,
         "tokens": handover.tokens,
         "outcome": one.outcome,
         "missing": list(one.missing),

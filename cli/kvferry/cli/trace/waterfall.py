@@ -88,11 +88,17 @@ def style() -> str:
 
 def scale_for(timelines: Sequence[Timeline]) -> Scale:
     """A scale that all of these fit on, except for blocks that the producer holds after the handover."""
-    before = max((one.zero_ns - span.begun_ns for one in timelines for span in one.before), default=0)
-    ends = [span.ended_ns - one.zero_ns for one in timelines for span in (*one.to_load, *one.from_load)]
+    before = max(
+        (one.zero_ns - span.begun_ns for one in timelines for span in one.before), default=0
+    )
+    ends = [
+        span.ended_ns - one.zero_ns for one in timelines for span in (*one.to_load, *one.from_load)
+    ]
     ends += [worker.ended_ns - one.zero_ns for one in timelines for worker in one.workers]
     after = max(ends or [one.held.lasted_ns for one in timelines if one.held], default=0)
-    return Scale(max(1, before), max(1, after), WIDE_ZERO if any(map(chunk_rows, timelines)) else ZERO)
+    return Scale(
+        max(1, before), max(1, after), WIDE_ZERO if any(map(chunk_rows, timelines)) else ZERO
+    )
 
 
 def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) -> str:
@@ -113,8 +119,12 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
         bottom += height_of(one) + 2 * _PAD
     height = bottom + 12 + 16 * len(notes)
     everything = counted(of_all, "handover")
-    title = f"The {len(timelines)} slowest of {everything}" if len(timelines) < of_all else everything
-    about = "0: the prompt is computed. Left of it the prefill, right of it the handover; two scales."
+    title = (
+        f"The {len(timelines)} slowest of {everything}" if len(timelines) < of_all else everything
+    )
+    about = (
+        "0: the prompt is computed. Left of it the prefill, right of it the handover; two scales."
+    )
     parts = [
         f"<style>{style()}</style>",
         element("rect", width=WIDTH, height=height, class_="paper"),
@@ -123,7 +133,10 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
         *header,
         *axis(scale, top, bottom),
         *rows,
-        *(text(note, 16, bottom + 18 + 16 * index, 11.5, class_="muted") for index, note in enumerate(notes)),
+        *(
+            text(note, 16, bottom + 18 + 16 * index, 11.5, class_="muted")
+            for index, note in enumerate(notes)
+        ),
     ]
     return document(WIDTH, height, parts)
 
@@ -132,13 +145,26 @@ def legend(timelines: Sequence[Timeline], top: float) -> tuple[list[str], float]
     """The phases that occur, in the order of a handover, and the bottom of the legend."""
     seen = {span.phase for one in timelines for span in one.spans}
     seen |= {span.phase for one in timelines for worker in one.workers for span in worker.spans}
-    seen |= {chunk.span.phase for one in timelines for chunks in chunk_rows(one) for chunk in chunks}
+    seen |= {
+        chunk.span.phase for one in timelines for chunks in chunk_rows(one) for chunk in chunks
+    }
     parts, x = [], 16.0
     for phase in filter(seen.__contains__, Phase):
         width = 36 + 6.3 * len(phase.label)
         if x + width > WIDTH - 16:
             x, top = 16.0, top + 18
-        parts.append(element("rect", x=x, y=top, width=12, height=12, rx=2, class_=f"p-{phase}", hint=phase.meaning))
+        parts.append(
+            element(
+                "rect",
+                x=x,
+                y=top,
+                width=12,
+                height=12,
+                rx=2,
+                class_=f"p-{phase}",
+                hint=phase.meaning,
+            )
+        )
         parts.append(text(phase.label, x + 17, top + 10, 11.5, class_="muted"))
         x += width
     return parts, top + 18
@@ -158,13 +184,17 @@ def axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
 def height_of(one: Timeline) -> float:
     """The height of a row."""
     texts = 41 if one.missing else 29
-    return max(texts, BAR + GAP + HELD + 1 + (len(chunk_rows(one)) + len(shown_workers(one))) * (THIN + 1))
+    return max(
+        texts, BAR + GAP + HELD + 1 + (len(chunk_rows(one)) + len(shown_workers(one))) * (THIN + 1)
+    )
 
 
 def row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
     """The elements of one row, from `top` on."""
     handover, right = one.handover, RIGHT + 14
-    ids = f"producer {handover.producer_request or '?'}\nconsumer {handover.consumer_request or '?'}"
+    ids = (
+        f"producer {handover.producer_request or '?'}\nconsumer {handover.consumer_request or '?'}"
+    )
     tokens = f" · {handover.tokens} tokens" if handover.tokens else ""
     yield text(name_of(one), 16, top + 12, 12.5, class_="ink", font_weight=600, hint=ids)
     yield text(f"{format_engines(one)}{tokens}"[:48], 16, top + 27, 10.5, class_="muted")
@@ -176,10 +206,14 @@ def row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
         yield from _chunks(chunks, one.zero_ns, scale, y)
         y += THIN + 1
     for worker in shown_workers(one):
-        yield from segments(worker.spans, one.zero_ns, scale, y, THIN, f"{worker.load.process.place} ")
+        yield from segments(
+            worker.spans, one.zero_ns, scale, y, THIN, f"{worker.load.process.place} "
+        )
         y += THIN + 1
     yield text(format_lasted(one), right, top + 12, 13, class_="ink", font_weight=650)
-    yield text(format_result(one)[:34], right, top + 27, 10.5, class_="muted" if one.is_good else "bad")
+    yield text(
+        format_result(one)[:34], right, top + 27, 10.5, class_="muted" if one.is_good else "bad"
+    )
     yield text(format_missing(one)[:34], right, top + 39, 9.5, class_="muted")
 
 
@@ -206,11 +240,22 @@ def segments(
         if not span.lasted_ns and width == _THINNEST:
             continue
         hint = f"{whose}{phase.label}: {lasted} – {phase.meaning}"
-        yield element("rect", x=begun, y=y, width=width, height=height, class_=f"p-{phase}", hint=hint)
-        name = next((name for name in (f"{phase.label} {lasted}", phase.label) if len(name) * _LETTER + 6 <= width), "")
+        yield element(
+            "rect", x=begun, y=y, width=width, height=height, class_=f"p-{phase}", hint=hint
+        )
+        name = next(
+            (
+                name
+                for name in (f"{phase.label} {lasted}", phase.label)
+                if len(name) * _LETTER + 6 <= width
+            ),
+            "",
+        )
         if name and height >= BAR:
             at = (begun + width / 2, y + height / 2 + 3.7)
-            yield text(name, *at, 10.5, text_anchor="middle", class_=f"on-{phase}", pointer_events="none")
+            yield text(
+                name, *at, 10.5, text_anchor="middle", class_=f"on-{phase}", pointer_events="none"
+            )
 
 
 def _chunks(chunks: Iterable[Chunk], zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
@@ -219,7 +264,9 @@ def _chunks(chunks: Iterable[Chunk], zero_ns: int, scale: Scale, y: float) -> It
         span, (x, width) = chunk.span, scale.bar(chunk.span, zero_ns)
         hint = f"{span.phase.label} to token {chunk.stop_token}: {format_time(span.lasted_ns)} – {span.phase.meaning}"
         shape = {"x": x, "y": y, "width": width, "height": THIN}
-        yield element("rect", hint=hint, class_=f"p-{span.phase}", opacity=1 - index % 2 * 0.4, **shape)
+        yield element(
+            "rect", hint=hint, class_=f"p-{span.phase}", opacity=1 - index % 2 * 0.4, **shape
+        )
 
 
 def _held(span: Span, zero_ns: int, scale: Scale, y: float) -> Iterator[str]:

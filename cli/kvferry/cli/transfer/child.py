@@ -24,7 +24,15 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from kvferry.cli.transfer.messages import Failed, Measured, Message, Offer, Progress, ReadsFailed, Task
+from kvferry.cli.transfer.messages import (
+    CaseProgress,
+    Failed,
+    Measured,
+    Message,
+    ReadableAgent,
+    ReadsFailed,
+    Task,
+)
 
 COMMAND = ("-m", "kvferry.cli.transfer.process")
 START_S = 120.0
@@ -88,7 +96,13 @@ def play(part: Callable[[Pipe], None]) -> int:
         return 1
     except Exception as failure:  # noqa: BLE001 - the command reports it
         named = str(failure) or type(failure).__name__
-        pipe.send(Failed(reason=named if hasattr(failure, "operation") else f"{type(failure).__name__}: {named}"))
+        pipe.send(
+            Failed(
+                reason=named
+                if hasattr(failure, "operation")
+                else f"{type(failure).__name__}: {named}"
+            )
+        )
         return 1
     return 0
 
@@ -106,8 +120,14 @@ class Child:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
         # A second exporter of NIXL's own telemetry would take an engine's port.
-        kept = {name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")}
-        logging = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "y"}
+        kept = {
+            name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")
+        }
+        logging = {
+            "UCX_LOG_LEVEL": "info",
+            "UCX_LOG_FILE": "stderr",
+            "UCX_WARN_UNUSED_ENV_VARS": "y",
+        }
         ours, theirs = multiprocessing.Pipe()
         self._pipe = Pipe(ours)
         self._printed: IO[bytes] = tempfile.TemporaryFile(prefix="kvferry-")  # noqa: SIM115 - until `close`
@@ -139,7 +159,9 @@ class Child:
         except (EOFError, OSError):
             self._end(_LEAVING_S)
             code = self._process.returncode
-            how = "no status" if code is None else f"signal {-code}" if code < 0 else f"status {code}"
+            how = (
+                "no status" if code is None else f"signal {-code}" if code < 0 else f"status {code}"
+            )
             raise ReadsFailed(f"its NIXL process ended with {how}{self._last_words()}") from None
         if isinstance(message, Failed):
             raise ReadsFailed(f"{message.reason}{self._last_error()}", late=message.late)
@@ -155,7 +177,9 @@ class Child:
         if message is None:
             raise ReadsFailed("its NIXL process hangs, or is slow: no answer in time", late=True)
         if not isinstance(message, kind):
-            raise ReadsFailed(f"its NIXL process sent an unexpected message: {type(message).__name__}")
+            raise ReadsFailed(
+                f"its NIXL process sent an unexpected message: {type(message).__name__}"
+            )
         return message
 
     def lanes(self) -> str:
@@ -178,12 +202,16 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=nice_s)
         self._kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver's call not even a signal ends it
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # in a driver's call not even a signal ends it
             self._process.wait(timeout=_KILLED_S)
 
     def _kill(self) -> None:
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # not reaped yet, so the id is still its own
 
     def _last_words(self) -> str:
         lines = [line for line in self.printed().strip().splitlines() if " UCX  " not in line]
@@ -206,8 +234,8 @@ class Outcome:
 def measure(
     reader: Child,
     task: Task,
-    connect: Callable[[bytes], Offer],
-    show: Callable[[Progress], None],
+    connect: Callable[[bytes], ReadableAgent],
+    show: Callable[[CaseProgress], None],
     idle: Callable[[], None] = lambda: None,
     start_s: float = START_S,
     end_s: float = math.inf,
@@ -224,9 +252,9 @@ def measure(
     Raises:
         ReadsFailed: the reader failed, ended or hangs.
     """
-    show(Progress(what="loading NIXL"))
+    show(CaseProgress(what="loading NIXL"))
     reader.send(task)
-    mine = reader.expect(Offer, min(start_s, max(0.0, end_s - time.monotonic())))
+    mine = reader.expect(ReadableAgent, min(start_s, max(0.0, end_s - time.monotonic())))
     theirs = connect(mine.agent_metadata)
     reader.send(theirs)
     received_s = time.monotonic()
@@ -234,8 +262,10 @@ def measure(
         now_s = time.monotonic()
         if now_s > end_s:
             is_slow = now_s - received_s < _STUCK_S
-            raise ReadsFailed(f"NIXL {'is slow' if is_slow else 'hangs'}: out of time", late=True, is_slow=is_slow)
-        if isinstance(message, Progress):
+            raise ReadsFailed(
+                f"NIXL {'is slow' if is_slow else 'hangs'}: out of time", late=True, is_slow=is_slow
+            )
+        if isinstance(message, CaseProgress):
             received_s = now_s
             show(message)
         elif now_s - received_s > task.timeout_s + _GRACE_S:

@@ -30,7 +30,7 @@ def count_wrong(found: Bytes, expected: Bytes) -> tuple[int, int]:
     return int(np.count_nonzero(differs)), int(np.argmax(differs))
 
 
-class Memory:
+class RegisteredMemory:
     """`length` bytes that are registered with a fabric.
 
     Raises:
@@ -39,7 +39,9 @@ class Memory:
     """
 
     def __init__(self, fabric: Fabric, kind: Kind, length: int) -> None:
-        self._bytes = torch.zeros(length, dtype=torch.uint8, device="cuda:0" if kind == "VRAM" else "cpu")
+        self._bytes = torch.zeros(
+            length, dtype=torch.uint8, device="cuda:0" if kind == "VRAM" else "cpu"
+        )
         self.kind, self.length, self.address = kind, length, self._bytes.data_ptr()
         fabric.register([Region(self.address, length, MemoryKind(kind))])
 
@@ -53,7 +55,7 @@ class Memory:
         return found
 
 
-def registered_memory(fabric: Fabric, device: Device, length: int) -> Memory:
+def registered_memory(fabric: Fabric, device: Device, length: int) -> RegisteredMemory:
     """Registered memory; `auto`: on GPU 0 if torch sees one, else in the host.
 
     Raises:
@@ -61,11 +63,11 @@ def registered_memory(fabric: Fabric, device: Device, length: int) -> Memory:
         FabricUnavailable: host memory could not be registered.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return Memory(fabric, "DRAM", length)
+        return RegisteredMemory(fabric, "DRAM", length)
     try:
         if not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
-        return Memory(fabric, "VRAM", length)
+        return RegisteredMemory(fabric, "VRAM", length)
     except (RuntimeError, KvferryError) as refused:
         reason = " ".join(str(refused).split())[:_MOST_REASON]
         raise ReadsFailed(f"no GPU memory here ({reason}); --device cpu does without") from None
@@ -73,4 +75,6 @@ def registered_memory(fabric: Fabric, device: Device, length: int) -> Memory:
 
 def rows_of(kind: Kind, address: int, length: int, run_bytes: int) -> DescriptorRows:
     """`length` bytes at an address, in descriptors of `run_bytes`."""
-    return DescriptorRows.of(MemoryKind(kind), [(address, run_bytes, 0, run_bytes, length // run_bytes)])
+    return DescriptorRows.of(
+        MemoryKind(kind), [(address, run_bytes, 0, run_bytes, length // run_bytes)]
+    )

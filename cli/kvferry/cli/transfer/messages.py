@@ -1,14 +1,14 @@
 """Messages between a command and its child processes, and those of `kvferry bench` between machines; all msgpack.
 
     command          each child        command          owner        command          reader
-    Task          →                    Connect       →               Offer         →
-                  ←  Offer                                                         ←  Progress … Measured
+    Task          →                    Connect       →               ReadableAgent         →
+                  ←  ReadableAgent                                                         ←  CaseProgress … Measured
 
 `Failed` may come from a child at any time. Between machines, one frame each way over the side channel's sockets:
 
     client                          listener
     Join{session, metadata}      →
-                                 ←  Offer | Refused
+                                 ←  ReadableAgent | Refused
     Alive{session}               →                   every few seconds, or the session ends
                                  ←  Noted | Refused
     Leave{session, wrong}        →
@@ -65,7 +65,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
     is_short: bool = False
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):
+class ReadableAgent(msgspec.Struct, frozen=True, kw_only=True, tag="bench agent"):
     """A child's agent, and memory that may be read: `length` bytes, which are `memory.content(seed, length)`."""
 
     version: Positive = VERSION
@@ -83,13 +83,13 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     agent_metadata: Metadata
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+class CaseProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """From a reader: the case that it works on."""
 
     what: str
 
 
-class Reads(msgspec.Struct, frozen=True, kw_only=True):
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one case.
 
     Attributes:
@@ -118,7 +118,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     """From a reader: all results. `first_contact_ms`: from the start until the end of the first, smallest read."""
 
     first_contact_ms: float
-    reads: tuple[Reads, ...]
+    reads: tuple[CaseResult, ...]
 
     @property
     def wrong(self) -> int:
@@ -133,7 +133,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     late: bool = False
 
 
-Message = Task | Offer | Connect | Progress | Measured | Failed
+Message = Task | ReadableAgent | Connect | CaseProgress | Measured | Failed
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="bench join"):
@@ -164,7 +164,7 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="bench noted"):
 
 
 Request = Join | Alive | Leave
-Reply = Offer | Noted | Refused
+Reply = ReadableAgent | Noted | Refused
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -183,6 +183,6 @@ def decode_request(frame: bytes) -> Request:
 def decode_reply(frame: bytes) -> Reply:
     """A reply of a listener. Raises `InvalidMessage`."""
     reply = decode(frame, _replies, MAX_FRAME_BYTES, InvalidMessage)
-    if isinstance(reply, Offer) and reply.version != VERSION:
+    if isinstance(reply, ReadableAgent) and reply.version != VERSION:
         raise InvalidMessage("version", reply.version, str(VERSION))
     return reply

@@ -15,14 +15,20 @@ import numpy as np
 
 from kvferry.cli.formatting import binary_bytes
 from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.memory import Memory, content, count_wrong, registered_memory, rows_of
+from kvferry.cli.transfer.memory import (
+    RegisteredMemory,
+    content,
+    count_wrong,
+    registered_memory,
+    rows_of,
+)
 from kvferry.cli.transfer.messages import (
     MIN_BYTES,
+    CaseProgress,
+    CaseResult,
     Connect,
     Measured,
-    Offer,
-    Progress,
-    Reads,
+    ReadableAgent,
     ReadsFailed,
     Task,
 )
@@ -48,7 +54,7 @@ def run(pipe: Pipe) -> None:
     fabric = NixlFabric(f"kvferry-bench-{secrets.token_hex(8)}")
     memory, seed = registered_memory(fabric, task.device, task.max_bytes), secrets.randbits(62)
     memory.write(content(seed, memory.length))
-    mine = Offer(
+    mine = ReadableAgent(
         host=socket.gethostname()[:256] or "unnamed",
         agent_metadata=fabric.metadata(),
         kind=memory.kind,
@@ -58,10 +64,12 @@ def run(pipe: Pipe) -> None:
     )
     pipe.send(mine)
     asked = pipe.take()
-    if isinstance(asked, Offer):
+    if isinstance(asked, ReadableAgent):
         if asked.kind != memory.kind:
-            raise ReadsFailed(f"the listener offers {asked.kind}, and here is {memory.kind}; see --device of both")
-        pipe.send(Progress(what="first contact"))
+            raise ReadsFailed(
+                f"the listener offers {asked.kind}, and here is {memory.kind}; see --device of both"
+            )
+        pipe.send(CaseProgress(what="first contact"))
         pipe.send(_Reader(pipe, task, fabric, memory, asked).measure())
     elif isinstance(asked, Connect):
         fabric.add_peer(asked.agent_metadata)
@@ -85,8 +93,16 @@ def cases_of(max_bytes: int) -> list[tuple[int, int]]:
 class _Reader:
     """One reader's measurements, in their order."""
 
-    def __init__(self, pipe: Pipe, task: Task, fabric: Fabric, mine: Memory, theirs: Offer) -> None:
-        self._pipe, self._task, self._fabric, self._mine, self._theirs = pipe, task, fabric, mine, theirs
+    def __init__(
+        self, pipe: Pipe, task: Task, fabric: Fabric, mine: RegisteredMemory, theirs: ReadableAgent
+    ) -> None:
+        self._pipe, self._task, self._fabric, self._mine, self._theirs = (
+            pipe,
+            task,
+            fabric,
+            mine,
+            theirs,
+        )
         length = min(mine.length, theirs.length) // RUN_BYTES * RUN_BYTES or MIN_BYTES
         self._expected, cases = content(theirs.seed, length), cases_of(length)
         self._cases = [cases[0], *cases[-2:]] if task.is_short and len(cases) > 3 else cases
@@ -100,11 +116,18 @@ class _Reader:
         reads = tuple(self._reads(num_bytes, run_bytes) for num_bytes, run_bytes in self._cases)
         return Measured(first_contact_ms=self._first_contact_ms, reads=reads)
 
-    def _reads(self, num_bytes: int, run_bytes: int) -> Reads:
+    def _reads(self, num_bytes: int, run_bytes: int) -> CaseResult:
         """Time reads. Before each one every byte is set wrong, after it every byte is compared; neither is timed."""
-        fabric, mine, kind, descriptors = self._fabric, self._mine, self._mine.kind, num_bytes // run_bytes
+        fabric, mine, kind, descriptors = (
+            self._fabric,
+            self._mine,
+            self._mine.kind,
+            num_bytes // run_bytes,
+        )
         total = max(len(self._expected), run_bytes)
-        remote = fabric.prepare_remote(self._peer, rows_of(kind, self._theirs.address, total, run_bytes))
+        remote = fabric.prepare_remote(
+            self._peer, rows_of(kind, self._theirs.address, total, run_bytes)
+        )
         local = fabric.prepare_local(rows_of(kind, mine.address, num_bytes, run_bytes))
         # Scattered: NIXL would merge descriptors that are neighbours on both sides.
         order = np.random.default_rng(num_bytes).permutation(total // run_bytes)
@@ -112,7 +135,9 @@ class _Reader:
         targets = np.arange(descriptors, dtype=np.int32)
         expected = self._expected.reshape(-1, run_bytes)[picked].ravel()
         untouched = ~expected
-        what = f"a read of {binary_bytes(num_bytes)} of {kind} in {counted(descriptors, 'descriptor')}"
+        what = (
+            f"a read of {binary_bytes(num_bytes)} of {kind} in {counted(descriptors, 'descriptor')}"
+        )
         taken_s: list[float] = []
         checked: list[tuple[int, int]] = []
         end_s = time.monotonic() + self._task.seconds
@@ -125,7 +150,9 @@ class _Reader:
                 # No pauses: those of an engine's transfer thread are not the fabric's.
                 while fabric.poll(transfer) is not TransferState.DONE:
                     if time.perf_counter() - started_s > self._task.timeout_s:
-                        raise ReadsFailed(f"{what} did not end within {self._task.timeout_s:g} s", late=True)
+                        raise ReadsFailed(
+                            f"{what} did not end within {self._task.timeout_s:g} s", late=True
+                        )
                 ended_s = time.perf_counter()
                 fabric.release(transfer)
                 self._first_contact_ms = self._first_contact_ms or (ended_s - self._started_s) * 1e3
@@ -135,7 +162,7 @@ class _Reader:
             fabric.release(local)
             fabric.release(remote)
         p50_us, p99_us = np.percentile(taken_s[WARM_UP:], (50, 99)) * _US
-        return Reads(
+        return CaseResult(
             kind=kind,
             num_bytes=num_bytes,
             descriptors=descriptors,
@@ -152,7 +179,7 @@ class _Reader:
         now_s = time.monotonic()
         if now_s - self._reported_s > _REPORT_S:
             self._reported_s = now_s
-            self._pipe.send(Progress(what=what))
+            self._pipe.send(CaseProgress(what=what))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """In vLLM's order: it reads the first one that is there."""
-_NOT_THE_ADAPTER = frozenset({"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"})
+_NOT_THE_ADAPTER = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+)
 """Keys of an adapter's configuration that name the place of its model or the library that wrote it."""
 
 _Stamp = tuple[tuple[str, int, int, int], ...]
@@ -89,9 +91,13 @@ class Adapters:
             if found is None:
                 return self._report(name, "its files are not on this machine, or cannot be read")
         if not request.load_inplace and self._by_number.setdefault(number, found) != found:
-            return self._report(name, "its files have changed since it was loaded; load it from another path")
+            return self._report(
+                name, "its files have changed since it was loaded; load it from another path"
+            )
         if self._has_prefix_cache and self._by_name.setdefault(name, found) != found:
-            return self._report(name, "it has changed, and blocks of before are cached; reset the prefix cache")
+            return self._report(
+                name, "it has changed, and blocks of before are cached; reset the prefix cache"
+            )
         return found
 
     def reset(self) -> None:
@@ -118,7 +124,9 @@ class Adapters:
     def _report(self, name: str, reason: str) -> str:
         if (name, reason) not in self._reported:
             self._reported.add((name, reason))
-            logger.warning("adapter %s: prompts are computed where they are decoded: %s", name, reason)
+            logger.warning(
+                "adapter %s: prompts are computed where they are decoded: %s", name, reason
+            )
         return self._unknown
 
 
@@ -138,4 +146,6 @@ def _stamp(directory: Path) -> _Stamp:
 def _read(directory: Path) -> str:
     config = read_json(directory / _CONFIG) or {}
     weights = next(path for name in _WEIGHTS if (path := directory / name).is_file())
-    return fingerprint({key: value for key, value in config.items() if key not in _NOT_THE_ADAPTER}, weights)
+    return fingerprint(
+        {key: value for key, value in config.items() if key not in _NOT_THE_ADAPTER}, weights
+    )

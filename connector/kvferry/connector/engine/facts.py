@@ -33,7 +33,9 @@ def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
     """
     model = vllm_config.model_config
     if model.enable_sleep_mode:
-        raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
+        raise InvalidConfig(
+            "enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory"
+        )
     if model.enable_cumem_allocator and not config.allow_cumem_allocator:
         expected = (
             "false: sleep and release_kv_cache_memory would remap cache pages under registered memory; "
@@ -41,19 +43,27 @@ def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
         )
         raise InvalidConfig("enable_cumem_allocator", True, expected)
     parallel = vllm_config.parallel_config
-    uses_ray = parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    uses_ray = (
+        parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    )
     if uses_ray and parallel.pipeline_parallel_size > 1:
         # This executor passes on only the last stage's reports, so no lease would ever end.
-        raise InvalidConfig("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "1 with several pipeline stages")
+        raise InvalidConfig(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "1 with several pipeline stages"
+        )
 
 
 def uses_host_buffer(vllm_config: VllmConfig) -> bool:
     """Whether transfers go through host memory although the caches are on a device (`kv_buffer_device`)."""
     transfer = vllm_config.kv_transfer_config
-    return bool(transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu")
+    return bool(
+        transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
+    )
 
 
-def can_stream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> bool:
+def can_stream(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+) -> bool:
     """Whether this engine's prompts can be read while they are being computed. Its scheduler and its workers decide
     alike: the workers have rows for the scheduler's orders exactly if this is True.
 
@@ -75,7 +85,7 @@ def can_stream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: 
     )
 
 
-def is_alone(vllm_config: VllmConfig) -> bool:
+def has_no_dp_siblings(vllm_config: VllmConfig) -> bool:
     """Whether a step that computes nothing may take a moment: no other stage has a micro-batch for this one, and no
     other data-parallel rank waits at the next collective operation."""
     parallel = vllm_config.parallel_config

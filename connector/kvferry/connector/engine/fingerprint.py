@@ -72,7 +72,9 @@ def local_weights_dir(model: str, revision: str | None, download_dir: str | None
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
-        folder = Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+        folder = Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(
+            repo_id=model, repo_type="model"
+        )
         reference = folder / "refs" / (revision or constants.DEFAULT_REVISION)
         commit = reference.read_text().strip() if reference.is_file() else str(revision)
         snapshot = folder / "snapshots" / commit
@@ -115,7 +117,9 @@ def _parts(file: Path) -> Iterator[bytes]:
     yield file.name.encode()
     yield size.to_bytes(8, "little")
     with file.open("rb") as stream:
-        header, offsets = _safetensors(stream, size) if file.suffix == ".safetensors" else (b"", None)
+        header, offsets = (
+            _safetensors(stream, size) if file.suffix == ".safetensors" else (b"", None)
+        )
         yield header
         for offset in offsets if offsets is not None else _evenly(0, size):
             stream.seek(offset)

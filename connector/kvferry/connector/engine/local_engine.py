@@ -48,7 +48,9 @@ def write_description(name: str, engine: EngineDescription) -> Path:
     try:
         _replace(path, encode_engine_json(engine_json_of(engine)))
     except (OSError, ValueError) as refused:
-        raise InvalidConfig("description_file", str(path), f"a file that can be written ({refused})") from None
+        raise InvalidConfig(
+            "description_file", str(path), f"a file that can be written ({refused})"
+        ) from None
     return path
 
 
@@ -103,7 +105,9 @@ class LocalEngine:
     mac_key: bytes = field(default_factory=new_mac_key, repr=False)
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> LocalEngine:
+    def of(
+        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+    ) -> LocalEngine:
         """Create it from the configuration, with a new boot id and MAC key.
 
         Raises:
@@ -140,7 +144,10 @@ class LocalEngine:
         The boot tells engines apart, since ids are configured, and several may have one. In an earlier life it had the
         same id and address.
         """
-        is_here = (source.remote_host, source.remote_port) == (self.host, self.port) and self.is_read_from
+        is_here = (source.remote_host, source.remote_port) == (
+            self.host,
+            self.port,
+        ) and self.is_read_from
         return source.boot == self.boot or (is_here and source.engine_id == self.engine_id)
 
     @property
@@ -179,9 +186,14 @@ class LocalEngine:
             held_from: per cache group the first of `num_tokens` tokens that the producer holds.
         """
         sides = zip(self.groups, spans, held_from, strict=False)
-        return all(reaches_back(group, span, first, num_tokens, prompt_tokens) for group, span, first in sides)
+        return all(
+            reaches_back(group, span, first, num_tokens, prompt_tokens)
+            for group, span, first in sides
+        )
 
-    def without_scratch(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
+    def without_scratch(
+        self, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> tuple[Sequence[int], ...]:
         """The blocks of a request per cache group; of a state, only those for the first `num_tokens` tokens, because
         vLLM's blocks after them are for the states of drafts."""
         return tuple(
@@ -197,12 +209,16 @@ def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> boo
             failure_policy,
         )
     if any(group.policy == "whole" for group in groups):
-        logger.warning("bidirectional_kv_xfer: answers are not offered, since this model's prompts are not causal")
+        logger.warning(
+            "bidirectional_kv_xfer: answers are not offered, since this model's prompts are not causal"
+        )
         return False
     if not any(group.policy == "state" for group in groups):
         return True
     # A step in flight when a request stops has added one more token to the state, in place.
-    logger.warning("bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state")
+    logger.warning(
+        "bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state"
+    )
     return False
 
 
@@ -242,14 +258,21 @@ def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
     return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
 
 
-def row_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> tuple[int, ...]:
+def row_blocks(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+) -> tuple[int, ...]:
     """Per transferred cache group, the most blocks of one prompt that are listed: of a window or chunk those that
     overlap its length, of a state one. Empty if no prompt can be read while it is computed."""
     if not can_stream(vllm_config, kv_cache_config, config):
         return ()
     longest = vllm_config.model_config.max_model_len
-    groups, spans = groups_of(kv_cache_config), block_spans(kv_cache_config, topology_of(vllm_config).dcp)
+    groups, spans = (
+        groups_of(kv_cache_config),
+        block_spans(kv_cache_config, topology_of(vllm_config).dcp),
+    )
     return tuple(
-        1 if group.policy == "state" else min(-(-longest // span), -(-(group.window_tokens or longest) // span) + 2)
+        1
+        if group.policy == "state"
+        else min(-(-longest // span), -(-(group.window_tokens or longest) // span) + 2)
         for group, span in zip(groups, spans, strict=True)
     )

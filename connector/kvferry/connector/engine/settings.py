@@ -26,7 +26,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, local_weights_dir, read_json
+from kvferry.connector.engine.fingerprint import (
+    fingerprint,
+    local_model_dir,
+    local_weights_dir,
+    read_json,
+)
 from kvferry.protocol.handshake import MAX_SETTINGS, Setting
 
 if TYPE_CHECKING:
@@ -101,7 +106,11 @@ _LLAMA_4 = frozenset({"llama4", "llama4_text"})
 _TUNES_ABOVE_TOKENS = 32768
 """vLLM tunes Llama-4's attention temperature by default if sequences may be longer."""
 
-_PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 _MAX_NAME = 400
 _MAX_VALUE = 160
 _MAX_DEPTH = 16
@@ -117,13 +126,20 @@ def settings_of(vllm_config: VllmConfig) -> tuple[Setting, ...]:
         found["draft.quantization"] = draft.quantization
         if draft.model != vllm_config.model_config.model:  # else the fingerprint covers them
             found["draft.weights"] = weights_of(draft, vllm_config)
-    named = {_printable(name): text for name, value in found.items() if (text := _text(value)) is not None}
+    named = {
+        _printable(name): text
+        for name, value in found.items()
+        if (text := _text(value)) is not None
+    }
     settings = [Setting(name=name, value=named[name]) for name in sorted(named)]
     if len(settings) <= MAX_SETTINGS:
         return tuple(settings)
     rest = settings[MAX_SETTINGS - 1 :]
     digest = _digest("".join(f"{one.name}={one.value};" for one in rest))
-    return (*settings[: MAX_SETTINGS - 1], Setting(name="others", value=f"{len(rest)} settings, {digest}"))
+    return (
+        *settings[: MAX_SETTINGS - 1],
+        Setting(name="others", value=f"{len(rest)} settings, {digest}"),
+    )
 
 
 def draft_method(vllm_config: VllmConfig) -> str:
@@ -227,14 +243,18 @@ def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmCon
     else:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
         found = local_model_dir(path, revision, vllm_config.load_config.download_dir)
-    has_config = found is not None and any((found / name).is_file() for name in ("config.json", "params.json"))
+    has_config = found is not None and any(
+        (found / name).is_file() for name in ("config.json", "params.json")
+    )
     return found if has_config else None
 
 
 # What vLLM decides when the model is built.
 
 
-def _decided_by_length(model: ModelConfig, vllm_config: VllmConfig, config: Any) -> Iterator[tuple[str, Any]]:
+def _decided_by_length(
+    model: ModelConfig, vllm_config: VllmConfig, config: Any
+) -> Iterator[tuple[str, Any]]:
     """Decisions by the longest sequence. Wherever there is none of these, engines may differ in `--max-model-len`."""
     # A drafter is built with its own length or with the target's, which depends on the method.
     lengths = [_length_at_load(one) for one in (vllm_config.model_config, model)]
@@ -242,7 +262,10 @@ def _decided_by_length(model: ModelConfig, vllm_config: VllmConfig, config: Any)
     ropes = list(_ropes(config))
     for path, rope, original in ropes:
         if _rope_type(rope) in _LONGROPE:
-            yield f"longrope.{path}", "/".join(dict.fromkeys(_factors(one, original) for one in lengths))
+            yield (
+                f"longrope.{path}",
+                "/".join(dict.fromkeys(_factors(one, original) for one in lengths)),
+            )
     if any(_rope_type(rope) not in _ROPE_WITHOUT_LENGTH for _, rope, _ in ropes):
         for path, value in _flat("config", config):
             if path.rpartition(".")[2] == "max_position_embeddings":
@@ -269,7 +292,9 @@ def _factors(length: int, original: Any) -> str:
     return "long" if length > original else "short"
 
 
-def _ropes(config: Any, path: str = "config", original: Any = None) -> Iterator[tuple[str, dict[str, Any], Any]]:
+def _ropes(
+    config: Any, path: str = "config", original: Any = None
+) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Every rotary embedding in a configuration: its path, its parameters and its `original_max_position_embeddings`,
     which may also be a key of the configuration around it."""
     if not isinstance(config, dict) or path.count(".") > _MAX_DEPTH:
@@ -312,10 +337,14 @@ def _of_media(model: ModelConfig, directory: Path | None) -> Iterator[tuple[str,
     if media.mm_encoder_attn_dtype is not None:
         yield "media.encoder_attention", media.mm_encoder_attn_dtype
         if media.mm_encoder_fp8_scale_path is not None:
-            yield from _flat("media.encoder_scales", read_json(Path(media.mm_encoder_fp8_scale_path)))
+            yield from _flat(
+                "media.encoder_scales", read_json(Path(media.mm_encoder_fp8_scale_path))
+            )
     for name in _PROCESSOR_FILES:
         if directory is not None:
-            yield from _flat(f"processor.{name.removesuffix('.json')}", read_json(directory / name), {"auto_map"})
+            yield from _flat(
+                f"processor.{name.removesuffix('.json')}", read_json(directory / name), {"auto_map"}
+            )
 
 
 def _runs_own_code(model: ModelConfig) -> bool:
@@ -340,7 +369,9 @@ def _digest_of_code(directory: Path | None) -> str | None:
 # Values as text.
 
 
-def _flat(path: str, value: Any, without: frozenset[str] | set[str] = frozenset()) -> Iterator[tuple[str, Any]]:
+def _flat(
+    path: str, value: Any, without: frozenset[str] | set[str] = frozenset()
+) -> Iterator[tuple[str, Any]]:
     """The leaves of nested objects, each with its path. Keys that begin with an underscore are transformers' own."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)

@@ -134,7 +134,9 @@ def parts_of(
     pattern = PATTERNS.get(block_layout.pattern)
     cells = pattern(view, spec) if pattern is not None else ()
     if cells:
-        return tuple(_part(one, view, block_layout, sharding, is_replicated=is_mla(spec)) for one in cells)
+        return tuple(
+            _part(one, view, block_layout, sharding, is_replicated=is_mla(spec)) for one in cells
+        )
     if block_layout.pattern == BY_HEAD and heads_lie_together(view, spec):
         return (_head_of_block(view, block_layout, sharding),)
     return (_opaque_block(layer, view, spec, block_layout, sharding),)
@@ -142,11 +144,20 @@ def parts_of(
 
 def heads_lie_together(view: torch.Tensor, spec: Any) -> bool:
     """Whether the bytes of each (block, head) are contiguous."""
-    return not is_mla(spec) and view.shape[1] == spec.num_kv_heads and bool(view.stride(2) == view.shape[3])
+    return (
+        not is_mla(spec)
+        and view.shape[1] == spec.num_kv_heads
+        and bool(view.stride(2) == view.shape[3])
+    )
 
 
 def _part(
-    cells: Cells, view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding, *, is_replicated: bool
+    cells: Cells,
+    view: torch.Tensor,
+    block_layout: BlockLayout,
+    sharding: Sharding,
+    *,
+    is_replicated: bool,
 ) -> Part:
     item = view.element_size()
     held, suffix = (Range(0, 1), "") if is_replicated else _heads(sharding, cells.heads)
@@ -173,7 +184,9 @@ def _head_of_block(view: torch.Tensor, block_layout: BlockLayout, sharding: Shar
     held, suffix = _heads(sharding, heads)
     stride = view.stride(1) * item if heads > 1 else 0
     packing = _opaque(block_layout) + suffix
-    return Part("kv", held, stride, tokens * content * item, block_layout.dtype_of(view), packing, tokens)
+    return Part(
+        "kv", held, stride, tokens * content * item, block_layout.dtype_of(view), packing, tokens
+    )
 
 
 def _heads(sharding: Sharding, local_heads: int) -> tuple[Range, str]:
@@ -198,7 +211,9 @@ def _opaque(block_layout: BlockLayout) -> str:
     return "/".join([block_layout.packing, *reported])
 
 
-def _opaque_block(layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding) -> Part:
+def _opaque_block(
+    layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding
+) -> Part:
     """All local heads of a block as one cell. The format has its axes and their sizes, from the outermost to the
     innermost, e.g. `heads2.tokens16.content512`, because blocks of equal size may differ in layout."""
     item = view.element_size()
@@ -211,11 +226,15 @@ def _opaque_block(layer: str, view: torch.Tensor, spec: Any, block_layout: Block
             f"strides {list(strides)} for {list(shape)}",
             "blocks whose bytes are contiguous (set VLLM_KV_CACHE_LAYOUT to LBHNC)",
         )
-    axes = zip(strides, (f"heads{heads}", f"tokens{tokens}", f"content{content}"), shape, strict=True)
+    axes = zip(
+        strides, (f"heads{heads}", f"tokens{tokens}", f"content{content}"), shape, strict=True
+    )
     order = ".".join(name for _, name, n in sorted(axes, reverse=True) if n > 1) or "one"
     packing, dtype = f"{_opaque(block_layout)}/{order}", block_layout.dtype_of(view)
     if heads == 1 and is_mla(spec):
-        return Part("indexer" if is_indexer(spec) else "kv", Range(0, 1), 0, extent, dtype, packing, tokens)
+        return Part(
+            "indexer" if is_indexer(spec) else "kv", Range(0, 1), 0, extent, dtype, packing, tokens
+        )
     # One unit, whatever its heads are: only ranks of engines with equal tensor-parallel sizes match.
     alone = Range(sharding.rank, sharding.rank + 1)
     return Part("kv", alone, 0, extent, dtype, packing + _rank_of(sharding), tokens)

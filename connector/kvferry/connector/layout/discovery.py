@@ -76,7 +76,9 @@ def discover(
     tensors: list[PagedTensor] = []
     storages: dict[int, torch.Tensor] = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
-        seen: set[tuple[int, ...]] = set()  # not across groups: all of them share the same bytes in vLLM
+        seen: set[tuple[int, ...]] = (
+            set()
+        )  # not across groups: all of them share the same bytes in vLLM
         for layer in group.layer_names:
             view = kv_caches.get(layer)
             if view is None:
@@ -90,13 +92,21 @@ def discover(
             storages.setdefault(view.untyped_storage().data_ptr(), view)
             if policy == "state":
                 blocks = kv_cache_config.num_blocks
-                tensors += describe_mamba_layout(layer, index, spec, view, blocks, sharding, head_groups)
+                tensors += describe_mamba_layout(
+                    layer, index, spec, view, blocks, sharding, head_groups
+                )
                 continue
             share = interleave if spec.dcp_sharded else _EVERY_TOKEN
-            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, block_layouts, sharding, share)
+            tensors += _describe(
+                layer, index, spec, view, kv_cache_config.num_blocks, block_layouts, sharding, share
+            )
     if not tensors:
-        raise InvalidConfig("kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache")
-    return KvCaches(tuple(storages.values()), tuple(tensors), Device(next(iter(storages.values())).device))
+        raise InvalidConfig(
+            "kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache"
+        )
+    return KvCaches(
+        tuple(storages.values()), tuple(tensors), Device(next(iter(storages.values())).device)
+    )
 
 
 def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
@@ -116,7 +126,10 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
         return ("state", 0)
     if kind in (specs.FullAttentionSpec, specs.MLAAttentionSpec, specs.SinkFullAttentionSpec):
         policy = ("whole" if spec.non_causal else "full", 0)
-    elif kind in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec) and not spec.prefix_replay_tokens:
+    elif (
+        kind in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec)
+        and not spec.prefix_replay_tokens
+    ):
         # With `prefix_replay_tokens`, a multi-token predictor needs further windows before the last one.
         policy = ("window", spec.sliding_window + spec.extra_retained_tokens)
     elif kind is specs.ChunkedLocalAttentionSpec:
@@ -124,7 +137,9 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
     else:
         reason = "a window that is computed again after a load" if spec.prefix_replay_tokens else ""
         reason = _REASONS.get(kind.__name__, reason)
-        raise InvalidConfig(_where(layer), f"{kind.__name__}: {reason}" if reason else kind.__name__, _EXPECTED)
+        raise InvalidConfig(
+            _where(layer), f"{kind.__name__}: {reason}" if reason else kind.__name__, _EXPECTED
+        )
     _check_states_and_scales(layer, spec)
     return policy
 
@@ -132,10 +147,14 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
 def _check_states_and_scales(layer: str, spec: Any) -> None:
     """Refuse caches without one state per token, or with scales that do not belong to the weights."""
     if spec.tokens_per_state != 1:
-        raise InvalidConfig(_where(layer), f"{spec.tokens_per_state} tokens a state", "one token a state")
+        raise InvalidConfig(
+            _where(layer), f"{spec.tokens_per_state} tokens a state", "one token a state"
+        )
     mode = spec.kv_quant_mode.name
     if mode not in STATIC_SCALES:
-        raise InvalidConfig(_where(layer), f"quantisation {mode}", f"one of {', '.join(STATIC_SCALES)}")
+        raise InvalidConfig(
+            _where(layer), f"quantisation {mode}", f"one of {', '.join(STATIC_SCALES)}"
+        )
 
 
 def _where(layer: str) -> str:
@@ -149,13 +168,19 @@ def _group(group: KVCacheGroupSpec) -> CacheGroup:
     spec, layer = group.kv_cache_spec, next(iter(group.layer_names), "of another stage")
     if group.host_resident or group.role is not specs.KVCacheGroupRole.DEFAULT:
         expected = "caches in the device's memory (no hisparse_config)"
-        raise InvalidConfig(f"cache of layer {layer}", f"in a group of {group.role.value} in host memory", expected)
+        raise InvalidConfig(
+            f"cache of layer {layer}", f"in a group of {group.role.value} in host memory", expected
+        )
     if isinstance(spec, specs.UniformTypeKVCacheSpecs):
         policies = {policy_of(name, inner) for name, inner in spec.kv_cache_specs.items()}
         if policies == {("full", 0), ("whole", 0)}:
-            policies = {("whole", 0)}  # what one layer makes depend on the whole prompt, the layers above it do too
+            policies = {
+                ("whole", 0)
+            }  # what one layer makes depend on the whole prompt, the layers above it do too
         if len(policies) != 1:
-            raise InvalidConfig(f"cache of layer {layer}", sorted(policies), "one policy for the whole group")
+            raise InvalidConfig(
+                f"cache of layer {layer}", sorted(policies), "one policy for the whole group"
+            )
         (policy, window) = policies.pop()
     else:
         policy, window = policy_of(layer, spec)
@@ -193,7 +218,9 @@ def _describe(
     """The paged tensors of an attention layer."""
     where = f"cache of layer {layer}"
     if view.dim() != 4:
-        raise InvalidConfig(where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]")
+        raise InvalidConfig(
+            where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]"
+        )
     if layer not in block_layouts:
         raise InvalidConfig(where, "without a layer", "a cache whose attention backend is known")
     blocks = view.shape[0]
@@ -201,8 +228,13 @@ def _describe(
         raise InvalidConfig(where, f"{blocks} kernel blocks", f"a multiple of {num_blocks} blocks")
     if view.stride(3) != 1:
         raise InvalidConfig(where, f"strides {list(view.stride())}", "contiguous content")
-    block_tokens, quantization = spec.block_size // (blocks // num_blocks), spec.kv_quant_mode.name.lower()
+    block_tokens, quantization = (
+        spec.block_size // (blocks // num_blocks),
+        spec.kv_quant_mode.name.lower(),
+    )
     return [
-        part.tensor(layer, group, view, block_tokens, interleave=interleave, quantization=quantization)
+        part.tensor(
+            layer, group, view, block_tokens, interleave=interleave, quantization=quantization
+        )
         for part in parts_of(layer, view, spec, block_layouts[layer], sharding)
     ]

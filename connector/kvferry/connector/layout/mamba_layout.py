@@ -75,14 +75,22 @@ def describe_mamba_layout(
     found = list(_of_convolution(where, spec, sharding, head_groups)) if has_convolution else []
     if has_temporal:
         found.append(_of_temporal(spec, sharding, after_convolution=has_convolution))
-    size = sum(_bytes_of(shape, dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-    if tuple(view.shape) != (num_blocks, 1, 1, size) or view.element_size() != 1 or view.stride(3) != 1:
+    size = sum(
+        _bytes_of(shape, dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    if (
+        tuple(view.shape) != (num_blocks, 1, 1, size)
+        or view.element_size() != 1
+        or view.stride(3) != 1
+    ):
         expected = f"a view of bytes [{num_blocks}, 1, 1, {size}]"
         raise InvalidConfig(where, f"shape {list(view.shape)} of {view.dtype}", expected)
     return [part.tensor(layer, group, view, 1) for part in found]
 
 
-def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None) -> Iterator[Part]:
+def _of_convolution(
+    where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None
+) -> Iterator[Part]:
     """The convolution state, by projection; a cell holds the columns of one channel."""
     dtype, item = spec.dtypes[0], spec.dtypes[0].itemsize
     channels, columns, by_channel = _orientation(spec.shapes[0])
@@ -156,9 +164,17 @@ def _projections(
     inner = heads * width  # of x, or of v
     pair, odd = divmod(channels - inner, 2)
     if pair <= 0 or odd:
-        raise InvalidConfig(where, f"{channels} channels of a convolution", f"{inner} and two equal projections more")
+        raise InvalidConfig(
+            where,
+            f"{channels} channels of a convolution",
+            f"{inner} and two equal projections more",
+        )
     if name == "GDN_ATTN":
-        return [_Projection("conv.q", pair), _Projection("conv.k", pair), _Projection("conv.v", inner)]
+        return [
+            _Projection("conv.q", pair),
+            _Projection("conv.k", pair),
+            _Projection("conv.v", inner),
+        ]
     alike, packing = _copied(pair // spec.shapes[1][2], sharding, head_groups)
     return [
         _Projection("conv.x", inner),

@@ -68,7 +68,12 @@ def _columns(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
 def _planes(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
     """The head axis has two entries, one for K and one for V; all heads of a token are one row."""
     heads, width = spec.num_kv_heads, spec.head_size
-    if is_mla(spec) or view.shape[1] != 2 or view.shape[3] != heads * width or spec.head_size_v != width:
+    if (
+        is_mla(spec)
+        or view.shape[1] != 2
+        or view.shape[3] != heads * width
+        or spec.head_size_v != width
+    ):
         return ()
     return (
         Cells("k", heads, width, 0, width, view.stride(2)),
@@ -78,7 +83,12 @@ def _planes(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
 
 def _latent(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
     """MLA: a row `[latent | rope]` for every token."""
-    if not is_mla(spec) or is_indexer(spec) or view.shape[1] != 1 or view.shape[3] != spec.head_size:
+    if (
+        not is_mla(spec)
+        or is_indexer(spec)
+        or view.shape[1] != 1
+        or view.shape[3] != spec.head_size
+    ):
         return ()
     return (Cells("mla", 1, spec.head_size, 0, 0, view.stride(2)),)
 

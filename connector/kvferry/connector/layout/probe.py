@@ -44,7 +44,7 @@ _FILLS = (0x55, 0xAA)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ProbeResult:
     """The result of a probe, for layers of one kind.
 
     Attributes:
@@ -61,7 +61,10 @@ class Finding:
 
 
 def block_layouts_of(
-    layers: Mapping[str, Any], kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, dtype: torch.dtype
+    layers: Mapping[str, Any],
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: Any,
+    dtype: torch.dtype,
 ) -> dict[str, BlockLayout]:
     """The block layout of every layer's cache.
 
@@ -77,7 +80,7 @@ def block_layouts_of(
         for group in kv_cache_config.transfer_groups
         for name in group.layer_names
     }
-    findings: dict[object, Finding] = {}
+    findings: dict[object, ProbeResult] = {}
     found: dict[str, BlockLayout] = {}
     for name in kv_caches:
         if name not in layers:
@@ -88,7 +91,11 @@ def block_layouts_of(
             found[name] = found[target]  # the same cache
             continue
         packing = packing_of(layer, name)
-        if not hasattr(spec, "kv_quant_mode") or not isinstance(view, torch.Tensor) or view.dim() != 4:
+        if (
+            not hasattr(spec, "kv_quant_mode")
+            or not isinstance(view, torch.Tensor)
+            or view.dim() != 4
+        ):
             found[name] = BlockLayout(packing)  # not attention: `discover` describes or refuses it
             continue
         known = scales_of(layer, name, spec)
@@ -102,7 +109,9 @@ def block_layouts_of(
     return found
 
 
-def probe(layer: Any, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales], dtype: torch.dtype) -> Finding:
+def probe(
+    layer: Any, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales], dtype: torch.dtype
+) -> ProbeResult:
     """Let a layer's backend write into scratch memory, and find the pattern that explains every byte.
 
     Args:
@@ -114,38 +123,49 @@ def probe(layer: Any, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales
         with torch.inference_mode():
             return _probe(Backend(layer, spec, dtype), view, spec, scales or {"": {}})
     except CannotBeTried as error:
-        return Finding(OPAQUE, reason=str(error))
+        return ProbeResult(OPAQUE, reason=str(error))
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is opaque and the engine starts
         text = str(error).partition("\n")[0][:200]
-        return Finding(OPAQUE, reason=f"its cache write cannot be tried: {type(error).__name__}: {text}")
+        return ProbeResult(
+            OPAQUE, reason=f"its cache write cannot be tried: {type(error).__name__}: {text}"
+        )
 
 
-def _probe(backend: Backend, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales]) -> Finding:
+def _probe(
+    backend: Backend, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales]
+) -> ProbeResult:
     scratch = Scratch(view)
     patterns = {name: cells for name, of in PATTERNS.items() if (cells := of(scratch.view, spec))}
     writes = [_plan_write(scratch, backend, whole, seed) for seed, whole in ((1, 2), (2, 1))]
-    right: list[Finding] = []
+    right: list[ProbeResult] = []
     for place, values in scales.items():
         if not patterns:
             break
-        images = [backend.write(scratch, one, fill, values).clone() for one, fill in zip(writes, _FILLS, strict=True)]
+        images = [
+            backend.write(scratch, one, fill, values).clone()
+            for one, fill in zip(writes, _FILLS, strict=True)
+        ]
         for encoding in encodings_of(view, spec):
             for name, cells in patterns.items():
                 if all(
                     torch.equal(_expected(scratch, write, fill, cells, encoding), image)
                     for write, fill, image in zip(writes, _FILLS, images, strict=True)
                 ):
-                    right.append(Finding(name, encoding.dtype, place))
+                    right.append(ProbeResult(name, encoding.dtype, place))
     if len(right) == 1:
         return right[0]
     if right:
-        return Finding(OPAQUE, reason=f"{len(right)} block layouts explain what it writes")
-    if heads_lie_together(scratch.view, spec) and _keeps_heads_apart(backend, scratch, next(iter(scales.values()))):
-        return Finding(BY_HEAD)
-    return Finding(OPAQUE, reason="no block layout that kvferry knows explains what it writes")
+        return ProbeResult(OPAQUE, reason=f"{len(right)} block layouts explain what it writes")
+    if heads_lie_together(scratch.view, spec) and _keeps_heads_apart(
+        backend, scratch, next(iter(scales.values()))
+    ):
+        return ProbeResult(BY_HEAD)
+    return ProbeResult(OPAQUE, reason="no block layout that kvferry knows explains what it writes")
 
 
-def _expected(scratch: Scratch, write: Write, fill: int, cells: tuple[Cells, ...], encoding: Encoding) -> torch.Tensor:
+def _expected(
+    scratch: Scratch, write: Write, fill: int, cells: tuple[Cells, ...], encoding: Encoding
+) -> torch.Tensor:
     """The expected content of the whole memory after a write, for these cells and this encoding."""
     image = scratch.image(fill)
     view = scratch.as_view(image, encoding.bits.dtype)
@@ -210,10 +230,20 @@ def _kind_of(layer: Any, packing: str, view: torch.Tensor, spec: Any) -> object:
     impl = getattr(layer, "impl", None)
     reported = (getattr(layer, "kv_cache_dtype", None), getattr(layer, "kv_lora_rank", None))
     shared = getattr(layer, "kv_sharing_target_layer_name", None) is not None
-    return (type(impl), packing, reported, shared, repr(spec), view.dtype, view.device, view.shape[1:], view.stride())
+    return (
+        type(impl),
+        packing,
+        reported,
+        shared,
+        repr(spec),
+        view.dtype,
+        view.device,
+        view.shape[1:],
+        view.stride(),
+    )
 
 
-def _report(name: str, packing: str, finding: Finding) -> None:
+def _report(name: str, packing: str, finding: ProbeResult) -> None:
     """Log the result, one line per kind of layer."""
     if finding.pattern == OPAQUE:
         logger.warning(

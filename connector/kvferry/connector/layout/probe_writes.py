@@ -48,7 +48,9 @@ class Scratch:
     def as_view(self, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The cache's view of an image of this memory, in elements of a dtype of the same size."""
         elements = raw.view(dtype)
-        return elements.as_strided(self._shape, self._strides, _GUARD_BYTES // elements.element_size())
+        return elements.as_strided(
+            self._shape, self._strides, _GUARD_BYTES // elements.element_size()
+        )
 
 
 def _strides(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +59,9 @@ def _strides(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     if _extent(shape, strides) * view.element_size() <= _MAX_BYTES:
         return tuple(strides)
     dense_there = dense_here = 1
-    for axis in sorted((axis for axis in range(4) if view.shape[axis] > 1), key=view.stride().__getitem__):
+    for axis in sorted(
+        (axis for axis in range(4) if view.shape[axis] > 1), key=view.stride().__getitem__
+    ):
         has_gap = view.stride(axis) > dense_there
         strides[axis] = dense_here * (2 if has_gap else 1)
         dense_there, dense_here = view.stride(axis) * view.shape[axis], strides[axis] * shape[axis]
@@ -69,7 +73,12 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | list[int]) -> int
 
 
 VALUES = torch.tensor(
-    [sign * 2.0**exponent * (1 + m / 4) for sign in (1, -1) for exponent in range(-2, 4) for m in range(4)]
+    [
+        sign * 2.0**exponent * (1 + m / 4)
+        for sign in (1, -1)
+        for exponent in range(-2, 4)
+        for m in range(4)
+    ]
 )
 """Numbers that every floating-point type down to float8 represents exactly, all with different bits."""
 
@@ -96,17 +105,26 @@ def scales_of(layer: Any, layer_name: str, spec: Any) -> dict[str, Scales]:
         return {}
     where = f"cache of layer {layer_name}"
     if getattr(layer, "calculate_kv_scales", False):
-        raise InvalidConfig(where, "calculate_kv_scales", "static scales: those of a running engine change")
+        raise InvalidConfig(
+            where, "calculate_kv_scales", "static scales: those of a running engine change"
+        )
     found: dict[str, Scales] = {}
     names = {"mla": "k"} if is_mla(spec) else {"k": "k", "v": "v"}
     for place, suffix in (("tensors", "_scale"), ("numbers", "_scale_float")):
         reported = {kind: getattr(layer, f"_{name}{suffix}", None) for kind, name in names.items()}
         if None in reported.values():
             continue
-        scales = {kind: tuple(torch.as_tensor(value).flatten().tolist()) for kind, value in reported.items()}
+        scales = {
+            kind: tuple(torch.as_tensor(value).flatten().tolist())
+            for kind, value in reported.items()
+        }
         for kind, values in scales.items():
             if not values or not all(1e-30 <= value <= 1e30 for value in values):
-                raise InvalidConfig(where, f"{kind} scales {list(values)[:4]}", "static scales between 1e-30 and 1e30")
+                raise InvalidConfig(
+                    where,
+                    f"{kind} scales {list(values)[:4]}",
+                    "static scales between 1e-30 and 1e30",
+                )
         if not any(_are_equal(scales, others) for others in found.values()):
             found[place] = scales
     return found
@@ -204,14 +222,19 @@ class Backend:
         self._latent = int(layer.kv_lora_rank) if self._is_mla else 0
         self.heads = int(spec.num_kv_heads)
         self.elements = (
-            {"mla": int(spec.head_size)} if self._is_mla else {"k": int(spec.head_size), "v": int(spec.head_size_v)}
+            {"mla": int(spec.head_size)}
+            if self._is_mla
+            else {"k": int(spec.head_size), "v": int(spec.head_size_v)}
         )
 
     def write(self, scratch: Scratch, what: Write, fill: int, scales: Scales) -> torch.Tensor:
         """Fill the memory with a byte, write, and return the whole memory."""
         scratch.raw.fill_(fill)
         slots = what.blocks * scratch.view.shape[2] + what.tokens
-        given = {kind: values_of(codes, scales.get(kind, ()), self._dtype) for kind, codes in what.codes.items()}
+        given = {
+            kind: values_of(codes, scales.get(kind, ()), self._dtype)
+            for kind, codes in what.codes.items()
+        }
         if self._is_mla:
             rows = given["mla"]
             self._impl.do_kv_cache_update(

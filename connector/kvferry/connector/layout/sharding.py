@@ -46,7 +46,9 @@ class Sharding:
     def checked(self, local_heads: Iterable[int]) -> Sharding:
         """This sharding, not uniform if any layer's number of heads differs from the configuration's."""
         expected = max(1, self.total_heads // self.size)
-        return replace(self, uniform=self.uniform and all(heads == expected for heads in local_heads))
+        return replace(
+            self, uniform=self.uniform and all(heads == expected for heads in local_heads)
+        )
 
 
 def same_in_all_layers(total_heads: int, config: Mapping[str, Any]) -> bool:
@@ -62,7 +64,9 @@ def _reported(value: Any, *, named: bool) -> Iterable[int]:
     """Every number in a setting whose name contains one of `_NAMES_OF_HEADS`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _reported(inner, named=named or any(name in str(key) for name in _NAMES_OF_HEADS))
+            yield from _reported(
+                inner, named=named or any(name in str(key) for name in _NAMES_OF_HEADS)
+            )
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _reported(inner, named=named)

@@ -29,12 +29,16 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         self._create(GAUGES, self._gauge_cls, labelnames, multiprocess_mode="mostrecent")
         self._create(HISTOGRAMS, self._histogram_cls, labelnames)
 
-    def _create(self, specs: Mapping[str, Metric], kind: Any, labelnames: list[str], **options: Any) -> None:
+    def _create(
+        self, specs: Mapping[str, Metric], kind: Any, labelnames: list[str], **options: Any
+    ) -> None:
         for name, spec in specs.items():
             if spec.buckets:
                 options["buckets"] = list(spec.buckets)
             labels = [*labelnames, spec.label] if spec.label else labelnames
-            metric = kind(name=f"vllm:{spec.exported}", documentation=spec.doc, labelnames=labels, **options)
+            metric = kind(
+                name=f"vllm:{spec.exported}", documentation=spec.doc, labelnames=labels, **options
+            )
             if spec.label == PEER:
                 self._counters_by_peer[name] = metric
             for engine, values in self.per_engine_labelvalues.items():
@@ -46,7 +50,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         """Record one step's statistics. Metrics that are not in the tables, e.g. of a newer worker, are ignored."""
         for name, by_label in transfer_stats_data.get("counters", {}).items():
             for label, amount in by_label.items():
-                child = self._children.get((engine_idx, name, label)) or self._of_peer(engine_idx, name, label)
+                child = self._children.get((engine_idx, name, label)) or self._of_peer(
+                    engine_idx, name, label
+                )
                 if child is None:
                     continue
                 child.inc(amount)

@@ -40,7 +40,9 @@ class PeerLabels:
         address = (source.host, source.port)
         known = self._known.get(address)
         if known is None and is_good and len(self._known) < self._most:
-            known = self._known[address] = _UNCLEAN.sub("_", f"{source.host}:{source.port}"[-_LONGEST:])
+            known = self._known[address] = _UNCLEAN.sub(
+                "_", f"{source.host}:{source.port}"[-_LONGEST:]
+            )
         return OTHER_PEERS if known is None else known
 
 

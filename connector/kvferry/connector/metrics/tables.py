@@ -11,7 +11,25 @@ from dataclasses import dataclass
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.side_channel.connections import REASONS
 
-_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_SECONDS = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 _BYTES = tuple(float(1 << power) for power in range(14, 37, 2))
 _RUNS = tuple(float(1 << power) for power in range(8, 29, 2))
 _LEFT_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0)
@@ -29,7 +47,7 @@ RECOMPUTE_REASONS = (
     "prompt_unknown",
     "prefill_failed",
     "no_lease",
-    "too_many_questions",
+    "too_many_queries",
     "window_edge",
     "wrong_role",
     "turns_off",
@@ -75,11 +93,15 @@ COUNTERS: Mapping[str, Metric] = {
     "turn_loads": Metric("kvferry_turn_loads", "Loads that read a last turn from its decoder."),
     "planned_bytes": Metric("kvferry_planned_bytes", "Bytes of good loads, by the transfer plan."),
     "planned_descriptors": Metric(
-        "kvferry_planned_descriptors", "Descriptors of good loads, by the transfer plan, before neighbours are merged."
+        "kvferry_planned_descriptors",
+        "Descriptors of good loads, by the transfer plan, before neighbours are merged.",
     ),
-    "staged_bytes": Metric("kvferry_staged_bytes", "Planned bytes that went through the staging pool."),
+    "staged_bytes": Metric(
+        "kvferry_staged_bytes", "Planned bytes that went through the staging pool."
+    ),
     "early_bytes": Metric(
-        "kvferry_early_bytes", "Planned bytes that were read before the prefill had ended, while it computed the rest."
+        "kvferry_early_bytes",
+        "Planned bytes that were read before the prefill had ended, while it computed the rest.",
     ),
     "placed_loads": Metric(
         "kvferry_placed_loads",
@@ -89,10 +111,13 @@ COUNTERS: Mapping[str, Metric] = {
         PLACINGS,
     ),
     "peer_loads": _by_peer(
-        "kvferry_peer_loads", "Good loads, by worker and producer: the first `max_peer_labels` have names."
+        "kvferry_peer_loads",
+        "Good loads, by worker and producer: the first `max_peer_labels` have names.",
     ),
     "peer_bytes": _by_peer("kvferry_peer_bytes", "Bytes of these loads, by the transfer plan."),
-    "peer_load_s": _by_peer("kvferry_peer_load_seconds", "Sum of their seconds from order to last byte."),
+    "peer_load_s": _by_peer(
+        "kvferry_peer_load_seconds", "Sum of their seconds from order to last byte."
+    ),
     "peer_failed_loads": _by_peer(
         "kvferry_peer_failed_loads",
         "Failed loads, by worker and producer: it has a name after its first good load.",
@@ -104,7 +129,8 @@ COUNTERS: Mapping[str, Metric] = {
         RECOMPUTE_REASONS,
     ),
     "failed_requests": Metric(
-        "kvferry_failed_requests", "Requests that vLLM ended with an error because their load failed (policy `fail`)."
+        "kvferry_failed_requests",
+        "Requests that vLLM ended with an error because their load failed (policy `fail`).",
     ),
     "failed_loads": Metric(
         "kvferry_failed_loads",
@@ -113,13 +139,19 @@ COUNTERS: Mapping[str, Metric] = {
         tuple(reason.value for reason in FailureReason if reason is not FailureReason.ABORTED),
     ),
     "aborted_loads": Metric(
-        "kvferry_aborted_loads", "Loads that were cancelled since their request was aborted, by worker."
+        "kvferry_aborted_loads",
+        "Loads that were cancelled since their request was aborted, by worker.",
     ),
     "failed_transfers": Metric("nixl_num_failed_transfers", "Failed loads, by worker."),
-    "failed_notifications": Metric("nixl_num_failed_notifications", "Notifications that could not be sent."),
-    "expired": Metric("nixl_num_kv_expired_reqs", "Leases that ran out before their blocks were read."),
+    "failed_notifications": Metric(
+        "nixl_num_failed_notifications", "Notifications that could not be sent."
+    ),
+    "expired": Metric(
+        "nixl_num_kv_expired_reqs", "Leases that ran out before their blocks were read."
+    ),
     "quarantined_loads": Metric(
-        "kvferry_quarantined_loads", "Failed loads whose blocks might still have been written, by worker."
+        "kvferry_quarantined_loads",
+        "Failed loads whose blocks might still have been written, by worker.",
     ),
     "quarantined_blocks": Metric("kvferry_quarantined_blocks", "Blocks of these loads, by worker."),
     "stalled_heartbeats": Metric(
@@ -131,13 +163,24 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_read_graces_over",
         "Failed reads whose memory was freed after `failed_read_grace_s`, without proof that they had ended.",
     ),
-    "late_notifications": Metric("nixl_num_notifications_after_expiry", "Notifications about leases that had ended."),
-    "bad_notifications": Metric("kvferry_bad_notifications", "Notifications not in kvferry's format."),
-    "leases_opened": Metric("kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."),
-    "leases_refused": Metric("kvferry_leases_refused", "Prompts served without a lease: no slot was free."),
-    "streams": Metric("kvferry_streams", "Prompts that a consumer could read while they were computed."),
+    "late_notifications": Metric(
+        "nixl_num_notifications_after_expiry", "Notifications about leases that had ended."
+    ),
+    "bad_notifications": Metric(
+        "kvferry_bad_notifications", "Notifications not in kvferry's format."
+    ),
+    "leases_opened": Metric(
+        "kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."
+    ),
+    "leases_refused": Metric(
+        "kvferry_leases_refused", "Prompts served without a lease: no slot was free."
+    ),
+    "streams": Metric(
+        "kvferry_streams", "Prompts that a consumer could read while they were computed."
+    ),
     "stream_restarts": Metric(
-        "kvferry_stream_restarts", "Times that such a prompt was preempted, and its consumer had to begin again."
+        "kvferry_stream_restarts",
+        "Times that such a prompt was preempted, and its consumer had to begin again.",
     ),
     "streams_refused": Metric(
         "kvferry_streams_refused",
@@ -157,8 +200,12 @@ COUNTERS: Mapping[str, Metric] = {
         "how",
         RELEASE_WAYS,
     ),
-    "turns_opened": Metric("kvferry_turns_opened", "Leases opened for answers that may be offered."),
-    "turns_refused": Metric("kvferry_turns_refused", "Answers that are not offered: no slot was free."),
+    "turns_opened": Metric(
+        "kvferry_turns_opened", "Leases opened for answers that may be offered."
+    ),
+    "turns_refused": Metric(
+        "kvferry_turns_refused", "Answers that are not offered: no slot was free."
+    ),
     "turns_offered": Metric("kvferry_turns_offered", "Answers offered to the next turn."),
     "turns_released": Metric(
         "kvferry_turns_released",
@@ -166,23 +213,33 @@ COUNTERS: Mapping[str, Metric] = {
         "how",
         RELEASE_WAYS,
     ),
-    "leases_given_back": Metric("kvferry_leases_given_back", "Leases of other engines given back unread."),
+    "leases_given_back": Metric(
+        "kvferry_leases_given_back", "Leases of other engines given back unread."
+    ),
     "heartbeats": Metric("kvferry_heartbeats", "Renewals sent for other engines' leases."),
-    "renewals_unknown": Metric("kvferry_unknown_renewals", "Renewals of leases that have ended or never existed."),
-    "releases_unknown": Metric("kvferry_unknown_releases", "Releases of leases that have ended or never existed."),
+    "renewals_unknown": Metric(
+        "kvferry_unknown_renewals", "Renewals of leases that have ended or never existed."
+    ),
+    "releases_unknown": Metric(
+        "kvferry_unknown_releases", "Releases of leases that have ended or never existed."
+    ),
     "handshakes_served": Metric("kvferry_handshakes_served", "Descriptions sent to other engines."),
     "dropped_messages": Metric(
-        "kvferry_dropped_messages", "Renewals and releases that came faster than this engine took them."
+        "kvferry_dropped_messages",
+        "Renewals and releases that came faster than this engine took them.",
     ),
     "bad_frames": Metric("kvferry_bad_frames", "Invalid messages on the side channel."),
     "integrity_errors": Metric(
-        "kvferry_integrity_errors", "Failed integrity checks of kvferry's own counts: a bug; the log has the counts."
+        "kvferry_integrity_errors",
+        "Failed integrity checks of kvferry's own counts: a bug; the log has the counts.",
     ),
     "lost_orders": Metric(
         "kvferry_lost_orders",
         "Steps whose orders a worker could not read: a bug. Their loads fail, and the worker lacks their holds.",
     ),
-    "side_channel_errors": Metric("kvferry_side_channel_errors", "Messages that the side channel could not send."),
+    "side_channel_errors": Metric(
+        "kvferry_side_channel_errors", "Messages that the side channel could not send."
+    ),
     "side_channel_refusals": Metric(
         "kvferry_side_channel_refusals",
         "Refused connections to this engine's side channel: another secret, a secret at one end only, closed before "
@@ -200,42 +257,67 @@ GAUGES: Mapping[str, Metric] = {
     "leases_computing_now": Metric(
         "kvferry_leases_computing_now", "Leases, of prompts and of turns, whose requests still run."
     ),
-    "leases_held_now": Metric("kvferry_leases_held_now", "Leases, of prompts and of turns, whose blocks are held."),
+    "leases_held_now": Metric(
+        "kvferry_leases_held_now", "Leases, of prompts and of turns, whose blocks are held."
+    ),
     "lease_slots": Metric("kvferry_lease_slots", "Leases that can be open at once."),
     "leased_blocks_now": Metric("kvferry_leased_blocks_now", "Blocks that held leases refer to."),
     "leased_fraction_now": Metric(
         "kvferry_leased_fraction_now", "Fraction of the cache's blocks that held leases refer to."
     ),
     "staging_used_bytes": Metric(
-        "kvferry_staging_used_bytes", "Bytes of the staging pool in use, on the worker with the most."
+        "kvferry_staging_used_bytes",
+        "Bytes of the staging pool in use, on the worker with the most.",
     ),
     "staging_pool_bytes": Metric("kvferry_staging_pool_bytes", "Bytes of a worker's staging pool."),
-    "peers_now": Metric("kvferry_peers_now", "Producers that are ready for reads, on the worker with the most."),
-    "quarantined_requests_now": Metric(
-        "kvferry_quarantined_requests_now", "Requests whose load failed and whose blocks may still be written."
+    "peers_now": Metric(
+        "kvferry_peers_now", "Producers that are ready for reads, on the worker with the most."
     ),
-    "quarantined_blocks_now": Metric("kvferry_quarantined_blocks_now", "Blocks of these requests, out of use."),
+    "quarantined_requests_now": Metric(
+        "kvferry_quarantined_requests_now",
+        "Requests whose load failed and whose blocks may still be written.",
+    ),
+    "quarantined_blocks_now": Metric(
+        "kvferry_quarantined_blocks_now", "Blocks of these requests, out of use."
+    ),
     "oldest_quarantine_s": Metric(
-        "kvferry_oldest_quarantine_seconds", "Seconds for which the oldest of them has been out of use."
+        "kvferry_oldest_quarantine_seconds",
+        "Seconds for which the oldest of them has been out of use.",
     ),
 }
 
 HISTOGRAMS: Mapping[str, Metric] = {
-    "transfer_s": Metric("nixl_xfer_time_seconds", "Time of a load's transfers, measured by NIXL.", buckets=_SECONDS),
-    "post_s": Metric("nixl_post_time_seconds", "Time to post a load's transfers, measured by NIXL.", buckets=_SECONDS),
-    "transferred_bytes": Metric("nixl_bytes_transferred", "Bytes of a load, counted by NIXL.", buckets=_BYTES),
-    "descriptors": Metric("nixl_num_descriptors", "Descriptors of a load, counted by NIXL.", buckets=_COUNTS),
-    "run_bytes": Metric(
-        "kvferry_run_bytes", "Mean length of a load's runs: bytes that are contiguous on both sides.", buckets=_RUNS
+    "transfer_s": Metric(
+        "nixl_xfer_time_seconds", "Time of a load's transfers, measured by NIXL.", buckets=_SECONDS
     ),
-    "load_s": Metric("kvferry_load_seconds", "Time of a load from its order to its last byte.", buckets=_SECONDS),
+    "post_s": Metric(
+        "nixl_post_time_seconds",
+        "Time to post a load's transfers, measured by NIXL.",
+        buckets=_SECONDS,
+    ),
+    "transferred_bytes": Metric(
+        "nixl_bytes_transferred", "Bytes of a load, counted by NIXL.", buckets=_BYTES
+    ),
+    "descriptors": Metric(
+        "nixl_num_descriptors", "Descriptors of a load, counted by NIXL.", buckets=_COUNTS
+    ),
+    "run_bytes": Metric(
+        "kvferry_run_bytes",
+        "Mean length of a load's runs: bytes that are contiguous on both sides.",
+        buckets=_RUNS,
+    ),
+    "load_s": Metric(
+        "kvferry_load_seconds", "Time of a load from its order to its last byte.", buckets=_SECONDS
+    ),
     "order_wait_s": Metric(
         "kvferry_order_wait_seconds",
         "Time from a prompt's arrival until its load was ordered: it waits for blocks, or for a step.",
         buckets=_SECONDS,
     ),
     "queue_s": Metric(
-        "kvferry_load_queue_seconds", "Time from a load's order until its worker began it, by worker.", buckets=_SECONDS
+        "kvferry_load_queue_seconds",
+        "Time from a load's order until its worker began it, by worker.",
+        buckets=_SECONDS,
     ),
     "connecting_s": Metric(
         "kvferry_load_connecting_seconds",
@@ -248,7 +330,9 @@ HISTOGRAMS: Mapping[str, Metric] = {
         buckets=_SECONDS,
     ),
     "read_s": Metric(
-        "kvferry_load_read_seconds", "Time after that until all bytes were read and in place.", buckets=_SECONDS
+        "kvferry_load_read_seconds",
+        "Time after that until all bytes were read and in place.",
+        buckets=_SECONDS,
     ),
     "relayout_s": Metric(
         "kvferry_relayout_seconds",

@@ -33,7 +33,7 @@ from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.scheduler.block_references import QuarantinedBlocks
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.questions import Questions
+from kvferry.scheduler.consumer.pending_queries import PendingQueries
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
@@ -59,7 +59,9 @@ class Admission:
         quarantine: its pinned blocks.
     """
 
-    def __init__(self, requests: UnfinishedRequests, blocks: EngineBlocks, quarantine: QuarantinedBlocks) -> None:
+    def __init__(
+        self, requests: UnfinishedRequests, blocks: EngineBlocks, quarantine: QuarantinedBlocks
+    ) -> None:
         self._requests = requests
         self._blocks = blocks
         self._quarantine = quarantine
@@ -201,7 +203,7 @@ class StallWatch:
         self._since_s: float | None = None
         self._heartbeats = 0
 
-    def step(self, computes: bool, asking: Questions) -> None:
+    def step(self, computes: bool, asking: PendingQueries) -> None:
         """A step has been scheduled. It looks at the requests once in a heartbeat, and only if nothing is computed.
 
         Args:
@@ -230,13 +232,18 @@ class StallWatch:
             return
         self._heartbeats += 1
         self._counters.add("stalled_heartbeats")
-        if self._heartbeats & (self._heartbeats - 1) == 0:  # the 1st, 2nd, 4th, 8th: it may last for hours
+        if (
+            self._heartbeats & (self._heartbeats - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th: it may last for hours
             self._log(clock_s - self._since_s, holding, waiting)
 
     def _is_over(self, request: Request) -> bool:
         """Whether its load has ended, while vLLM has not looked at it since."""
         is_waiting = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        return is_waiting and self._loads.state(request.request_id) in (LoadState.LOADED, LoadState.FAILED)
+        return is_waiting and self._loads.state(request.request_id) in (
+            LoadState.LOADED,
+            LoadState.FAILED,
+        )
 
     def _log(self, lasted_s: float, holding: list[Request], waiting: list[Request]) -> None:
         pinned = self._loads.quarantine.num_blocks

@@ -65,7 +65,11 @@ class Drain:
         else:
             ended = leases.release_all("shutdown") if begins else 0
         if begins:
-            logger.info("shutting down: %d leases ended, waiting for %d", ended, len(leases.block_references.held))
+            logger.info(
+                "shutting down: %d leases ended, waiting for %d",
+                ended,
+                len(leases.block_references.held),
+            )
 
     def _notice(self, number: signal.Signals) -> None:
         before = signal.getsignal(number)
@@ -85,14 +89,20 @@ class IdleState:
     Args:
         workers: number of this engine's workers.
         drain: ends leases at the beginning of a step.
-        is_alone: whether a step that computes nothing keeps no other engine waiting.
+        has_no_dp_siblings: whether a step that computes nothing keeps no other engine waiting.
     """
 
     def __init__(
-        self, leases: ProducerLedger, quarantine: QuarantinedBlocks, workers: int, drain: Drain, *, is_alone: bool
+        self,
+        leases: ProducerLedger,
+        quarantine: QuarantinedBlocks,
+        workers: int,
+        drain: Drain,
+        *,
+        has_no_dp_siblings: bool,
     ) -> None:
         self.drain = drain
-        self.is_alone = is_alone
+        self.has_no_dp_siblings = has_no_dp_siblings
         self._leases = leases
         self._quarantine = quarantine
         self._workers = frozenset(range(workers))
@@ -139,7 +149,7 @@ class IdleState:
         self._unreported.difference_update(workers)
 
     @property
-    def has_news(self) -> bool:
+    def may_report_ended_leases(self) -> bool:
         """Whether the next step or two may report leases that ended before the engine woke."""
         return self._was_idle or self.is_waking
 

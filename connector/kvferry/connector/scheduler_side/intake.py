@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.scheduler_side.asking import Asking, Settled, is_ticket
 from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
+from kvferry.connector.scheduler_side.prompt_queries import PromptQueries, Settled, is_ticket
 from kvferry.connector.scheduler_side.sessions import Sessions
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm_internals import report_cached_tokens
 from kvferry.plan.tokens import held_from
-from kvferry.protocol.asks import request_key
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
 from kvferry.protocol.handshake import LeaseName
@@ -28,11 +27,12 @@ from kvferry.protocol.params import (
     read_turn,
     without_transfer,
 )
+from kvferry.protocol.prompt_queries import request_key
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.state import Counters
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RequestIntake:
     Args:
         trusted: the hosts that params may name.
         asking: for prompts whose producers must be asked.
-        asked: prompts that other engines may ask for.
+        directory: prompts that other engines may ask for.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class RequestIntake:
         counters: Counters,
         trusted: TrustedHosts,
         tracing: SchedulerTracing,
-        asking: Asking,
-        asked: AskedPrompts,
+        asking: PromptQueries,
+        directory: PromptDirectory,
     ) -> None:
         self._own_leases: dict[str, LeaseName] = {}
         self._sessions = Sessions()
@@ -70,7 +70,7 @@ class RequestIntake:
         self._trusted = trusted
         self._tracing = tracing
         self._asking = asking
-        self._asked = asked
+        self._directory = directory
 
     def receive(self, request: Request) -> None:
         """Read the request's params before vLLM does, and remove unusable ones."""
@@ -101,7 +101,11 @@ class RequestIntake:
         answer = settled.answer
         try:
             prompt_tokens = request.num_prompt_tokens if request is not None else None
-            params = decode_params(answer.params, prompt_tokens) if answer is not None and is_ticket(answer) else None
+            params = (
+                decode_params(answer.params, prompt_tokens)
+                if answer is not None and is_ticket(answer)
+                else None
+            )
             if request is not None and answer is not None and answer.cached_tokens is not None:
                 report_cached_tokens(request, answer.cached_tokens)
             if request is None or not settled.waits:
@@ -110,17 +114,30 @@ class RequestIntake:
             elif params is not None:
                 self._accept_remote_prompt(request, params)
             elif settled.is_crowded_out:
-                self._compute_here(request, "too_many_questions", "hosts with fewer open questions need the place")
+                self._compute_here(
+                    request, "too_many_queries", "hosts with fewer open questions need the place"
+                )
             elif answer is None and settled.unknown_why == "other_prompt":
-                self._compute_here(request, "other_prompt", "the producer prefills another one under this id")
+                self._compute_here(
+                    request, "other_prompt", "the producer prefills another one under this id"
+                )
             elif answer is None:
-                self._compute_here(request, "prompt_unknown", "no producer has said that it prefills it")
+                self._compute_here(
+                    request, "prompt_unknown", "no producer has said that it prefills it"
+                )
             elif answer.reason == "no_lease":
-                self._compute_here(request, "no_lease", "the producer had no slot for it, or cannot share it")
+                self._compute_here(
+                    request, "no_lease", "the producer had no slot for it, or cannot share it"
+                )
             elif self._asking.recomputes:
-                self._compute_here(request, "prefill_failed", "the producer's request was aborted or has failed")
+                self._compute_here(
+                    request, "prefill_failed", "the producer's request was aborted or has failed"
+                )
             else:
-                logger.warning("req=%s fails: the producer's request was aborted or has failed", request.request_id)
+                logger.warning(
+                    "req=%s fails: the producer's request was aborted or has failed",
+                    request.request_id,
+                )
                 self._counters.add("failed_requests")
                 self._asking.failing.add(request.request_id)
         except Exception as error:
@@ -157,7 +174,9 @@ class RequestIntake:
             return
         if isinstance(params, RemoteDecode):
             self._counters.add("prefills_kept")
-            logger.info("req=%s cannot be decoded elsewhere: it is a session of streamed input", request_id)
+            logger.info(
+                "req=%s cannot be decoded elsewhere: it is a session of streamed input", request_id
+            )
             return
         if isinstance(params, RemotePrefill):
             if self._local.is_named_by(params):
@@ -169,7 +188,11 @@ class RequestIntake:
 
     def _update_computed_here(self, request_id: str, detail: str) -> None:
         self._counters.add("local_recomputes", "session_update")
-        logger.warning("req=%s: a later part of its input is computed here (session_update): %s", request_id, detail)
+        logger.warning(
+            "req=%s: a later part of its input is computed here (session_update): %s",
+            request_id,
+            detail,
+        )
 
     def _accept_prefill(self, request: Request) -> None:
         prompt = prompt_of(request, request.num_prompt_tokens, self._local)
@@ -180,14 +203,19 @@ class RequestIntake:
         is_leased = can_share and self._intend(request, LeaseUse.PROMPT)
         if prompt is not None and self._local.is_read_from:
             key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
-            self._asked.arrived(request.request_id, key, prompt, num_tokens)
+            self._directory.arrived(request.request_id, key, prompt, num_tokens)
             if not is_leased:
-                self._asked.over(request.request_id, "no_lease")  # who asks need not wait for it
+                self._directory.over(
+                    request.request_id, "no_lease"
+                )  # who asks need not wait for it
         if not is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
         elif not can_share:
             self._counters.add("prefills_kept")
-            logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
+            logger.info(
+                "req=%s cannot be decoded elsewhere, and is served without params",
+                request.request_id,
+            )
         else:
             self._tracing.prefill_arrived(request)
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
@@ -201,13 +229,21 @@ class RequestIntake:
         confirmed = source.remote_request_id
         if prompt is None:
             return
-        if source.transfer_id is None and confirmed is not None and confirmed not in request.request_id:
-            self._compute_here(request, "prompt_unknown", f"its id does not contain the producer's, {confirmed!r}")
+        if (
+            source.transfer_id is None
+            and confirmed is not None
+            and confirmed not in request.request_id
+        ):
+            self._compute_here(
+                request, "prompt_unknown", f"its id does not contain the producer's, {confirmed!r}"
+            )
         elif not self._asking.ask(request, source, prompt):
-            self._compute_here(request, "too_many_questions", "too many prompts are being asked for")
+            self._compute_here(request, "too_many_queries", "too many prompts are being asked for")
         elif request.abort_immediately or request.get_skip_reading_prefix_cache():
             self._asking.finished(request.request_id)  # the ticket is given back when it comes
-            self._compute_here(request, "not_wanted", "it was rejected, or must not read cached prefixes")
+            self._compute_here(
+                request, "not_wanted", "it was rejected, or must not read cached prefixes"
+            )
 
     def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
         """The router names a decoder that holds the last turn, which this prefill may load."""
@@ -220,7 +256,9 @@ class RequestIntake:
         else:
             if self._local.is_consumer:
                 self._loads.decline(turn)
-            self._compute_here(request, "turns_off", "bidirectional_kv_xfer is not set on this engine")
+            self._compute_here(
+                request, "turns_off", "bidirectional_kv_xfer is not set on this engine"
+            )
 
     def _keep_own(self, request: Request, source: RemotePrefill) -> None:
         """Prefill and decode are on this engine: the lease's blocks are in the local prefix cache, and no other engine
@@ -252,7 +290,12 @@ class RequestIntake:
                 self._expect_another_turn(request)
 
     def _prompt_to_compare(
-        self, request: Request, source: NamedPrefill | RemotePrefill, num_tokens: int, *, is_turn: bool = False
+        self,
+        request: Request,
+        source: NamedPrefill | RemotePrefill,
+        num_tokens: int,
+        *,
+        is_turn: bool = False,
     ) -> Prompt | None:
         """The prompt, to be compared with the producer's; None if it cannot be loaded from there, and is computed here.
 
@@ -267,7 +310,9 @@ class RequestIntake:
         elif self._may_connect(request, source.remote_host):
             if prompt is not None:
                 return prompt
-            self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
+            self._compute_here(
+                request, "prompt_embeds", "a prompt of embeddings has no tokens to compare"
+            )
         return None
 
     def _may_connect(self, request: Request, host: str) -> bool:
@@ -286,22 +331,39 @@ class RequestIntake:
     def _intend(self, request: Request, use: LeaseUse) -> bool:
         is_intended = self._leases.intend(request.request_id, use)
         if not is_intended:
-            logger.warning("req=%s is served without a lease: one by its id has not ended", request.request_id)
+            logger.warning(
+                "req=%s is served without a lease: one by its id has not ended", request.request_id
+            )
         return is_intended
 
-    def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
+    def _offer(
+        self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool
+    ) -> None:
         if self._local.is_all_or_nothing and shared < source.remote_num_tokens:
             shared = 0
-        elif self._local.needs_whole_prompts and source.remote_num_tokens != request.num_prompt_tokens:
+        elif (
+            self._local.needs_whole_prompts
+            and source.remote_num_tokens != request.num_prompt_tokens
+        ):
             shared = 0  # every token of the producer's depends on where its prompt ends
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._loads.decline(source)
-            self._compute_here(request, "window_edge", "it needs tokens whose blocks the producer, or vLLM here, frees")
+            self._compute_here(
+                request,
+                "window_edge",
+                "it needs tokens whose blocks the producer, or vLLM here, frees",
+            )
             return
         shared = min(shared, request.num_prompt_tokens)
-        refused = self._loads.offer(request.request_id, source, shared, time.monotonic(), is_turn=is_turn)
+        refused = self._loads.offer(
+            request.request_id, source, shared, time.monotonic(), is_turn=is_turn
+        )
         if refused is not None:
-            self._compute_here(request, refused, f"{source.remote_num_tokens} tokens of req={source.remote_request_id}")
+            self._compute_here(
+                request,
+                refused,
+                f"{source.remote_num_tokens} tokens of req={source.remote_request_id}",
+            )
             return
         self._tracing.decode_arrived(request, source, shared)
         logger.debug(
@@ -319,7 +381,9 @@ class RequestIntake:
         if len(reported) != len(self._local.groups):
             sides = zip(self._local.block_spans, source.remote_block_ids, strict=False)
             reported = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
-        return self._local.windows_reach(self._local.block_spans, reported, num_tokens, prompt_tokens)
+        return self._local.windows_reach(
+            self._local.block_spans, reported, num_tokens, prompt_tokens
+        )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:
         self._counters.add("local_recomputes", reason)

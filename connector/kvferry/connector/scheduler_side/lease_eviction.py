@@ -18,7 +18,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ _FIRST = 8
 """Number of waiting requests whose need is counted. vLLM admits in order, so later ones wait for these anyway."""
 
 _NEEDS_BLOCKS = frozenset(
-    (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.PREEMPTED)
+    (
+        RequestStatus.WAITING,
+        RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+        RequestStatus.PREEMPTED,
+    )
 )
 """A request is also in one of these after a load, failed or not; while it loads, it has the blocks for that."""
 
@@ -128,9 +132,14 @@ class UnfinishedRequests:
         prefilled, which can use up every step. It reads all requests."""
         requests = self.by_id.values()
         running = [request for request in requests if request.status is RequestStatus.RUNNING]
-        if len(running) >= self._max_running or any(request.is_prefill_chunk for request in running):
+        if len(running) >= self._max_running or any(
+            request.is_prefill_chunk for request in running
+        ):
             return False
-        return any(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in requests)
+        return any(
+            request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            for request in requests
+        )
 
     def lacking(self, blocks: EngineBlocks, request: Request) -> int:
         """Blocks that the whole sequence lacks, with its lookahead tokens."""
@@ -138,7 +147,13 @@ class UnfinishedRequests:
         num_slots = min(num_tokens + self._lookahead, blocks.max_model_len)
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         computed = request.num_computed_tokens
-        return blocks.lacking(request.request_id, num_tokens, num_slots, num_computed=computed, prefill_end=prefill_end)
+        return blocks.lacking(
+            request.request_id,
+            num_tokens,
+            num_slots,
+            num_computed=computed,
+            prefill_end=prefill_end,
+        )
 
 
 class LeaseEviction:
@@ -221,7 +236,7 @@ class LeaseEviction:
         elif len(found) > _MANY:
             self._recheck_s = max(self._recheck_s, clock_s + _RECHECK_S)
 
-    def _end(self, lease: Lease, how: str) -> None:
+    def _end(self, lease: ProducerLease, how: str) -> None:
         self._leases.end(lease, how)
         logger.debug("req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how)
 
@@ -238,7 +253,10 @@ class LeaseEviction:
         free, leased = self._blocks.num_free, len(references)
         slots_short = False
         if offers_turns:
-            slots_short = self._leases.slots.free + len(references.ending) < self._leases.slots.count / _RESERVED
+            slots_short = (
+                self._leases.slots.free + len(references.ending)
+                < self._leases.slots.count / _RESERVED
+            )
         is_kept = leased <= cap and not slots_short
         if is_kept and free >= longest + reserve:
             self.requests.end_stall()
@@ -248,7 +266,12 @@ class LeaseEviction:
         needs = self.requests.needs(self._blocks)
         need = max((need for need in needs if need <= free + leased), default=0)
         clock_s, heartbeat_s, stalled = self._leases.clock_s, self._leases.clock.heartbeat_s, 0
-        if needs and not coming and free < longest and (stalled := self.requests.stalled_blocks(clock_s, heartbeat_s)):
+        if (
+            needs
+            and not coming
+            and free < longest
+            and (stalled := self.requests.stalled_blocks(clock_s, heartbeat_s))
+        ):
             need = max(need, min(free + stalled, longest))
         if is_kept and free >= need + reserve:
             return None

@@ -97,8 +97,13 @@ class EngineMonitor:
         self._leases.check_integrity()
         self._loads.check_integrity()
         unfinished = set(self._unfinished)
-        leased = {lease.request_id for lease in self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)}
-        remote = set(self._loads.requests(*(state for state in LoadState if state is not LoadState.ABORTED)))
+        leased = {
+            lease.request_id
+            for lease in self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
+        }
+        remote = set(
+            self._loads.requests(*(state for state in LoadState if state is not LoadState.ABORTED))
+        )
         aborted = set(self._loads.requests(LoadState.ABORTED))
         if not leased | remote <= unfinished or aborted & unfinished:
             raise LocalProtocolError(

@@ -9,11 +9,11 @@ from vllm.v1.request import RequestStatus
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.plan.tokens import first_needed, held_from
-from kvferry.protocol.asks import announced_id
 from kvferry.protocol.digests import Media, Prompt, digest_chain
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_params
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.protocol.prompt_queries import announced_id
+from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,10 @@ def leave_out(request: Request, num_tokens: int) -> bool:
         return False
     if request.get_skip_reading_prefix_cache():
         return False
-    if any(feature.mm_position.offset + feature.mm_position.length > rest for feature in request.mm_features):
+    if any(
+        feature.mm_position.offset + feature.mm_position.length > rest
+        for feature in request.mm_features
+    ):
         return False
     request.prompt_token_ids = request.prompt_token_ids[:rest]  # siblings may share the list
     del request._all_token_ids[rest:]
@@ -86,7 +89,9 @@ def prompt_of(request: Request, num_tokens: int, local: LocalEngine) -> Prompt |
 
 def _media_of(request: Request, scope: str) -> tuple[Media, ...]:
     return tuple(
-        Media(feature.mm_position.offset, feature.mm_position.length, f"{scope}{feature.identifier}")
+        Media(
+            feature.mm_position.offset, feature.mm_position.length, f"{scope}{feature.identifier}"
+        )
         for feature in request.mm_features
     )
 
@@ -98,7 +103,9 @@ class ParamsBuilder:
         copies_blocks: whether workers copy blocks before they are read, and so must know them.
     """
 
-    def __init__(self, local: LocalEngine, kv_cache_config: KVCacheConfig, *, copies_blocks: bool = False) -> None:
+    def __init__(
+        self, local: LocalEngine, kv_cache_config: KVCacheConfig, *, copies_blocks: bool = False
+    ) -> None:
         self._local = local
         self._copies_blocks = copies_blocks
         self._kv_cache_config = kv_cache_config
@@ -107,9 +114,13 @@ class ParamsBuilder:
         """The blocks in the order to the workers to hold a lease: those of its params, where workers copy them."""
         return params.remote_block_ids if self._copies_blocks else ()
 
-    def load_blocks(self, block_ids: tuple[list[int], ...], shared_tokens: int) -> tuple[Sequence[int], ...]:
+    def load_blocks(
+        self, block_ids: tuple[list[int], ...], shared_tokens: int
+    ) -> tuple[Sequence[int], ...]:
         """The blocks into which the first `shared_tokens` tokens of a request are loaded, per transferred group."""
-        return self._local.without_scratch(self._kv_cache_config.select_transfer_block_ids(block_ids), shared_tokens)
+        return self._local.without_scratch(
+            self._kv_cache_config.select_transfer_block_ids(block_ids), shared_tokens
+        )
 
     def num_complete_tokens(self, request: Request, use: LeaseUse) -> int:
         """The tokens of an ended request whose cache is complete; 0 if it failed.
@@ -120,7 +131,9 @@ class ParamsBuilder:
         if not has_ended_well(request):
             return 0
         computed: int = request.num_computed_tokens - request.num_in_flight_tokens
-        left_out = self._local.left_out if use is LeaseUse.TURN else 0  # a prompt's were left out at its intake
+        left_out = (
+            self._local.left_out if use is LeaseUse.TURN else 0
+        )  # a prompt's were left out at its intake
         return max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
 
     def build(
@@ -128,7 +141,7 @@ class ParamsBuilder:
         request: Request,
         block_ids: Sequence[Sequence[int]],
         num_tokens: int,
-        lease: Lease,
+        lease: ProducerLease,
         lease_s: float,
         digests: tuple[str, ...] = (),
     ) -> RemotePrefill | None:
@@ -155,7 +168,12 @@ class ParamsBuilder:
         return self._signed(request, blocks, num_tokens, ticket)
 
     def build_stream(
-        self, request: Request, lease: Lease, row: int, digests: tuple[str, ...], lease_s: float
+        self,
+        request: Request,
+        lease: ProducerLease,
+        row: int,
+        digests: tuple[str, ...],
+        lease_s: float,
     ) -> RemotePrefill:
         """The signed params of a prompt that is being computed, whose blocks the workers list in a row.
 
@@ -173,18 +191,27 @@ class ParamsBuilder:
             held_from=self._held_at_the_end(request.num_prompt_tokens),
             stream_row=row,
         )
-        return self._signed(request, ((),) * len(self._local.groups), request.num_prompt_tokens, ticket)
+        return self._signed(
+            request, ((),) * len(self._local.groups), request.num_prompt_tokens, ticket
+        )
 
     def windows_reach(self, num_tokens: int, prompt_tokens: int, spans: tuple[int, ...]) -> bool:
         """Whether an engine with blocks of these spans can surely go on from what is held when the first `num_tokens`
         tokens of a prompt are complete. More may be held then."""
         firsts = self._held_at_the_end(num_tokens)
-        return len(spans) == len(firsts) and self._local.windows_reach(spans, firsts, num_tokens, prompt_tokens)
+        return len(spans) == len(firsts) and self._local.windows_reach(
+            spans, firsts, num_tokens, prompt_tokens
+        )
 
-    def blocks_of(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
+    def blocks_of(
+        self, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> tuple[Sequence[int], ...]:
         """The blocks of the first `num_tokens` tokens of a request, per transferred group."""
         chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        return tuple(ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._local.block_spans, strict=True))
+        return tuple(
+            ids[: -(-num_tokens // span)]
+            for ids, span in zip(chosen, self._local.block_spans, strict=True)
+        )
 
     def listed_blocks(
         self, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool
@@ -197,7 +224,13 @@ class ParamsBuilder:
         """
         found: list[Sequence[int]] = []
         groups, firsts = self._local.groups, self._held_at_the_end(num_tokens)
-        sides = zip(groups, self._local.block_spans, firsts, self.blocks_of(block_ids, num_tokens), strict=True)
+        sides = zip(
+            groups,
+            self._local.block_spans,
+            firsts,
+            self.blocks_of(block_ids, num_tokens),
+            strict=True,
+        )
         for group, span, first, ids in sides:
             if group.holds_every_token:
                 found.append(ids)
@@ -219,11 +252,15 @@ class ParamsBuilder:
         groups, spans = self._local.groups, self._local.block_spans
         next_token = num_tokens if self._local.has_states else num_tokens - 1
         return tuple(
-            (num_tokens - 1 if group.policy == "state" else first_needed(group, next_token)) // span * span
+            (num_tokens - 1 if group.policy == "state" else first_needed(group, next_token))
+            // span
+            * span
             for group, span in zip(groups, spans, strict=True)
         )
 
-    def _signed(self, request: Request, blocks: Blocks, num_tokens: int, ticket: Ticket) -> RemotePrefill:
+    def _signed(
+        self, request: Request, blocks: Blocks, num_tokens: int, ticket: Ticket
+    ) -> RemotePrefill:
         unsigned = RemotePrefill(
             remote_engine_id=announced_id(self._local.boot, self._local.engine_id),
             remote_request_id=request.request_id,
@@ -243,7 +280,9 @@ class ParamsBuilder:
 
         vLLM may have one more block, for the token of a step that was in flight when the request stopped.
         """
-        return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in self.blocks_of(block_ids, num_tokens))
+        return tuple(
+            tuple(ids[_leading_nulls(ids) :]) for ids in self.blocks_of(block_ids, num_tokens)
+        )
 
 
 def has_ended_well(request: Request) -> bool:

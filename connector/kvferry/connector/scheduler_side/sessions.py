@@ -29,13 +29,19 @@ class Sessions:
 
     def go_on(self, request: Request) -> list[Any]:
         """A request gets blocks. Returns the params that have come with its last part."""
-        return self._new(request, [request.sampling_params]) if request.request_id in self._latest else []
+        return (
+            self._new(request, [request.sampling_params])
+            if request.request_id in self._latest
+            else []
+        )
 
     def ended(self, request: Request) -> list[Any]:
         """A request has ended. Returns the params of its last part, and of those that it never got to."""
         if request.request_id not in self._latest:
             return []
-        queued = (getattr(update, "sampling_params", None) for update in request.streaming_queue or ())
+        queued = (
+            getattr(update, "sampling_params", None) for update in request.streaming_queue or ()
+        )
         found = self._new(request, [request.sampling_params, *queued])
         del self._first[request.request_id], self._latest[request.request_id]
         return found

@@ -13,7 +13,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
     can_stream,
     facts_of,
-    is_alone,
+    has_no_dp_siblings,
     lease_slots,
     num_workers,
     sibling_ports,
@@ -22,23 +22,23 @@ from kvferry.connector.engine.facts import (
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission, StallWatch
-from kvferry.connector.scheduler_side.asking import Asking
 from kvferry.connector.scheduler_side.idle import Drain, IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
-from kvferry.connector.scheduler_side.offers import Offers
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
+from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.side_channel import SideChannel
+from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm_internals import EngineBlocks, EngineLoop
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders
 
@@ -71,7 +71,9 @@ class SchedulerSide:
         InvalidConfig: the side channel's address is in use, its secrets are invalid, or a cache cannot be described.
     """
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+    ) -> None:
         secrets = secrets_from_environment()
         local = LocalEngine.of(vllm_config, kv_cache_config, config)
         self._local = local
@@ -97,17 +99,37 @@ class SchedulerSide:
         allowed = allowed_hosts_of(config.allowed_hosts, secrets, local.host)
         trusted = TrustedHosts(allowed, has_list=config.allowed_hosts is not None)
         spans = local.block_spans if config.streaming == "auto" else ()
-        asking = Asking(EngineLoop(), may_wait=is_alone(vllm_config), recomputes=recomputes, spans=spans)
-        asked = AskedPrompts(sibling_ports(vllm_config))
-        self._intake = RequestIntake(local, self.leases, self.loads, counters, trusted, self.tracing, asking, asked)
+        asking = PromptQueries(
+            EngineLoop(),
+            may_wait=has_no_dp_siblings(vllm_config),
+            recomputes=recomputes,
+            spans=spans,
+        )
+        directory = PromptDirectory(sibling_ports(vllm_config))
+        self._intake = RequestIntake(
+            local, self.leases, self.loads, counters, trusted, self.tracing, asking, directory
+        )
         builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
         streams = can_stream(vllm_config, kv_cache_config, config)
         depth = vllm_config.max_concurrent_batches
-        self._offers = Offers(
-            local, self.leases, self.blocks, builder, asked, counters, max_steps=depth, streams=streams
+        self._offers = TicketBuilder(
+            local,
+            self.leases,
+            self.blocks,
+            builder,
+            directory,
+            counters,
+            max_steps=depth,
+            streams=streams,
         )
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
-        self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
+        self._idle = IdleState(
+            self.leases,
+            self.loads.quarantine,
+            workers,
+            drain,
+            has_no_dp_siblings=has_no_dp_siblings(vllm_config),
+        )
         self.eviction = LeaseEviction(
             vllm_config, local, self.leases, self._idle, self.blocks, config.max_leased_fraction
         )
@@ -116,7 +138,9 @@ class SchedulerSide:
         # frees them at the first of two reports, the load's end and that child's, and ends the engine at the second.
         # So this connector holds them too, and reports the end as that child does: MultiConnector waits for both.
         self._children_hold = False
-        self._stalls = StallWatch(self.eviction.requests, self.blocks, self.leases, self.loads, self._idle, counters)
+        self._stalls = StallWatch(
+            self.eviction.requests, self.blocks, self.leases, self.loads, self._idle, counters
+        )
         self.monitor = EngineMonitor(
             self.leases,
             self.loads,
@@ -127,9 +151,20 @@ class SchedulerSide:
         )
         facts = facts_of(vllm_config, config)
         try:
-            tick = self._idle.poll
+            run_due = self._idle.poll
             self.channel = SideChannel(
-                local, facts, config, secrets, allowed, self.leases, self.loads, counters, tick, asking, asked, depth
+                local,
+                facts,
+                config,
+                secrets,
+                allowed,
+                self.leases,
+                self.loads,
+                counters,
+                run_due,
+                asking,
+                directory,
+                depth,
             )
         except BaseException:
             self.tracing.close()
@@ -147,16 +182,16 @@ class SchedulerSide:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step, if the
         request needs a lease and a slot may be free by then."""
         asking = self.channel.asking
-        if request.request_id in asking.questions:
+        if request.request_id in asking.queries:
             self._take_answers()
-            while request.request_id in asking.questions and self._wait_for_answers():
+            while request.request_id in asking.queries and self._wait_for_answers():
                 self._take_answers()
-            if request.request_id in asking.questions:
+            if request.request_id in asking.queries:
                 return None
         if request.request_id in asking.failing:
             return 1
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
-        if is_intended and not self.leases.slots.free and self._idle.has_news:
+        if is_intended and not self.leases.slots.free and self._idle.may_report_ended_leases:
             return None
         may_load = self._children_hold or self.loads.state(request.request_id) is LoadState.OFFERED
         if self._admission.must_wait(request, may_load=may_load):
@@ -175,7 +210,9 @@ class SchedulerSide:
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.open(request.request_id):
             slots = self.leases.slots.count
-            logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
+            logger.warning(
+                "req=%s is served without a lease: all %d slots are used", request.request_id, slots
+            )
         self._offers.opened(request)
         self._intake.allocated(request)
         self.channel.asking.allocated(request.request_id, num_external_tokens)
@@ -184,13 +221,17 @@ class SchedulerSide:
             was_offered = prompt.state is LoadState.OFFERED
             local: tuple[Sequence[int], ...] = ()
             if num_external_tokens:
-                local = self._offers.builder.load_blocks(blocks.get_block_ids(), prompt.shared_tokens)
+                local = self._offers.builder.load_blocks(
+                    blocks.get_block_ids(), prompt.shared_tokens
+                )
             self.loads.allocated(request.request_id, num_external_tokens, local)
             if was_offered and prompt.state is LoadState.LOADING:
                 self.monitor.counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
             self.channel.flush()
 
-    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended.
 
         Returns:
@@ -214,10 +255,17 @@ class SchedulerSide:
         if offer is None:
             return is_held, None
         params, lease = offer
-        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, params.remote_num_tokens)
+        logger.debug(
+            "req=%s slot=%d holds %d tokens",
+            request.request_id,
+            lease.slot,
+            params.remote_num_tokens,
+        )
         self.tracing.params_given(request.request_id, params, lease)
         is_turn = lease.use is LeaseUse.TURN
-        return False, params.to_json(is_turn=is_turn, at_once=self.channel.announces and not is_turn)
+        return False, params.to_json(
+            is_turn=is_turn, at_once=self.channel.announces and not is_turn
+        )
 
     # Hooks of a step.
 
@@ -234,24 +282,32 @@ class SchedulerSide:
         self._offers.scheduled(num_tokens, preempted, loads=loads)
         self._take_answers()
         self.channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
-        asks = self._idle.begin_step()
+        wants_report = self._idle.begin_step()
         self.eviction.evict()
-        may_expire = not self._idle.is_waking  # otherwise leases that were read while idle would count as expired
+        may_expire = (
+            not self._idle.is_waking
+        )  # otherwise leases that were read while idle would count as expired
         boot, now_s = self.channel.local.boot, time.monotonic()
         fails = self.channel.asking.begin_step()
         orders = next_orders(self.leases, self.loads, boot, now_s, fails, may_expire=may_expire)
         self._admission.look_again()
-        self._stalls.step(bool(num_tokens), self.channel.asking.questions)
+        self._stalls.step(bool(num_tokens), self.channel.asking.queries)
         self.monitor.poll()
         metadata = _NOTHING
         if orders:
             self.tracing.progressed(orders.progress)
             self.tracing.ordered(orders.loads)
-            metadata = FerryMetadata(encode_head(orders), encode_orders(orders))  # once for all workers
-        is_idle = not num_tokens and self._idle.is_alone
-        if is_idle and not orders and not asks and not self._idle.must_step():
+            metadata = FerryMetadata(
+                encode_head(orders), encode_orders(orders)
+            )  # once for all workers
+        is_idle = not num_tokens and self._idle.has_no_dp_siblings
+        if is_idle and not orders and not wants_report and not self._idle.must_step():
             self.channel.wait_for_loads(len(self.eviction.requests.by_id))
-        return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
+        return (
+            FerryMetadata(metadata.head, metadata.frame, wants_report, is_idle)
+            if wants_report or is_idle
+            else metadata
+        )
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process the workers' reports. vLLM calls this before it frees any blocks of the step."""

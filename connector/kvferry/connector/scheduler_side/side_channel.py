@@ -20,20 +20,20 @@ from kvferry.connector.config_values import address_of
 from kvferry.connector.engine.facts import num_workers
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
-from kvferry.connector.scheduler_side.asking import Asking
+from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.vllm_internals import EngineLoop
-from kvferry.protocol.asks import announced_id
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
-from kvferry.protocol.load_bell import Bell
+from kvferry.protocol.load_notifier import LoadListener
 from kvferry.protocol.orders import Prewarm
+from kvferry.protocol.prompt_queries import announced_id
 from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, host_port
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.side_channel.asker import Asker
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
+from kvferry.scheduler.side_channel.query_client import QueryClient
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import receive_messages
@@ -47,7 +47,7 @@ class SideChannel:
     Args:
         facts: of this engine, for its description.
         allowed: hosts that this engine may connect to.
-        tick: called by the listener's thread, twice a second or more.
+        run_due: called by the listener's thread, twice a second or more.
         depth: steps that the engine begins before it has the report of the first of them.
 
     Attributes:
@@ -70,9 +70,9 @@ class SideChannel:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         counters: Counters,
-        tick: Callable[[], None],
-        asking: Asking,
-        asked: AskedPrompts,
+        run_due: Callable[[], None],
+        asking: PromptQueries,
+        directory: PromptDirectory,
         depth: int,
     ) -> None:
         self.local = local
@@ -83,12 +83,12 @@ class SideChannel:
         self._counters = counters
         self.asking = asking
         self._streams = config.streaming == "auto"
-        self._asker: Asker | None = None
-        self._bell: Bell | None = None
+        self._query_client: QueryClient | None = None
+        self._bell: LoadListener | None = None
         self._found: collections.deque[Prewarm] = collections.deque()
         self._loop = EngineLoop()
         self._is_searching = False
-        self.listener = self._listen(secrets, tick, asked) if local.is_read_from else None
+        self.listener = self._listen(secrets, run_due, directory) if local.is_read_from else None
         try:
             self.renewer = LeaseRenewer(counters, secrets, allowed) if local.reads else None
         except BaseException:
@@ -98,19 +98,25 @@ class SideChannel:
         self._prewarmer: PeerPrewarmer | None = None
         if self.renewer is not None:
             warn_of_trust(allowed, secrets)
-            self._bell = Bell(local.boot, num_workers(local.topology), self._loop.wake, depth)
+            self._bell = LoadListener(
+                local.boot, num_workers(local.topology), self._loop.wake, depth
+            )
             self.renewer.client.watch(self._bell.fileno(), self._bell.take_rings)
             own_id = announced_id(local.boot, local.engine_id)
-            self._asker = Asker(self.renewer.client, own_id, counters, asking.on_answer, self.renewer.proven)
+            self._query_client = QueryClient(
+                self.renewer.client, own_id, counters, asking.on_answer, self.renewer.proven
+            )
         if self.renewer is not None and config.prewarm_peers:
             peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
             client = self.renewer.client
-            self._prewarmer = PeerPrewarmer(client, peers, local.engine_id, local.boot, self._on_producer, timeout_s)
+            self._prewarmer = PeerPrewarmer(
+                client, peers, local.engine_id, local.boot, self._on_producer, timeout_s
+            )
 
     @property
     def announces(self) -> bool:
         """Whether routers may send both legs of a request at once: a consumer that can ask has shaken hands."""
-        return self._streams and self.listener is not None and self.listener.has_askers
+        return self._streams and self.listener is not None and self.listener.has_query_clients
 
     def publish(self, handshakes: Iterable[object]) -> None:
         """Take the workers' descriptions, and answer handshakes from now on.
@@ -133,7 +139,10 @@ class SideChannel:
         if self.listener is not None:
             self.listener.publish(engine)
         if self._description_file is not None:
-            logger.info("wrote the engine's description: %s", write_description(self._description_file, engine))
+            logger.info(
+                "wrote the engine's description: %s",
+                write_description(self._description_file, engine),
+            )
 
     def poll(self) -> bool:
         """Called by the engine's loop. Returns whether a producer waits for a step."""
@@ -174,8 +183,10 @@ class SideChannel:
         """Pass commands and questions to the thread that sends them."""
         if self.renewer is not None and (commands := self._loads.take_commands()):
             self.renewer.submit(commands)
-        if self._asker is not None and (asks := self.asking.questions.take_commands()):
-            self._asker.submit(asks)
+        if self._query_client is not None and (
+            query_commands := self.asking.queries.take_commands()
+        ):
+            self._query_client.submit(query_commands)
 
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""
@@ -184,14 +195,16 @@ class SideChannel:
             if part is not None:
                 part.close()
 
-    def _listen(self, secrets: Secrets, tick: Callable[[], None], asked: AskedPrompts) -> SideChannelListener:
+    def _listen(
+        self, secrets: Secrets, run_due: Callable[[], None], directory: PromptDirectory
+    ) -> SideChannelListener:
         local, leases = self.local, self._leases
 
         def knows(boot: str, name: LeaseName) -> bool:
             return boot == local.boot and name in leases.slots
 
         listener = SideChannelListener(
-            local.host, local.port, self._counters, secrets, leases.clock, tick, knows, asked
+            local.host, local.port, self._counters, secrets, leases.clock, run_due, knows, directory
         )
         where = host_port(local.host, local.port)
         if listener.address != local.host:

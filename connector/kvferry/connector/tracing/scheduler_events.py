@@ -16,24 +16,24 @@ from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RemotePrompt
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.state import Observer
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
     Event,
     Finished,
-    LeaseName,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
     LoadReported,
     ParamsGiven,
-    Part,
     PrefillArrived,
     PrefillScheduled,
     PrefillStep,
+    ProcessRole,
     Recomputed,
+    TracedLease,
 )
 from kvferry.trace.recorder import Recorder
 
@@ -56,7 +56,10 @@ class SchedulerTracing(Observer):
     """
 
     def __init__(
-        self, boot: str = "", file: Recorder[Event] | None = None, spans: Recorder[SpanItem] | None = None
+        self,
+        boot: str = "",
+        file: Recorder[Event] | None = None,
+        spans: Recorder[SpanItem] | None = None,
     ) -> None:
         self._boot = boot
         self._file = file
@@ -72,7 +75,9 @@ class SchedulerTracing(Observer):
     def prefill_arrived(self, request: Request) -> None:
         """A prompt will be decoded elsewhere."""
         tokens = request.num_prompt_tokens
-        self._record(PrefillArrived, request.request_id, tokens=tokens, traceparent=_traceparent(request))
+        self._record(
+            PrefillArrived, request.request_id, tokens=tokens, traceparent=_traceparent(request)
+        )
 
     def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
         """A prompt came with usable params, or a producer has answered with them."""
@@ -81,7 +86,7 @@ class SchedulerTracing(Observer):
         self._record(
             DecodeArrived,
             request.request_id,
-            lease=LeaseName(boot=ticket.boot, epoch=ticket.lease_epoch),
+            lease=TracedLease(boot=ticket.boot, epoch=ticket.lease_epoch),
             producer=source.engine_id,
             remote_request=source.remote_request_id,
             tokens=shared_tokens,
@@ -99,27 +104,34 @@ class SchedulerTracing(Observer):
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
         self._record(Recomputed, prompt.request_id, reason=reason, lease=_remote_name(prompt.lease))
 
-    def lease_opened(self, lease: Lease) -> None:
+    def lease_opened(self, lease: ProducerLease) -> None:
         self._record(PrefillScheduled, lease.request_id, lease=self._own_name(lease))
 
     def progressed(self, progress: Sequence[LeaseProgress]) -> None:
         """A step that is about to begin computes parts of prompts that are read meanwhile."""
         if self.is_on:
             for part in progress:
-                lease = LeaseName(boot=self._boot, epoch=part.origin)
+                lease = TracedLease(boot=self._boot, epoch=part.origin)
                 self._put(PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens))
 
-    def params_given(self, request_id: str, params: RemotePrefill, lease: Lease) -> None:
+    def params_given(self, request_id: str, params: RemotePrefill, lease: ProducerLease) -> None:
         """A request has ended, and its response carries params."""
-        self._record(ParamsGiven, request_id, lease=self._own_name(lease), tokens=params.remote_num_tokens)
+        self._record(
+            ParamsGiven, request_id, lease=self._own_name(lease), tokens=params.remote_num_tokens
+        )
 
-    def lease_over(self, lease: Lease, how: str) -> None:
+    def lease_over(self, lease: ProducerLease, how: str) -> None:
         self._record(LeaseOver, lease.request_id, lease=self._own_name(lease), how=how)
 
     def ordered(self, loads: Sequence[LoadOrder]) -> None:
         """The workers are ordered to load these."""
         for load in loads:
-            self._record(LoadOrdered, load.request_id, first_token=load.first_token, stop_token=load.stop_token)
+            self._record(
+                LoadOrdered,
+                load.request_id,
+                first_token=load.first_token,
+                stop_token=load.stop_token,
+            )
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """A step is about to begin."""
@@ -168,27 +180,33 @@ class SchedulerTracing(Observer):
             if recorder is not None:
                 recorder.record(event)
 
-    def _own_name(self, lease: Lease) -> LeaseName:
-        return LeaseName(boot=self._boot, epoch=lease.origin.epoch)
+    def _own_name(self, lease: ProducerLease) -> TracedLease:
+        return TracedLease(boot=self._boot, epoch=lease.origin.epoch)
 
 
-def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: LocalEngine) -> SchedulerTracing:
+def scheduler_tracing(
+    vllm_config: VllmConfig, config: FerryConfig, local: LocalEngine
+) -> SchedulerTracing:
     """The tracing of the scheduler side.
 
     Raises:
         InvalidConfig: `trace_dir` is not writable.
     """
-    file = open_trace_file(vllm_config, config, Part.SCHEDULER, local.boot, "")
+    file = open_trace_file(vllm_config, config, ProcessRole.SCHEDULER, local.boot, "")
     is_on = has_opentelemetry_on(vllm_config)
-    spans = Recorder[SpanItem](SpanSink(trace.get_tracer("kvferry")), "kvferry-spans") if is_on else None
+    spans = (
+        Recorder[SpanItem](SpanSink(trace.get_tracer("kvferry")), "kvferry-spans")
+        if is_on
+        else None
+    )
     return SchedulerTracing(local.boot, file, spans)
 
 
-def _remote_name(lease: RemoteLease) -> LeaseName:
-    return LeaseName(boot=lease.boot, epoch=lease.name.epoch)
+def _remote_name(lease: RemoteLease) -> TracedLease:
+    return TracedLease(boot=lease.boot, epoch=lease.name.epoch)
 
 
-def _lease_in(params: object, prompt_tokens: int) -> LeaseName | None:
+def _lease_in(params: object, prompt_tokens: int) -> TracedLease | None:
     """The lease that a request's params name; None if they cannot be read."""
     try:
         source = read_params(params, prompt_tokens)

@@ -25,7 +25,6 @@ from kvferry.trace.events import (
     DecodeArrived,
     Event,
     Finished,
-    LeaseName,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
@@ -34,6 +33,7 @@ from kvferry.trace.events import (
     PrefillArrived,
     PrefillScheduled,
     Recomputed,
+    TracedLease,
 )
 
 MOST_OPEN = 1 << 16
@@ -82,7 +82,7 @@ class SpanSink:
         self._tracer = tracer
         self._most_open = most_open
         self._traceparents: dict[str, str] = {}
-        self._leases: dict[LeaseName, _OpenLease] = {}
+        self._leases: dict[TracedLease, _OpenLease] = {}
         self._handovers: dict[str, _OpenHandover] = {}
 
     def take(self, items: Sequence[SpanItem], lost: int) -> None:
@@ -122,7 +122,9 @@ class SpanSink:
                 self._end_handover(item.request, item.at_ns, f"recomputed: {item.reason}")
             case Finished() if item.request in self._handovers:
                 if self._handovers[item.request].ordered_ns:
-                    self._handovers[item.request].is_aborted = True  # its workers have not reported yet
+                    self._handovers[
+                        item.request
+                    ].is_aborted = True  # its workers have not reported yet
                 else:
                     self._end_handover(item.request, item.at_ns, "not loaded")
             case _:
@@ -136,7 +138,10 @@ class SpanSink:
     def _end_lease(self, over: LeaseOver) -> None:
         opened = self._leases.pop(over.lease)
         begun_ns, params = opened.scheduled.at_ns, opened.params
-        attributes: dict[str, str | int] = {**_names(over.request, over.lease), "kvferry.how": over.how}
+        attributes: dict[str, str | int] = {
+            **_names(over.request, over.lease),
+            "kvferry.how": over.how,
+        }
         if params is not None:
             attributes["kvferry.tokens"] = params.tokens
         parent = _parent(self._traceparents.get(over.request, ""))
@@ -157,7 +162,9 @@ class SpanSink:
             "kvferry.tokens": arrived.tokens,
         }
         parent = _parent(arrived.traceparent)
-        inside = self._make("kvferry.handover", arrived.at_ns, ended_ns, parent, attributes, failure)
+        inside = self._make(
+            "kvferry.handover", arrived.at_ns, ended_ns, parent, attributes, failure
+        )
         if opened.ordered_ns:
             self._make("kvferry.handover.wait", arrived.at_ns, opened.ordered_ns, inside)
         for worker, load in opened.loads:
@@ -173,7 +180,9 @@ class SpanSink:
             "kvferry.early_bytes": load.early_bytes,
         }
         first, last = load.stages[0], load.stages[-1]
-        inside = self._make("kvferry.load", first.begun_ns, last.ended_ns, parent, attributes, load.reason)
+        inside = self._make(
+            "kvferry.load", first.begun_ns, last.ended_ns, parent, attributes, load.reason
+        )
         for stage in load.stages:
             self._make(f"kvferry.load.{stage.stage}", stage.begun_ns, stage.ended_ns, inside)
 
@@ -200,5 +209,5 @@ def _parent(traceparent: str) -> Context:
     return _PROPAGATOR.extract({"traceparent": traceparent}, Context())
 
 
-def _names(request: str, lease: LeaseName) -> dict[str, str | int]:
+def _names(request: str, lease: TracedLease) -> dict[str, str | int]:
     return {"kvferry.request_id": request, "kvferry.lease": f"{lease.boot}/{lease.epoch}"}

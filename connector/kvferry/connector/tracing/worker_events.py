@@ -16,8 +16,8 @@ from kvferry.trace.events import (
     ChunkSpan,
     Event,
     LoadEnded,
-    Part,
     Phase,
+    ProcessRole,
     ProcessStarted,
     StageSpan,
 )
@@ -75,7 +75,9 @@ def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
         begun_ns = ended_ns
     chunks = (
         ChunkSpan(
-            stop_token=stop_token, begun_ns=int(begun_s * _NS) + offset_ns, ended_ns=int(ended_s * _NS) + offset_ns
+            stop_token=stop_token,
+            begun_ns=int(begun_s * _NS) + offset_ns,
+            ended_ns=int(ended_s * _NS) + offset_ns,
         )
         for stop_token, begun_s, ended_s in load.chunks[:MOST_CHUNKS]
     )
@@ -95,13 +97,15 @@ def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
     )
 
 
-def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing | None:
+def worker_tracing(
+    vllm_config: VllmConfig, config: FerryConfig, place: Place
+) -> WorkerTracing | None:
     """The tracing of a worker side; None where it is off. Its file has no boot id, which workers do not know.
 
     Raises:
         InvalidConfig: `trace_dir` is not writable.
     """
-    file = open_trace_file(vllm_config, config, Part.WORKER, "", str(place))
+    file = open_trace_file(vllm_config, config, ProcessRole.WORKER, "", str(place))
     keeps = has_opentelemetry_on(vllm_config)
     return WorkerTracing(file, keeps=keeps) if file is not None or keeps else None
 
@@ -112,7 +116,7 @@ def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:
 
 
 def open_trace_file(
-    vllm_config: VllmConfig, config: FerryConfig, part: Part, boot: str, place: str
+    vllm_config: VllmConfig, config: FerryConfig, part: ProcessRole, boot: str, place: str
 ) -> Recorder[Event] | None:
     """The recorder for `trace_dir`; None without that option."""
     if config.trace_dir is None:

@@ -27,7 +27,13 @@ from kvferry.connector.engine.local_engine import row_blocks
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.mamba_layout import groups_of_heads
 from kvferry.connector.layout.probe import block_layouts_of
-from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata, engine_groups, gather_workers
+from kvferry.connector.messages import (
+    FerryHandshake,
+    FerryMetadata,
+    FerryWorkerMetadata,
+    engine_groups,
+    gather_workers,
+)
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
 from kvferry.connector.worker_side.step_watch import StepWatch
@@ -52,7 +58,9 @@ few megabytes is reported in the step that ordered it, and an engine that waits 
 class WorkerSide:
     """The worker side of one worker. Its `FerryWorker` is created when vLLM registers the caches."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+    ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
@@ -62,7 +70,7 @@ class WorkerSide:
         self._step = StepResults()
         self._has_reported = True
         self._labels = PeerLabels(config.max_peer_labels)
-        self._is_asked = False
+        self._report_wanted = False
         self._is_idle = False
         self._is_child = False
         self._watch = StepWatch(vllm_config.max_concurrent_batches)
@@ -103,7 +111,7 @@ class WorkerSide:
         self._watch.end()
         self.end_step()
         self._watch.begin()
-        self._is_asked |= metadata.asks
+        self._report_wanted |= metadata.wants_report
         self._is_idle = metadata.is_idle
         if metadata.head and self._worker is not None:
             self._worker.carry_out(metadata.head, metadata.frame)
@@ -126,10 +134,14 @@ class WorkerSide:
         self._watch.reports()
         if self._watch.has_raised():
             self.end_step()
-            self._step = StepResults()  # the step's output is thrown away: what there is to report waits for another
+            self._step = (
+                StepResults()
+            )  # the step's output is thrown away: what there is to report waits for another
             return KVConnectorTransferResults()
         timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
-        self._step = self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
+        self._step = (
+            self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
+        )
         self._has_reported = False
         if self._tracing is not None and self._step.load_records:
             self._tracing.ended(self._step.load_records)
@@ -151,14 +163,23 @@ class WorkerSide:
         """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
         if self._watch.has_raised():
             return None
-        alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
+        alive, over, report_wanted = (
+            self._step.alive,
+            frozenset(self._step.sent),
+            self._report_wanted,
+        )
         gauges, loads = self._step.gauges, self._tracing.take() if self._tracing is not None else ()
-        self._step.alive, self._step.sent, self._step.gauges, self._is_asked = None, set(), None, False
-        if alive is None and not over and not is_asked and gauges is None and not loads:
+        self._step.alive, self._step.sent, self._step.gauges, self._report_wanted = (
+            None,
+            set(),
+            None,
+            False,
+        )
+        if alive is None and not over and not report_wanted and gauges is None and not loads:
             return None
         return FerryWorkerMetadata(
             alive={} if alive is None else {self._index: alive},
-            over={self._index: over} if over or is_asked else {},
+            over={self._index: over} if over or report_wanted else {},
             gauges={} if gauges is None else {self._index: gauges},
             loads={self._index: loads} if loads else {},
         )
@@ -195,7 +216,9 @@ class WorkerSide:
         topology, place = topology_of(vllm_config), place_of_this_worker()
         self._tracing = worker_tracing(vllm_config, config, place)
         layers = vllm_config.compilation_config.static_forward_context
-        block_layouts = block_layouts_of(layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype)
+        block_layouts = block_layouts_of(
+            layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype
+        )
         caches = discover(
             kv_caches,
             self._kv_cache_config,
@@ -222,10 +245,13 @@ class WorkerSide:
                 staging_pool_bytes=self._pool_bytes(),
                 direct_min_bytes=config.direct_min_bytes,
                 host_buffer=uses_host_buffer(vllm_config),
-                is_read_from=vllm_config.kv_transfer_config.is_kv_producer or config.bidirectional_kv_xfer,
+                is_read_from=vllm_config.kv_transfer_config.is_kv_producer
+                or config.bidirectional_kv_xfer,
                 row_blocks=row_blocks(vllm_config, self._kv_cache_config, config),
                 secrets=secrets,
-                allowed_hosts=allowed_hosts_of(config.allowed_hosts, secrets, envs.VLLM_NIXL_SIDE_CHANNEL_HOST),
+                allowed_hosts=allowed_hosts_of(
+                    config.allowed_hosts, secrets, envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+                ),
                 peer_ttl_s=config.engine_ttl,
                 max_peers=config.max_peers,
                 failed_read_grace_s=config.failed_read_grace_s,

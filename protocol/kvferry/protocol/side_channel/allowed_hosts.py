@@ -87,7 +87,10 @@ class AllowedHosts:
         if secrets:
             return cls(any_host=True)
         own_name = name_or_none(own_host)
-        return cls(names=names_of_this_host() | ({own_name} if own_name is not None else set()), this_host=True)
+        return cls(
+            names=names_of_this_host() | ({own_name} if own_name is not None else set()),
+            this_host=True,
+        )
 
     def allow(self, host: str) -> bool:
         """Whether this engine may connect to a host, given as params spell it. Looks no name up, and does not wait."""
@@ -116,7 +119,11 @@ class AllowedHosts:
 
     def _is_listed_name(self, host: str) -> bool:
         name = name_or_none(host)
-        return name is not None and not self.this_host and (name in self.names or name.endswith(self.suffixes))
+        return (
+            name is not None
+            and not self.this_host
+            and (name in self.names or name.endswith(self.suffixes))
+        )
 
     def _not_allowed(self) -> str:
         if self.this_host:
@@ -126,7 +133,9 @@ class AllowedHosts:
         return "is not in allowed_hosts"
 
     def _allow_address(self, address: Address) -> bool:
-        if any(address.version == network.version and address in network for network in self.networks):
+        if any(
+            address.version == network.version and address in network for network in self.networks
+        ):
             return True
         if self.any_host:
             return not address.is_link_local
@@ -143,7 +152,9 @@ def _network_of(entry: str) -> Network | None:
     if "%" in entry:
         return None
     try:
-        network = ipaddress.ip_network(entry.removeprefix("[").removesuffix("]") if "/" not in entry else entry)
+        network = ipaddress.ip_network(
+            entry.removeprefix("[").removesuffix("]") if "/" not in entry else entry
+        )
     except ValueError:
         return None
     if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):

@@ -93,16 +93,16 @@ class SideChannelClient:
         host: str,
         port: int,
         engine_id: str,
-        asker: str,
+        client_id: str,
         timeout_s: float,
         *,
-        asks: bool = False,
+        queries_prompts: bool = False,
         waits: bool = True,
     ) -> EngineDescription:
         """The description of the engine that answers at an address.
 
         Args:
-            asks: whether the asker is an engine that asks for prompts, see `Hello`.
+            queries_prompts: whether the asker is an engine that asks for prompts, see `Hello`.
             waits: as `exchange`.
 
         Raises:
@@ -110,19 +110,28 @@ class SideChannelClient:
             HandshakeFailed: as `exchange`.
             InvalidMessage: the answer is not one of the protocol's.
         """
-        hello = Hello(engine_id=engine_id, asker=asker, asks=asks)
+        hello = Hello(engine_id=engine_id, client_id=client_id, queries_prompts=queries_prompts)
         exchange = self._exchange(
-            host, port, lambda connection: describe(connection, hello), MAX_PART_FRAME_BYTES, timeout_s, waits=waits
+            host,
+            port,
+            lambda connection: describe(connection, hello),
+            MAX_PART_FRAME_BYTES,
+            timeout_s,
+            waits=waits,
         )
         reply = decode_reply(self.wait_for(exchange))
         if isinstance(reply, Refused):
             why = refusal(reply)
-            if reply.field == "engine_id":  # another engine: perhaps one of this host, where that of another was meant
+            if (
+                reply.field == "engine_id"
+            ):  # another engine: perhaps one of this host, where that of another was meant
                 why += advice(host)
             raise PeerRefused(f"{host_port(host, port)} {why}")
         return reply
 
-    def exchange(self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True) -> bytes:
+    def exchange(
+        self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True
+    ) -> bytes:
         """Send one frame to a listener and return the one frame of its answer, which has `MAX_EXCHANGED_BYTES` at most;
         neither is interpreted.
 
@@ -138,7 +147,9 @@ class SideChannelClient:
             await connection.send(request)
             return await connection.receive()
 
-        return self.wait_for(self._exchange(host, port, converse, MAX_EXCHANGED_BYTES, timeout_s, waits=waits))
+        return self.wait_for(
+            self._exchange(host, port, converse, MAX_EXCHANGED_BYTES, timeout_s, waits=waits)
+        )
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result.
@@ -178,7 +189,9 @@ class SideChannelClient:
 
     # On the loop.
 
-    async def connect(self, host: str, port: int, max_answer_bytes: int, *, waits: bool = False) -> Connection:
+    async def connect(
+        self, host: str, port: int, max_answer_bytes: int, *, waits: bool = False
+    ) -> Connection:
         """Connect to a listener.
 
         Every connection of this process to a side channel is made here, so this is where hosts are judged.
@@ -216,7 +229,14 @@ class SideChannelClient:
         return address
 
     async def _exchange(
-        self, host: str, port: int, converse: Converse, max_answer_bytes: int, timeout_s: float, *, waits: bool
+        self,
+        host: str,
+        port: int,
+        converse: Converse,
+        max_answer_bytes: int,
+        timeout_s: float,
+        *,
+        waits: bool,
     ) -> bytes:
         where = host_port(host, port)
         try:
@@ -243,7 +263,9 @@ class SideChannelClient:
     def _run(self) -> None:
         try:
             with contextlib.suppress(zmq.ZMQError):
-                self._context.socket(zmq.PAIR).close(linger=0)  # starts ZMQ's threads now, not with the first message
+                self._context.socket(zmq.PAIR).close(
+                    linger=0
+                )  # starts ZMQ's threads now, not with the first message
             self._loop.call_soon(self._endless.begin)
             self._loop.run_forever()
         finally:
@@ -279,5 +301,7 @@ async def _cancel_others() -> None:
 
 def refusal(refused: Refused) -> str:
     """A listener's refusal, as text with control characters escaped."""
-    field, value, expected = (repr(text)[1:-1] for text in (refused.field, refused.value, refused.expected))
+    field, value, expected = (
+        repr(text)[1:-1] for text in (refused.field, refused.value, refused.expected)
+    )
     return f"refused: {field} is {value}; expected {expected}"

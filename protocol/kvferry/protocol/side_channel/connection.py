@@ -14,7 +14,13 @@ import zmq.asyncio
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
 from kvferry.protocol.side_channel.hosts import Address, host_port
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
-from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, unpack_event, watch
+from kvferry.protocol.side_channel.sockets import (
+    ConnectionEvent,
+    asking_socket,
+    connection_event,
+    unpack_event,
+    watch,
+)
 from kvferry.protocol.side_channel.tcp import LOOK_S, RECEIVE_BUFFER_BYTES, Arrivals, TcpConnection
 
 _TRIES_IN_PLAIN = 3
@@ -88,7 +94,9 @@ class Connection:
         self._file = file
         self._tcp = TcpConnection(file)
         self._most_bytes = max_answer_bytes + _SPARE_BYTES
-        self._ended = asyncio.ensure_future(monitor.recv_multipart())  # after the handshake nothing else is reported
+        self._ended = asyncio.ensure_future(
+            monitor.recv_multipart()
+        )  # after the handshake nothing else is reported
         self._endless = endless
         endless.add(file, self._end_endless)
 
@@ -130,7 +138,9 @@ class Connection:
             zmq.ZMQError: the address is none, or there are no more sockets.
         """
         for secret in secrets or (None,) * _TRIES_IN_PLAIN:
-            opened = await cls._try(context, address, port, secret, max_answer_bytes, endless, waits)
+            opened = await cls._try(
+                context, address, port, secret, max_answer_bytes, endless, waits
+            )
             if isinstance(opened, Connection):
                 return opened
             if opened is ConnectionEvent.ONE_SIDED:
@@ -169,7 +179,9 @@ class Connection:
             first, file = unpack_event(await monitor.recv_multipart())
             while first == zmq.EVENT_CONNECT_RETRIED:
                 if not waits:
-                    raise NothingListens("cannot be connected: nothing listens there, or it cannot be reached")
+                    raise NothingListens(
+                        "cannot be connected: nothing listens there, or it cannot be reached"
+                    )
                 first, file = unpack_event(await monitor.recv_multipart())
             event = connection_event(await monitor.recv_multipart())
             if event is not ConnectionEvent.THROUGH:
@@ -198,7 +210,9 @@ class Connection:
         received = asyncio.ensure_future(self._socket.recv())
         try:
             await asyncio.wait((received, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if received.done() and not self._socket.closed:  # ZMQ reports a message before the end that came with it
+            if (
+                received.done() and not self._socket.closed
+            ):  # ZMQ reports a message before the end that came with it
                 self._tcp.message_received()
                 return self._body(received.result())
         finally:
@@ -251,8 +265,12 @@ def _close_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> N
 
 
 def _listener_has_none() -> PeerRefused:
-    return PeerRefused(f"it has no secret, and there is one here: set {VARIABLE} there to a file with the same secret")
+    return PeerRefused(
+        f"it has no secret, and there is one here: set {VARIABLE} there to a file with the same secret"
+    )
 
 
 def _listener_has_one(how: str) -> PeerRefused:
-    return PeerRefused(f"it {how}, and there is none here: set {VARIABLE} here to a file with the same secret")
+    return PeerRefused(
+        f"it {how}, and there is none here: set {VARIABLE} here to a file with the same secret"
+    )

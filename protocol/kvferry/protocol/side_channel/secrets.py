@@ -85,7 +85,9 @@ def secrets_from_environment(environment: Mapping[str, str] = os.environ) -> Sec
         return ()
     if not path:
         # Most likely a template without its value: do not run without protection.
-        raise InvalidSecretFile(VARIABLE, "", "the path of a file of secrets; unset it to run without")
+        raise InvalidSecretFile(
+            VARIABLE, "", "the path of a file of secrets; unset it to run without"
+        )
     return read_secrets(path)
 
 
@@ -126,7 +128,9 @@ def _check_owner_and_mode(path: str, status: os.stat_result) -> None:
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
         # A group may read: a mounted secret belongs to root and to a group of the process.
         found = f"a file of mode {mode:04o}"
-        raise _invalid(path, found, f"no access for others and no writing by the group: chmod g-w,o= {quoted}")
+        raise _invalid(
+            path, found, f"no access for others and no writing by the group: chmod g-w,o= {quoted}"
+        )
 
 
 def _kind(mode: int) -> str:
@@ -142,7 +146,9 @@ def _parse(path: str, written: bytes) -> Secrets:
         if text and not text.startswith(b"#"):
             found[_secret(path, number, text)] = None
             if len(found) > MAX_SECRETS:
-                raise _invalid(path, f"more than {MAX_SECRETS} secrets", "one, or two while they are rotated")
+                raise _invalid(
+                    path, f"more than {MAX_SECRETS} secrets", "one, or two while they are rotated"
+                )
     if not found:
         raise _invalid(path, "no secret", f"a line with one: {MAKE_ONE} > {shlex.quote(path)}")
     return tuple(found)
@@ -151,12 +157,22 @@ def _parse(path: str, written: bytes) -> Secrets:
 def _secret(path: str, number: int, text: bytes) -> Secret:
     material = _decoded(text)
     if material is None:
-        raise _invalid(path, f"line {number}, which is neither", f"hexadecimal digits or base64, as of {MAKE_ONE}")
+        raise _invalid(
+            path,
+            f"line {number}, which is neither",
+            f"hexadecimal digits or base64, as of {MAKE_ONE}",
+        )
     if not MIN_SECRET_BYTES <= len(material) <= MAX_SECRET_BYTES:
         found = f"{len(material)} bytes in line {number}"
-        raise _invalid(path, found, f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes a line, as of {MAKE_ONE}")
+        raise _invalid(
+            path,
+            found,
+            f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes a line, as of {MAKE_ONE}",
+        )
     if len(set(material)) < _FEWEST_VALUES:
-        raise _invalid(path, f"line {number}, which is not random", f"random bytes, as of {MAKE_ONE}")
+        raise _invalid(
+            path, f"line {number}, which is not random", f"random bytes, as of {MAKE_ONE}"
+        )
     return Secret(material)
 
 

@@ -68,7 +68,9 @@ class KeyPair:
         try:
             return cls(z85.decode(zmq.curve_public(z85.encode(private))), private)
         except zmq.ZMQError as refused:
-            raise InvalidSecretFile(VARIABLE, "set", f"a pyzmq with CURVE, as that of PyPI is ({refused})") from None
+            raise InvalidSecretFile(
+                VARIABLE, "set", f"a pyzmq with CURVE, as that of PyPI is ({refused})"
+            ) from None
 
 
 @functools.lru_cache(64)
@@ -123,7 +125,9 @@ def listening_socket(
     return socket
 
 
-def asking_socket(context: zmq.Context[S], address: Address, secret: Secret | None, max_answer_bytes: int) -> S:
+def asking_socket(
+    context: zmq.Context[S], address: Address, secret: Secret | None, max_answer_bytes: int
+) -> S:
     """A DEALER that is ready to be connected, with bounded queues.
 
     Args:
@@ -133,7 +137,9 @@ def asking_socket(context: zmq.Context[S], address: Address, secret: Secret | No
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, int(address.version == 6))
-    socket.setsockopt(zmq.MAXMSGSIZE, max_answer_bytes + (CURVE_OVERHEAD_BYTES if secret is not None else 0))
+    socket.setsockopt(
+        zmq.MAXMSGSIZE, max_answer_bytes + (CURVE_OVERHEAD_BYTES if secret is not None else 0)
+    )
     socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)

@@ -51,7 +51,9 @@ _RTN_LOCAL = 2
 _RTA_DST = 1
 _NLM_F_REQUEST = 1
 _HEADER = struct.Struct("=IHHII")  # `struct nlmsghdr`: length, type, flags, sequence, port
-_ROUTE = struct.Struct("=BBBBBBBBI")  # `struct rtmsg`: family, length of the destination in bits, …, type, flags
+_ROUTE = struct.Struct(
+    "=BBBBBBBBI"
+)  # `struct rtmsg`: family, length of the destination in bits, …, type, flags
 _ROUTE_TYPE_AT = _HEADER.size + 7
 _ATTRIBUTE = struct.Struct("=HH")
 

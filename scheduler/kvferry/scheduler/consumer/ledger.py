@@ -139,10 +139,18 @@ class ConsumerLedger:
 
     def requests(self, *states: LoadState) -> list[str]:
         """Requests in one of these states."""
-        return [request_id for request_id, prompt in self._by_request.items() if prompt.state in states]
+        return [
+            request_id for request_id, prompt in self._by_request.items() if prompt.state in states
+        ]
 
     def offer(
-        self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float, *, is_turn: bool = False
+        self,
+        request_id: str,
+        source: RemotePrefill,
+        shared_tokens: int,
+        now_s: float,
+        *,
+        is_turn: bool = False,
     ) -> str | None:
         """A request has arrived with usable params.
 
@@ -159,7 +167,9 @@ class ConsumerLedger:
             return "lease_over"
         if shared_tokens <= 0:
             return "other_prompt"
-        self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s, is_turn)
+        self._by_request[request_id] = RemotePrompt(
+            request_id, source, lease, shared_tokens, now_s, is_turn
+        )
         self._claims.add(lease.key)
         self._commands.append(RenewLease(lease, at_once=is_turn))
         self.prewarms.expect(Prewarm.of(source), now_s)
@@ -177,7 +187,11 @@ class ConsumerLedger:
         if prompt is None or prompt.state is not LoadState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
-        return 0 if prompt.is_too_short(self._recompute_threshold) else max(0, prompt.shared_tokens - local_tokens)
+        return (
+            0
+            if prompt.is_too_short(self._recompute_threshold)
+            else max(0, prompt.shared_tokens - local_tokens)
+        )
 
     def allocated(self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]) -> None:
         """vLLM has allocated blocks; `count` tokens after the local hit are to be loaded into them.
@@ -194,13 +208,18 @@ class ConsumerLedger:
         if prompt is None:
             return
         if count <= 0:
-            if self._leave(prompt, LoadEvent.DECLINE) and prompt.local_tokens < prompt.shared_tokens:
+            if (
+                self._leave(prompt, LoadEvent.DECLINE)
+                and prompt.local_tokens < prompt.shared_tokens
+            ):
                 too_short = prompt.is_too_short(self._recompute_threshold)
                 self._recompute(prompt, "below_threshold" if too_short else "not_wanted")
             return
         stop = prompt.local_tokens + count
         if stop > prompt.shared_tokens:
-            raise LocalProtocolError(f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}")
+            raise LocalProtocolError(
+                f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}"
+            )
         self._advance(prompt, LoadEvent.LOAD)
         self.in_flight += 1
         self.loading += 1
@@ -295,7 +314,9 @@ class ConsumerLedger:
 
     def check_integrity(self) -> None:
         """Check that claims and requests agree. Raises `LocalProtocolError` with the sums."""
-        claiming = {self._by_request[request_id].lease.key for request_id in self.requests(*CLAIMING)}
+        claiming = {
+            self._by_request[request_id].lease.key for request_id in self.requests(*CLAIMING)
+        }
         flying, loading = len(self.requests(*IN_FLIGHT)), len(self.requests(LoadState.LOADING))
         if claiming != self._claims or (flying, loading) != (self.in_flight, self.loading):
             sums = f"{len(self._claims)} claims, {self.in_flight} in flight; {len(claiming)} and {flying} by request"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.scheduler.block_references import BlockReferences
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 
@@ -30,7 +30,7 @@ class Rank(enum.IntEnum):
     """A consumer has renewed it within a lease's time."""
 
 
-Candidate = tuple[Rank, Lease]
+Candidate = tuple[Rank, ProducerLease]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Demand:
     lasts: bool = False
 
 
-def rank_of(lease: Lease, clock_s: float, heartbeat_s: float) -> Rank | None:
+def rank_of(lease: ProducerLease, clock_s: float, heartbeat_s: float) -> Rank | None:
     """The rank of a held lease; None for a prompt that must not be evicted yet."""
     is_claimed = lease.claimed_until_s > clock_s
     if lease.use is LeaseUse.TURN:
@@ -75,7 +75,9 @@ def candidates(ledger: ProducerLedger) -> list[Candidate]:
         for lease in ledger.block_references.held.values()
         if (rank := rank_of(lease, clock_s, heartbeat_s)) is not None
     ]
-    return sorted(ranked, key=lambda candidate: candidate[0])  # stable: within a rank the longest held is first
+    return sorted(
+        ranked, key=lambda candidate: candidate[0]
+    )  # stable: within a rank the longest held is first
 
 
 def release_idle_turns(ledger: ProducerLedger, how: str) -> int:
@@ -91,7 +93,7 @@ def evict(
     references: BlockReferences,
     leased: int,
     demand: Demand,
-    end: Callable[[Lease, str], None],
+    end: Callable[[ProducerLease, str], None],
 ) -> bool:
     """End as many leases as the demand takes, and none whose blocks are all used by running requests.
 

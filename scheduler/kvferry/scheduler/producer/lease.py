@@ -20,7 +20,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, epoch_to_text
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.producer.streams import Stream
+from kvferry.scheduler.producer.streams import PublishedStream
 from kvferry.scheduler.state import TableEnum
 
 SCAN_S = 10e-6
@@ -75,7 +75,7 @@ _NO_SLOT = LeaseName(slot=-1, epoch="")
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class ProducerLease:
     """All that is known of one request's lease.
 
     Attributes:
@@ -103,7 +103,7 @@ class Lease:
     block_ids: tuple[int, ...] = ()
     acks: set[int] = field(default_factory=set)
     ended_by: str = ""
-    stream: Stream | None = None
+    stream: PublishedStream | None = None
 
     @property
     def slot(self) -> int:
@@ -116,7 +116,9 @@ class Lease:
 
     def hold_order(self, blocks: Blocks) -> LeaseHold:
         """The order to the workers that its blocks are held; those that must copy them get them."""
-        return LeaseHold(request_id=self.request_id, slot=self.slot, epoch=self.name.epoch, blocks=blocks)
+        return LeaseHold(
+            request_id=self.request_id, slot=self.slot, epoch=self.name.epoch, blocks=blocks
+        )
 
     def end_order(self) -> LeaseEnd:
         """The order to the workers to clear its slot."""
@@ -150,10 +152,14 @@ class LeaseOrders:
         all the same, or will: then they must end it."""
         self.progress = [order for order in self.progress if order.slot != slot]
         # A lease's first open has no row. Before it may be those of the slot's earlier lease, which the workers end.
-        own = [at for at, order in enumerate(self.opens) if order.slot == slot and order.row is None]
+        own = [
+            at for at, order in enumerate(self.opens) if order.slot == slot and order.row is None
+        ]
         if not own:
             return True
-        self.opens = [order for at, order in enumerate(self.opens) if order.slot != slot or at < own[-1]]
+        self.opens = [
+            order for at, order in enumerate(self.opens) if order.slot != slot or at < own[-1]
+        ]
         return False
 
 
@@ -168,7 +174,7 @@ class LeaseSlots:
         self.count = count
         self._draw_epoch = draw_epoch
         self._free = list(range(count - 1, -1, -1))
-        self._by_name: dict[LeaseName, Lease] = {}
+        self._by_name: dict[LeaseName, ProducerLease] = {}
 
     def __contains__(self, name: LeaseName) -> bool:
         return name in self._by_name
@@ -178,17 +184,17 @@ class LeaseSlots:
         """The number of slots without a lease."""
         return len(self._free)
 
-    def find(self, name: LeaseName) -> Lease | None:
+    def find(self, name: LeaseName) -> ProducerLease | None:
         """The lease of this name, if there is one."""
         return self._by_name.get(name)
 
-    def take(self, lease: Lease) -> LeaseOpen:
+    def take(self, lease: ProducerLease) -> LeaseOpen:
         """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
         lease.name = lease.origin = self._name(self._free.pop())
         self._by_name[lease.name] = lease
         return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)
 
-    def renew_epoch(self, lease: Lease) -> None:
+    def renew_epoch(self, lease: ProducerLease) -> None:
         """Give a lease a fresh epoch in its slot. Its first name finds it as well; names in between, which consumers
         have never had, do not."""
         if lease.name != lease.origin:
@@ -196,7 +202,7 @@ class LeaseSlots:
         lease.name = self._name(lease.slot)
         self._by_name[lease.name] = lease
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: ProducerLease) -> None:
         """The lease is over."""
         for name in {lease.name, lease.origin}:
             del self._by_name[name]
@@ -226,7 +232,7 @@ class Deadlines:
         self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: turn_s}
         self._next_due_s = math.inf
 
-    def start(self, lease: Lease, clock_s: float) -> None:
+    def start(self, lease: ProducerLease, clock_s: float) -> None:
         """The time of a lease begins."""
         lease.held_s = clock_s
         lease.deadline_s = max(lease.claimed_until_s, clock_s + self._first_s[lease.use])
@@ -236,7 +242,7 @@ class Deadlines:
         """Whether a deadline may have passed; its lease may have been renewed or ended since."""
         return clock_s >= self._next_due_s
 
-    def due(self, held: Iterable[Lease], clock_s: float) -> list[Lease]:
+    def due(self, held: Iterable[ProducerLease], clock_s: float) -> list[ProducerLease]:
         """The held leases whose deadline has passed. A renewal only adds time, so none of the others is due before the
         earliest deadline that is found here."""
         leases = list(held)

@@ -16,14 +16,14 @@ from kvferry.scheduler.block_references import BlockPool, BlockReferences
 from kvferry.scheduler.producer.lease import (
     LEASE_TRANSITIONS,
     Deadlines,
-    Lease,
     LeaseEvent,
     LeaseOrders,
     LeaseSlots,
     LeaseState,
     LeaseUse,
+    ProducerLease,
 )
-from kvferry.scheduler.producer.streams import Streams
+from kvferry.scheduler.producer.streams import PublishedStreams
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters, Observer, next_state
 
 
@@ -66,9 +66,9 @@ class ProducerLedger:
         self._deadlines = Deadlines(lease_s, lease_s if turn_s is None else turn_s)
         self._workers = range(workers)
         self._counters = counters
-        self._by_request: dict[str, Lease] = {}
+        self._by_request: dict[str, ProducerLease] = {}
         self._orders = LeaseOrders()
-        self.streams = Streams(self.slots, self._orders, counters)
+        self.streams = PublishedStreams(self.slots, self._orders, counters)
 
     def __len__(self) -> int:
         """The number of leases that have a slot."""
@@ -87,14 +87,16 @@ class ProducerLedger:
     @property
     def needs_step(self) -> bool:
         """Whether a step has something to do: orders, ended leases that the workers report, or leases that expire."""
-        return bool(self._orders or self.block_references.ending) or self._deadlines.may_be_due(self.clock_s)
+        return bool(self._orders or self.block_references.ending) or self._deadlines.may_be_due(
+            self.clock_s
+        )
 
-    def running(self, request_id: str) -> Lease | None:
+    def running(self, request_id: str) -> ProducerLease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
         lease = self._by_request.get(request_id)
         return lease if lease is not None and lease.is_running else None
 
-    def leases(self, *states: LeaseState) -> list[Lease]:
+    def leases(self, *states: LeaseState) -> list[ProducerLease]:
         """The leases in one of these states."""
         return [lease for lease in self._by_request.values() if lease.state in states]
 
@@ -104,13 +106,13 @@ class ProducerLedger:
         if request_id in self._by_request:
             self._counters.add(f"{use.value}_refused")
             return False
-        self._by_request[request_id] = Lease(request_id, use)
+        self._by_request[request_id] = ProducerLease(request_id, use)
         return True
 
     def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
         """A request is scheduled: its lease, intended or new, gets a slot; further calls change nothing. False if no
         slot is free, or `intend` would refuse: the request is served without a transfer."""
-        lease = self._by_request.setdefault(request_id, Lease(request_id, use))
+        lease = self._by_request.setdefault(request_id, ProducerLease(request_id, use))
         if lease.state is LeaseState.INTENDED and self.slots.free:
             self._advance(lease, LeaseEvent.OPEN)
             self._orders.opens.append(self.slots.take(lease))
@@ -123,7 +125,9 @@ class ProducerLedger:
         self._counters.add(f"{lease.use.value}_refused")
         return False
 
-    def complete(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
+    def complete(
+        self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()
+    ) -> ProducerLease | None:
         """The next step completes the request's blocks: keep them from now on, so that vLLM gives none of them away
         before the workers have ended the lease. None when it has no lease.
 
@@ -133,7 +137,9 @@ class ProducerLedger:
         """
         return self._keep(request_id, worker_blocks, block_ids, self._orders.completions)
 
-    def finish(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
+    def finish(
+        self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()
+    ) -> ProducerLease | None:
         """The request has succeeded, and no step completed its blocks before: keep them, as in `complete`."""
         lease = self._keep(request_id, worker_blocks, block_ids, self._orders.holds)
         if lease is not None:
@@ -142,12 +148,12 @@ class ProducerLedger:
                 self._counters.add("turns_offered")
         return lease
 
-    def request_ended(self, lease: Lease) -> None:
+    def request_ended(self, lease: ProducerLease) -> None:
         """The request of a lease whose blocks are kept has ended: its deadline begins."""
         lease.is_running = False
         self.start_deadline(lease)
 
-    def start_deadline(self, lease: Lease) -> None:
+    def start_deadline(self, lease: ProducerLease) -> None:
         """Nothing but a renewal keeps this lease any more, if it is held."""
         if lease.state is LeaseState.HELD:
             self._deadlines.start(lease, self.clock_s)
@@ -192,7 +198,7 @@ class ProducerLedger:
             return False
         return True
 
-    def end(self, lease: Lease, how: str) -> None:
+    def end(self, lease: ProducerLease, how: str) -> None:
         """End a held lease, although a consumer may still want to read it."""
         self._advance(lease, LeaseEvent.END)
         self._orders.ends.append(lease.end_order())
@@ -251,7 +257,11 @@ class ProducerLedger:
         self.block_references.free(lease)
         how = lease.ended_by = lease.ended_by or "done"
         self._counters.add(f"{lease.use.value}_released", how)
-        if lease.use is LeaseUse.PROMPT and how in ("done", "release") and lease.deadline_s < math.inf:
+        if (
+            lease.use is LeaseUse.PROMPT
+            and how in ("done", "release")
+            and lease.deadline_s < math.inf
+        ):
             self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
         self.observer.lease_over(lease, how)
 
@@ -265,14 +275,21 @@ class ProducerLedger:
         self.slots.check_integrity()
         self.streams.check_integrity(self._by_request.values())
         states = Counter(lease.state.value for lease in self._by_request.values())
-        kept, keeping = self.block_references.num_requests, sum(x.keeps_blocks for x in self._by_request.values())
+        kept, keeping = (
+            self.block_references.num_requests,
+            sum(x.keeps_blocks for x in self._by_request.values()),
+        )
         if kept != keeping:
             raise LocalProtocolError(f"leases: {dict(states)}, {kept} keep blocks, {keeping} must")
         self.block_references.check_integrity()
 
     def _keep(
-        self, request_id: str, worker_blocks: Blocks, block_ids: tuple[int, ...], orders: list[LeaseHold]
-    ) -> Lease | None:
+        self,
+        request_id: str,
+        worker_blocks: Blocks,
+        block_ids: tuple[int, ...],
+        orders: list[LeaseHold],
+    ) -> ProducerLease | None:
         lease = self._by_request.get(request_id)
         if lease is not None:
             self._advance(lease, LeaseEvent.COMPLETE)
@@ -281,7 +298,7 @@ class ProducerLedger:
             orders.append(lease.hold_order(worker_blocks))
         return lease
 
-    def _advance(self, lease: Lease, event: LeaseEvent) -> None:
+    def _advance(self, lease: ProducerLease, event: LeaseEvent) -> None:
         after = next_state(LEASE_TRANSITIONS, lease.state, event, lease)
         if after is not None:
             lease.state = after

@@ -16,12 +16,12 @@ from kvferry.protocol.orders import LeaseOpen, LeaseProgress
 from kvferry.protocol.stream_rows import STREAM_ROWS
 
 if TYPE_CHECKING:
-    from kvferry.scheduler.producer.lease import Lease, LeaseOrders, LeaseSlots
+    from kvferry.scheduler.producer.lease import LeaseOrders, LeaseSlots, ProducerLease
     from kvferry.scheduler.state import Counters
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class PublishedStream:
     """The part of one lease's prompt that was published under its present epoch.
 
     Attributes:
@@ -36,10 +36,12 @@ class Stream:
 
     def goes_on_with(self, blocks: Sequence[Sequence[int]]) -> bool:
         """Whether these blocks of the request, per cache group, begin with the published ones."""
-        return all(now[: len(known)] == known for known, now in zip(self.blocks, blocks, strict=False))
+        return all(
+            now[: len(known)] == known for known, now in zip(self.blocks, blocks, strict=False)
+        )
 
 
-class Streams:
+class PublishedStreams:
     """The streams of one engine.
 
     Args:
@@ -47,23 +49,31 @@ class Streams:
         counters: counts `streams`, `stream_restarts`, and `streams_refused` for lack of `rows`.
     """
 
-    def __init__(self, slots: LeaseSlots, orders: LeaseOrders, counters: Counters, rows: int = STREAM_ROWS) -> None:
+    def __init__(
+        self, slots: LeaseSlots, orders: LeaseOrders, counters: Counters, rows: int = STREAM_ROWS
+    ) -> None:
         self._slots = slots
         self._orders = orders
         self._counters = counters
         self._rows = rows
         self._free = list(range(rows - 1, -1, -1))
 
-    def begin(self, lease: Lease) -> Stream | None:
+    def begin(self, lease: ProducerLease) -> PublishedStream | None:
         """A consumer reads this prompt from now on, while it is computed; None if all rows are used."""
         if not self._free:
             self._counters.add("streams_refused", "rows")
             return None
-        lease.stream = Stream(self._free.pop())
+        lease.stream = PublishedStream(self._free.pop())
         self._counters.add("streams")
         return lease.stream
 
-    def publish(self, lease: Lease, stream: Stream, tokens: int, blocks: tuple[Sequence[int], ...]) -> None:
+    def publish(
+        self,
+        lease: ProducerLease,
+        stream: PublishedStream,
+        tokens: int,
+        blocks: tuple[Sequence[int], ...],
+    ) -> None:
         """The next step completes the first `tokens` tokens of a prompt.
 
         Args:
@@ -83,25 +93,29 @@ class Streams:
             )
         )
 
-    def restart(self, lease: Lease, stream: Stream) -> None:
+    def restart(self, lease: ProducerLease, stream: PublishedStream) -> None:
         """The published part is not valid any more. Must be called before the next step's orders are taken: in that
         step other requests may write the blocks."""
         if not stream.blocks:
             return
         stream.tokens, stream.blocks = 0, ()
         self._slots.renew_epoch(lease)
-        order = LeaseOpen(slot=lease.slot, epoch=lease.name.epoch, row=stream.row, origin=lease.origin.epoch)
+        order = LeaseOpen(
+            slot=lease.slot, epoch=lease.name.epoch, row=stream.row, origin=lease.origin.epoch
+        )
         self._orders.opens.append(order)
         self._counters.add("stream_restarts")
 
-    def over(self, lease: Lease) -> None:
+    def over(self, lease: ProducerLease) -> None:
         """The lease is over: its row is free."""
         if lease.stream is not None:
             self._free.append(lease.stream.row)
             lease.stream = None
 
-    def check_integrity(self, leases: Iterable[Lease]) -> None:
+    def check_integrity(self, leases: Iterable[ProducerLease]) -> None:
         """Raises `LocalProtocolError` if a row is neither free nor one lease's, or both."""
         used = [lease.stream.row for lease in leases if lease.stream is not None]
         if sorted(used + self._free) != list(range(self._rows)):
-            raise LocalProtocolError(f"stream rows: {len(used)} used and {len(self._free)} free of {self._rows}")
+            raise LocalProtocolError(
+                f"stream rows: {len(used)} used and {len(self._free)} free of {self._rows}"
+            )

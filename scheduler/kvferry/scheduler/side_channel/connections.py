@@ -85,7 +85,9 @@ class Connections:
         self._unfinished_bytes: dict[int, int] = {}  # by file, when it was last looked at
         self._reason: str | None = None
         self._logs = {
-            reason: RateLimitedLog(logger, _UNFINISHED_LINE_S if reason == "unfinished" else _LINE_S)
+            reason: RateLimitedLog(
+                logger, _UNFINISHED_LINE_S if reason == "unfinished" else _LINE_S
+            )
             for reason in _TEXTS
         }
         self.monitor = watch(listener, _EVENTS)
@@ -132,7 +134,11 @@ class Connections:
         for file in self.arrivals.take():
             if file in self._known:
                 self._unfinished_bytes[file] = self._known[file].unfinished_bytes()
-        too_many = [file for file, unfinished in self._unfinished_bytes.items() if unfinished > MAX_UNFINISHED_BYTES]
+        too_many = [
+            file
+            for file, unfinished in self._unfinished_bytes.items()
+            if unfinished > MAX_UNFINISHED_BYTES
+        ]
         num_ended = sum(self.end(file) for file in too_many)
         if sum(self._unfinished_bytes.values()) > MAX_UNFINISHED_IN_ALL_BYTES:
             num_ended += self._end_largest()

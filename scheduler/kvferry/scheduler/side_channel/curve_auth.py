@@ -27,7 +27,9 @@ class CurveAuth:
         socket: to be polled; when it is readable, call `answer`.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets, connections: Connections) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets, connections: Connections
+    ) -> None:
         self._admitted = frozenset(asker_keys(secret).public for secret in secrets)
         self._connections = connections
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)

@@ -76,7 +76,9 @@ class GuardedSocket:
             self._socket = listening_socket(self._context, host, max_bytes, secrets)
             self._connections = Connections(self._socket, counters)
             undo.callback(self._connections.close)
-            self._curve_auth = CurveAuth(self._context, secrets, self._connections) if secrets else None
+            self._curve_auth = (
+                CurveAuth(self._context, secrets, self._connections) if secrets else None
+            )
             self._socket.bind(channel_address(host, port))
             undo.pop_all()
         self._served: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {
@@ -118,10 +120,10 @@ class GuardedSocket:
             self._counters.add("bad_frames")
             logger.exception("side channel: a frame could not be served")
 
-    def send(self, asker: bytes, body: bytes) -> None:
+    def send(self, client_id: bytes, body: bytes) -> None:
         """Send an answer; it is dropped if the peer is gone or does not read."""
         try:
-            self._socket.send_multipart([asker, b"", body], flags=zmq.NOBLOCK)
+            self._socket.send_multipart([client_id, b"", body], flags=zmq.NOBLOCK)
         except zmq.ZMQError as refused:
             logger.debug("side channel: an answer could not be sent: %s", refused)
 

@@ -27,7 +27,7 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemoteLease,
     RenewLease,
 )
-from kvferry.scheduler.side_channel.places import ProvenAddresses
+from kvferry.scheduler.side_channel.connection_slots import ProvenAddresses
 from kvferry.scheduler.side_channel.sender import Endpoint, Message, PeerSender
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
@@ -115,9 +115,13 @@ class LeaseRenewer:
         InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
     """
 
-    def __init__(self, counters: Counters, secrets: Secrets = (), allowed: AllowedHosts | None = None) -> None:
+    def __init__(
+        self, counters: Counters, secrets: Secrets = (), allowed: AllowedHosts | None = None
+    ) -> None:
         self._counters = counters
-        self._submitted: queue.SimpleQueue[tuple[float, tuple[LeaseCommand, ...]]] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[float, tuple[LeaseCommand, ...]]] = (
+            queue.SimpleQueue()
+        )
         """With the time of each submission."""
         self._is_woken = False
         """Whether a turn is to come that has not looked at the queue yet."""
@@ -155,7 +159,7 @@ class LeaseRenewer:
         self._is_woken = False
         self._take_all()
         self._sleeps_until_s = time.monotonic() + _AFTER_BUG_S
-        self._survive(lambda: self._renew_due(time.monotonic()))
+        self._log_errors(lambda: self._renew_due(time.monotonic()))
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
@@ -175,9 +179,9 @@ class LeaseRenewer:
             while True:
                 submitted_s, commands = self._submitted.get_nowait()
                 for command in commands:
-                    self._survive(lambda: self._carry_out(command, submitted_s))  # noqa: B023 - called here
+                    self._log_errors(lambda: self._carry_out(command, submitted_s))  # noqa: B023 - called here
 
-    def _survive(self, part: Callable[[], None]) -> None:
+    def _log_errors(self, part: Callable[[], None]) -> None:
         """Log and count an exception, which is a bug: the other leases must still be renewed."""
         try:
             part()
@@ -189,7 +193,9 @@ class LeaseRenewer:
         lease = command.lease
         endpoint = (lease.host, lease.port, lease.boot)
         if isinstance(command, RenewLease):
-            self._kept.setdefault(endpoint, _Producer()).keep(lease, _needed_s(command, submitted_s))
+            self._kept.setdefault(endpoint, _Producer()).keep(
+                lease, _needed_s(command, submitted_s)
+            )
             return
         self._forget(endpoint, lease.key)
         if isinstance(command, ReleaseLease):
@@ -209,5 +215,9 @@ class LeaseRenewer:
             names = producer.take_due(now_s)
             for start in range(0, len(names), MAX_RENEWALS):
                 renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
-                self._sender.send(endpoint, Message(encode(renewal), "heartbeats", len(renewal.leases)))
-        self._sleeps_until_s = min((producer.first_due_s for producer in self._kept.values()), default=math.inf)
+                self._sender.send(
+                    endpoint, Message(encode(renewal), "heartbeats", len(renewal.leases))
+                )
+        self._sleeps_until_s = min(
+            (producer.first_due_s for producer in self._kept.values()), default=math.inf
+        )

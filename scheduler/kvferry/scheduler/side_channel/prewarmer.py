@@ -15,7 +15,13 @@ from typing import NoReturn
 import zmq
 
 from kvferry.protocol.errors import KvferryError, PeerRefused
-from kvferry.protocol.handshake import MAX_PART_FRAME_BYTES, UNKNOWN_ENGINE, Hello, Refused, decode_without_workers
+from kvferry.protocol.handshake import (
+    MAX_PART_FRAME_BYTES,
+    UNKNOWN_ENGINE,
+    Hello,
+    Refused,
+    decode_without_workers,
+)
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient, describe, refusal
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
@@ -33,7 +39,7 @@ class PeerPrewarmer:
 
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
-        asker: the id of this engine.
+        client_id: the id of this engine.
         own_boot: of this engine, which is left out if it is among them. Its id may be another one's too.
         tell: called on the client's thread with every producer that has answered, once per connection.
         timeout_s: for connecting and the answer together.
@@ -43,14 +49,14 @@ class PeerPrewarmer:
         self,
         client: SideChannelClient,
         addresses: Iterable[tuple[str, int]],
-        asker: str,
+        client_id: str,
         own_boot: str,
         tell: Callable[[Prewarm], None],
         timeout_s: float,
     ) -> None:
         self._client = client
         self._addresses = tuple(dict.fromkeys(addresses))
-        self._asker = asker
+        self._asker = client_id
         self._own_boot = own_boot
         self._tell = tell
         self._timeout_s = timeout_s
@@ -91,7 +97,9 @@ class PeerPrewarmer:
             await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
 
 
-async def _find(client: SideChannelClient, host: str, port: int, asker: str) -> tuple[Connection, Prewarm]:
+async def _find(
+    client: SideChannelClient, host: str, port: int, client_id: str
+) -> tuple[Connection, Prewarm]:
     """The connection to the listener at an address, and its engine.
 
     Raises:
@@ -99,14 +107,16 @@ async def _find(client: SideChannelClient, host: str, port: int, asker: str) -> 
     """
     connection = await client.connect(host, port, MAX_PART_FRAME_BYTES, waits=True)
     try:
-        hello = Hello(engine_id=UNKNOWN_ENGINE, asker=asker, asks=True)
+        hello = Hello(engine_id=UNKNOWN_ENGINE, client_id=client_id, queries_prompts=True)
         answer = decode_without_workers(await describe(connection, hello))
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))
     except BaseException:
         connection.close()
         raise
-    return connection, Prewarm(host=host, port=port, engine_id=answer.engine_id, boot=answer.boot, is_static=True)
+    return connection, Prewarm(
+        host=host, port=port, engine_id=answer.engine_id, boot=answer.boot, is_static=True
+    )
 
 
 async def _until_ended(connection: Connection) -> NoReturn:

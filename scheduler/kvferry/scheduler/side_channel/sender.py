@@ -17,7 +17,11 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port
-from kvferry.scheduler.side_channel.places import Place, Places, ProvenAddresses
+from kvferry.scheduler.side_channel.connection_slots import (
+    ConnectionSlot,
+    ConnectionSlots,
+    ProvenAddresses,
+)
 from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
@@ -67,7 +71,7 @@ class _Peer:
 
     queue: asyncio.Queue[Message]
     task: asyncio.Task[None] = field(init=False)
-    place: Place | None = None
+    place: ConnectionSlot | None = None
     is_refused: bool = False
 
 
@@ -76,13 +80,15 @@ class PeerSender:
 
     Args:
         counters: counts messages as they say, and `side_channel_errors`.
-        proven: see `Places`.
+        proven: see `ConnectionSlots`.
     """
 
-    def __init__(self, client: SideChannelClient, counters: Counters, proven: ProvenAddresses | None = None) -> None:
+    def __init__(
+        self, client: SideChannelClient, counters: Counters, proven: ProvenAddresses | None = None
+    ) -> None:
         self._client = client
         self._counters = counters
-        self._places = Places(MAX_PEERS, proven)
+        self._places = ConnectionSlots(MAX_PEERS, proven)
         self._peers: dict[Endpoint, _Peer] = {}
         self._failures = RateLimitedLog(logger)  # clients choose the addresses
 
@@ -105,7 +111,9 @@ class PeerSender:
 
     async def sent(self) -> None:
         """Wait until all messages are sent."""
-        await asyncio.gather(*(peer.queue.join() for peer in self._peers.values() if not peer.is_refused))
+        await asyncio.gather(
+            *(peer.queue.join() for peer in self._peers.values() if not peer.is_refused)
+        )
 
     def _add(self, endpoint: Endpoint) -> _Peer:
         peer = self._peers[endpoint] = _Peer(asyncio.Queue(QUEUED_MESSAGES))
@@ -128,7 +136,9 @@ class PeerSender:
             self._forget(endpoint, peer)
 
     def _forget(self, endpoint: Endpoint, peer: _Peer) -> None:
-        if self._peers.get(endpoint) is peer:  # it may have been given up meanwhile, and added again
+        if (
+            self._peers.get(endpoint) is peer
+        ):  # it may have been given up meanwhile, and added again
             del self._peers[endpoint]
 
     async def _send_until_idle(self, endpoint: Endpoint, peer: _Peer) -> None:
@@ -182,7 +192,9 @@ class PeerSender:
                 now_s = loop.time()
                 until_s = now_s + CONNECT_S if until_s is None else until_s
                 if now_s >= until_s:
-                    raise HandshakeFailed(f"did not answer within {CONNECT_S:g} s: nothing listens there") from None
+                    raise HandshakeFailed(
+                        f"did not answer within {CONNECT_S:g} s: nothing listens there"
+                    ) from None
                 failures += 1
                 delay_s = backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
             await asyncio.sleep(min(delay_s, until_s - now_s))

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from kvferry.protocol.asks import MAX_QUESTIONS, Answer, Answers, Ask, Unask
 from kvferry.protocol.awake_clock import AwakeClock
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
@@ -37,10 +36,11 @@ from kvferry.protocol.handshake import (
     decode_request,
     encode,
 )
+from kvferry.protocol.prompt_queries import MAX_QUERIES, Answer, Answers, Subscribe, Unsubscribe
 from kvferry.protocol.side_channel.host_names import listening_address
 from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
 from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import LeaseInbox, LeaseMessage
@@ -64,14 +64,14 @@ class SideChannelListener:
             about unknown leases as `renewals_unknown` and `releases_unknown`.
         secrets: the first is this listener's own; peers may have any of them. Without secrets every peer is served.
         clock: wound here every `period_s`; gives the times of arrival of renewals.
-        tick: called on the listener's thread after every winding; it must not wait.
+        run_due: called on the listener's thread after every winding; it must not wait.
         knows: called on the listener's thread with boot and name: whether there is such a lease. Messages about other
             leases are counted and dropped here, so that a flood cannot make a step longer than the leases require.
-        asked: the prompts that peers ask for.
+        directory: the prompts that peers ask for.
 
     Attributes:
         address: where it listens; that of `host` if that is a name.
-        has_askers: whether an engine that asks for prompts has shaken hands.
+        has_query_clients: whether an engine that asks for prompts has shaken hands.
 
     Raises:
         InvalidConfig: the address cannot be bound, or ZMQ has no CURVE; the text names the setting to change.
@@ -85,24 +85,26 @@ class SideChannelListener:
         counters: Counters,
         secrets: Secrets = (),
         clock: AwakeClock | None = None,
-        tick: Callable[[], None] = lambda: None,
+        run_due: Callable[[], None] = lambda: None,
         knows: Callable[[str, LeaseName], bool] = lambda boot, name: True,
-        asked: AskedPrompts | None = None,
+        directory: PromptDirectory | None = None,
     ) -> None:
         self.inbox = LeaseInbox()
         self._news = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_closing = False
-        self._asked = asked or AskedPrompts()
-        self._asked.wake = self._wake
-        self.has_askers = False
+        self._directory = directory or PromptDirectory()
+        self._directory.wake = self._wake
+        self.has_query_clients = False
         self._clock = clock
-        self._tick = tick
+        self._run_due = run_due
         self._knows = knows
         self._counters = counters
         self._published: tuple[EngineDescription, PartsSent] | None = None
         try:
             self.address = listening_address(host)
-            self._socket = GuardedSocket(self.address, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one)
+            self._socket = GuardedSocket(
+                self.address, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one
+            )
         except (OSError, zmq.ZMQError) as refused:
             os.close(self._news)
             raise InvalidConfig(
@@ -140,35 +142,37 @@ class SideChannelListener:
         while not self._is_closing:
             ready = self._socket.poll(period_ms)
             self._wind()
-            self._socket.guarded(self._tick)
+            self._socket.guarded(self._run_due)
             self._socket.serve(ready)
             if self._news in ready:
                 os.eventfd_read(self._news)
             # Also when nothing came: old prompts and questions are forgotten although no other follows.
-            if self._news in ready or self._asked.has_news or not ready:
+            if self._news in ready or self._directory.has_news or not ready:
                 self._socket.guarded(self._send_changes)
         self._socket.close()
 
     def _wind(self) -> float | None:
         return self._clock.wind(time.monotonic()) if self._clock is not None else None
 
-    def _answer_one(self, asker: bytes, body: bytes) -> None:
+    def _answer_one(self, client_id: bytes, body: bytes) -> None:
         try:
-            self._answer(asker, decode_request(body))
+            self._answer(client_id, decode_request(body))
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
             refusal = Refused(
-                field=invalid.field[:512], value=invalid.shown_value[:512], expected=invalid.expected[:512]
+                field=invalid.field[:512],
+                value=invalid.shown_value[:512],
+                expected=invalid.expected[:512],
             )
-            self._socket.send(asker, encode(refusal))
+            self._socket.send(client_id, encode(refusal))
 
-    def _answer(self, asker: bytes, request: Request) -> None:
+    def _answer(self, client_id: bytes, request: Request) -> None:
         if isinstance(request, Hello):
-            self._socket.send(asker, self._answer_hello(request))
-        elif isinstance(request, Ask):
-            self._send_answers(asker, self._asked.ask(asker, request))
-        elif isinstance(request, Unask):
-            self._asked.unask(request)
+            self._socket.send(client_id, self._answer_hello(request))
+        elif isinstance(request, Subscribe):
+            self._send_answers(client_id, self._directory.ask(client_id, request))
+        elif isinstance(request, Unsubscribe):
+            self._directory.unask(request)
         else:
             self._keep(request)
 
@@ -178,7 +182,7 @@ class SideChannelListener:
             os.eventfd_write(self._news, 1)
 
     def _send_changes(self) -> None:
-        for peer, answers in self._asked.changes():
+        for peer, answers in self._directory.changes():
             self._send_answers(peer, answers)
 
     def _send_answers(self, peer: bytes, answers: Answers) -> None:
@@ -187,7 +191,9 @@ class SideChannelListener:
         part_bytes = 0
         for answer in answers.answers:
             answer_bytes = memoryview(answer.params).nbytes + _ANSWER_BYTES
-            if part and (len(part) == MAX_QUESTIONS or part_bytes + answer_bytes > _SHARED_FRAME_BYTES):
+            if part and (
+                len(part) == MAX_QUERIES or part_bytes + answer_bytes > _SHARED_FRAME_BYTES
+            ):
                 self._send_part(peer, answers, part)
                 part = []
                 part_bytes = 0
@@ -202,7 +208,10 @@ class SideChannelListener:
         known = tuple(name for name in message.leases if self._knows(message.boot, name))
         if len(known) < len(message.leases):
             unknown = len(message.leases) - len(known)
-            self._counters.add("renewals_unknown" if isinstance(message, Renew) else "releases_unknown", amount=unknown)
+            self._counters.add(
+                "renewals_unknown" if isinstance(message, Renew) else "releases_unknown",
+                amount=unknown,
+            )
             message = msgspec.structs.replace(message, leases=known)
         if known and not self.inbox.put(message, self._wind()):
             self._counters.add("dropped_messages")
@@ -210,15 +219,23 @@ class SideChannelListener:
     def _answer_hello(self, hello: Hello) -> bytes:
         published = self._published
         if published is None:
-            return encode(Refused(field="engine", value="starting", expected="an engine whose workers are ready"))
+            return encode(
+                Refused(
+                    field="engine", value="starting", expected="an engine whose workers are ready"
+                )
+            )
         description, parts = published
         if hello.version != CHANNEL_VERSION:
-            return encode(Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION)))
+            return encode(
+                Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION))
+            )
         if hello.engine_id not in (description.engine_id, UNKNOWN_ENGINE):
-            return encode(Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id))
-        self.has_askers |= hello.asks
+            return encode(
+                Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id)
+            )
+        self.has_query_clients |= hello.queries_prompts
         answer = parts.answer(hello.at)
         if not hello.at:  # otherwise it is counted already
             self._counters.add("handshakes_served")
-            logger.debug("side channel: described this engine to %s", hello.asker)
+            logger.debug("side channel: described this engine to %s", hello.client_id)
         return answer

@@ -92,7 +92,9 @@ class PCPManager:
         self._max_tokens, self._max_requests = max_tokens, max_requests
         self._max_row_bytes = max_row_bytes
         self._reorder_threshold = reorder_threshold
-        rows = most_rank_rows(max_tokens, max_requests, ranks=self.ranks, reorder_threshold=reorder_threshold)
+        rows = most_rank_rows(
+            max_tokens, max_requests, ranks=self.ranks, reorder_threshold=reorder_threshold
+        )
         everywhere = rows * self.ranks
         self._buffers = _Buffers(
             own=RankRows(
@@ -116,7 +118,9 @@ class PCPManager:
             raise LocalProtocolError("no step has been partitioned yet")
         return self._partition
 
-    def partition_inputs(self, num_scheduled_tokens: Counts, num_computed_tokens: Counts) -> RankRows:
+    def partition_inputs(
+        self, num_scheduled_tokens: Counts, num_computed_tokens: Counts
+    ) -> RankRows:
         """Begin a step: divide its tokens among the ranks. No collective: every rank computes the same result.
 
         Args:
@@ -127,13 +131,22 @@ class PCPManager:
             InvalidBatch: the numbers are not valid, or more than the buffers hold. The step before stays.
         """
         made = partition_step(
-            num_scheduled_tokens, num_computed_tokens, ranks=self.ranks, reorder_threshold=self._reorder_threshold
+            num_scheduled_tokens,
+            num_computed_tokens,
+            ranks=self.ranks,
+            reorder_threshold=self._reorder_threshold,
         )
         requests = int(np.count_nonzero(made.scheduled_tokens))
         if made.num_tokens > self._max_tokens:
-            raise InvalidBatch("num_scheduled_tokens", made.num_tokens, f"at most {self._max_tokens} tokens in all")
+            raise InvalidBatch(
+                "num_scheduled_tokens", made.num_tokens, f"at most {self._max_tokens} tokens in all"
+            )
         if requests > self._max_requests:
-            raise InvalidBatch("num_scheduled_tokens", requests, f"at most {self._max_requests} requests with tokens")
+            raise InvalidBatch(
+                "num_scheduled_tokens",
+                requests,
+                f"at most {self._max_requests} requests with tokens",
+            )
         padded_rows = np.flatnonzero(made.unpad_mask)
         at = self._buffers
         _put(at.restore_index, made.restore_index)
@@ -168,11 +181,18 @@ class PCPManager:
                 expected = f"one dimension of at most {self._max_tokens}, before the first step"
                 raise InvalidBatch("slot_mapping", tuple(slot_mapping.shape), expected)
             return at.slots[cache_group, : len(slot_mapping) * self.ranks].fill_(PAD_SLOT)
-        if slot_mapping.shape != (step.num_tokens,) or slot_mapping.dtype not in (torch.int64, torch.int32):
+        if slot_mapping.shape != (step.num_tokens,) or slot_mapping.dtype not in (
+            torch.int64,
+            torch.int32,
+        ):
             expected = f"int64 or int32 of shape ({step.num_tokens},)"
-            raise InvalidBatch("slot_mapping", (slot_mapping.dtype, tuple(slot_mapping.shape)), expected)
+            raise InvalidBatch(
+                "slot_mapping", (slot_mapping.dtype, tuple(slot_mapping.shape)), expected
+            )
         slots = at.slots[cache_group, : step.num_rows].fill_(PAD_SLOT)
-        return slots.index_copy_(0, at.padded_rows[: step.num_tokens], slot_mapping.to(self._device, torch.int64))
+        return slots.index_copy_(
+            0, at.padded_rows[: step.num_tokens], slot_mapping.to(self._device, torch.int64)
+        )
 
     def gather_padded(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks in the padded order: K and V before they are written. A collective.
@@ -226,14 +246,20 @@ class PCPManager:
 def _word(row_bytes: int) -> torch.dtype:
     """The widest integer type whose size divides a row: as bytes, `index_select` would copy them one by one."""
     return next(
-        dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not row_bytes % dtype.itemsize
+        dtype
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+        if not row_bytes % dtype.itemsize
     )
 
 
-def _put(buffer: torch.Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+def _put(
+    buffer: torch.Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+) -> torch.Tensor:
     """Copy the values to the front of the buffer, from memory that is not pinned, so that it can be reused at once."""
     return buffer[: len(values)].copy_(torch.tensor(values))
 
 
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., object] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 """Under its name of PyTorch 2.13, which warns of the old name, or under the old name before."""

@@ -67,7 +67,9 @@ def as_counts(field: str, value: Counts, most: int) -> Ints:
         raise InvalidBatch(field, value, expected)
     outside = np.flatnonzero((found < 0) | (found > most)) if found.size else found
     if outside.size:
-        raise InvalidBatch(f"{field}[{outside[0]}]", int(found[outside[0]]), f"an integer from 0 to {most}")
+        raise InvalidBatch(
+            f"{field}[{outside[0]}]", int(found[outside[0]]), f"an integer from 0 to {most}"
+        )
     return found.astype(np.int64)
 
 
@@ -141,7 +143,11 @@ class RankInputs(NamedTuple):
 
 
 def partition_step(
-    num_scheduled_tokens: Counts, num_computed_tokens: Counts, *, ranks: int, reorder_threshold: int | None = 1
+    num_scheduled_tokens: Counts,
+    num_computed_tokens: Counts,
+    *,
+    ranks: int,
+    reorder_threshold: int | None = 1,
 ) -> Partition:
     """Divide a step's tokens among the ranks.
 
@@ -160,14 +166,20 @@ def partition_step(
     scheduled = as_counts("num_scheduled_tokens", num_scheduled_tokens, MAX_ROWS)
     computed = as_counts("num_computed_tokens", num_computed_tokens, MAX_POSITION)
     if len(computed) != len(scheduled):
-        raise InvalidBatch("num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests")
+        raise InvalidBatch(
+            "num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests"
+        )
     # A short prompt is not a decode: it has no context to attend to, and all ranks would do the same work.
     is_decode = (scheduled > 0) & (scheduled <= most_decode_tokens) & (computed > 0)
     chunk = np.where(is_decode, scheduled, -(-scheduled // (2 * ranks)))
     own = _rank_tokens(chunk, is_decode)
     rank_rows = int(own.sum())
     if rank_rows * ranks > MAX_ROWS:
-        raise InvalidBatch("num_scheduled_tokens", rank_rows * ranks, f"at most {MAX_ROWS} rows on all ranks together")
+        raise InvalidBatch(
+            "num_scheduled_tokens",
+            rank_rows * ranks,
+            f"at most {MAX_ROWS} rows on all ranks together",
+        )
     # Where every padded row is gathered. A request has R times as many of them as rows on one rank.
     row, request = _ranges(own * ranks)
     size = chunk[request]
@@ -206,13 +218,17 @@ def rank_inputs(partition: Partition, rank: int) -> RankInputs:
     )
 
 
-def most_rank_rows(max_tokens: int, max_requests: int, *, ranks: int, reorder_threshold: int | None = 1) -> int:
+def most_rank_rows(
+    max_tokens: int, max_requests: int, *, ranks: int, reorder_threshold: int | None = 1
+) -> int:
     """The most rows that a step of so many tokens and requests can give a rank: the size of buffers.
 
     A prefill of `n` tokens gives at most `(n + 2R-1) / R` rows, a decode `n ≤ reorder_threshold`. So a request gives at
     most `n / R` and either `(2R-1) / R` or `reorder_threshold·(R-1) / R`.
     """
-    excess = max(2 * ranks - 1, min(_most_decode_tokens(reorder_threshold), max_tokens) * (ranks - 1))
+    excess = max(
+        2 * ranks - 1, min(_most_decode_tokens(reorder_threshold), max_tokens) * (ranks - 1)
+    )
     # There are never more than two rows for a token, its own and one of padding.
     return min((max_tokens + max_requests * excess) // ranks, 2 * max_tokens)
 

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from kvferry.protocol.errors import shorten
-from kvferry.worker.fabric.errors import FabricUnavailable, InvalidMetadata, InvalidRequest
+from kvferry.worker.fabric.errors import FabricUnavailable, InvalidFabricRequest, InvalidMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,15 @@ class NixlErrors:
     def __init__(self, bindings: ModuleType) -> None:
         self.disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         self.not_found: type[Exception] = bindings.nixlNotFoundError
-        self.invalid: tuple[type[Exception], ...] = (bindings.nixlInvalidParamError, bindings.nixlMismatchError)
-        named = [error for name, error in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
+        self.invalid: tuple[type[Exception], ...] = (
+            bindings.nixlInvalidParamError,
+            bindings.nixlMismatchError,
+        )
+        named = [
+            error
+            for name, error in vars(bindings).items()
+            if name.startswith("nixl") and name.endswith("Error")
+        ]
         # pybind11 raises the others for C++ exceptions (std::length_error is ValueError, and so on) and for arguments
         # and results that do not convert.
         self.every: tuple[type[Exception], ...] = (
@@ -196,7 +203,9 @@ def make_agent(bindings: ModuleType, agent_name: str, config: AgentConfig) -> An
         installed = agent.getAvailPlugins()
         missing = [name for name in config.backends if name not in installed]
         if missing:
-            raise FabricUnavailable("make agent", f"NIXL has no backend {missing}; it has {installed}")
+            raise FabricUnavailable(
+                "make agent", f"NIXL has no backend {missing}; it has {installed}"
+            )
         for name in config.backends:
             agent.createBackend(name, _backend_options(name, config))
     except NixlErrors(bindings).every as error:
@@ -221,18 +230,22 @@ _NAME_START = len(_MAGIC) + _DIGEST_BYTES + 2
 
 
 def check_agent_name(agent_name: str) -> bytes:
-    """The name in UTF-8; raises `InvalidRequest` unless that is 1 … `MAX_NAME_BYTES` bytes without a NUL."""
+    """The name in UTF-8; raises `InvalidFabricRequest` unless that is 1 … `MAX_NAME_BYTES` bytes without a NUL."""
     try:
         name = agent_name.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest("name agent", f"{shorten(agent_name)} cannot be written in UTF-8") from error
+        raise InvalidFabricRequest(
+            "name agent", f"{shorten(agent_name)} cannot be written in UTF-8"
+        ) from error
     if not 0 < len(name) <= MAX_NAME_BYTES or b"\0" in name:
-        raise InvalidRequest("name agent", f"{shorten(agent_name)}; expected 1 … {MAX_NAME_BYTES} bytes, no NUL")
+        raise InvalidFabricRequest(
+            "name agent", f"{shorten(agent_name)}; expected 1 … {MAX_NAME_BYTES} bytes, no NUL"
+        )
     return name
 
 
 def wrap_metadata(agent_name: str, body: bytes) -> bytes:
-    """The envelope around `body`; raises `InvalidRequest` for a name that `check_agent_name` refuses."""
+    """The envelope around `body`; raises `InvalidFabricRequest` for a name that `check_agent_name` refuses."""
     name = check_agent_name(agent_name)
     rest = len(name).to_bytes(2, "little") + name + body
     return _MAGIC + _digest(rest) + rest
@@ -240,18 +253,26 @@ def wrap_metadata(agent_name: str, body: bytes) -> bytes:
 
 def open_metadata(metadata: bytes) -> tuple[str, bytes]:
     """(agent name, body); raises `InvalidMetadata` for anything that `wrap_metadata` did not make."""
-    if not isinstance(metadata, bytes) or not metadata.startswith(_MAGIC) or len(metadata) < _NAME_START:
+    if (
+        not isinstance(metadata, bytes)
+        or not metadata.startswith(_MAGIC)
+        or len(metadata) < _NAME_START
+    ):
         raise InvalidMetadata("add peer", f"{shorten(metadata)} is no fabric metadata")
     digest, rest = metadata[len(_MAGIC) : _NAME_START - 2], metadata[_NAME_START - 2 :]
     if not hmac.compare_digest(digest, _digest(rest)):
-        raise InvalidMetadata("add peer", f"the checksum of {len(metadata)} bytes of metadata is wrong")
+        raise InvalidMetadata(
+            "add peer", f"the checksum of {len(metadata)} bytes of metadata is wrong"
+        )
     name_end = 2 + int.from_bytes(rest[:2], "little")
     try:
         name = rest[2:name_end].decode()
     except UnicodeDecodeError as error:
         raise InvalidMetadata("add peer", "the agent name is not UTF-8") from error
     if not 0 < name_end - 2 <= MAX_NAME_BYTES or len(rest) < name_end:
-        raise InvalidMetadata("add peer", f"the agent name has {name_end - 2} bytes; expected 1 … {MAX_NAME_BYTES}")
+        raise InvalidMetadata(
+            "add peer", f"the agent name has {name_end - 2} bytes; expected 1 … {MAX_NAME_BYTES}"
+        )
     return name, rest[name_end:]
 
 

@@ -4,7 +4,7 @@
     ├── FabricClosed           the fabric was used after `close`
     ├── FabricUnavailable      the library, its backend or the registration of memory failed
     ├── InvalidMetadata        a peer's metadata cannot be used (it is untrusted input)
-    ├── InvalidRequest         the arguments do not fit together; nothing was posted
+    ├── InvalidFabricRequest         the arguments do not fit together; nothing was posted
     │   └── DescriptorOutOfRange  … rows that leave the registered regions of their owner
     ├── PeerLost               the peer is gone: it died, was removed, or was never added
     └── TransferFailed         a transfer ended without its data; the peer may be well
@@ -36,7 +36,9 @@ class FabricError(KvferryError):
         self.operation = operation
         self.reason = reason
         self.peer = peer
-        super().__init__(f"{operation}: {reason}" if peer is None else f"{operation}: {reason} (peer={peer})")
+        super().__init__(
+            f"{operation}: {reason}" if peer is None else f"{operation}: {reason} (peer={peer})"
+        )
 
 
 class FabricClosed(FabricError):
@@ -51,11 +53,11 @@ class InvalidMetadata(FabricError):
     """A peer's metadata cannot be used."""
 
 
-class InvalidRequest(FabricError):
+class InvalidFabricRequest(FabricError):
     """Rows, indices or a handle that do not fit together; nothing was posted."""
 
 
-class DescriptorOutOfRange(InvalidRequest):
+class DescriptorOutOfRange(InvalidFabricRequest):
     """Rows leave the registered regions of their owner."""
 
 

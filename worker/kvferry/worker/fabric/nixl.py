@@ -24,12 +24,18 @@ from kvferry.worker.fabric.errors import (
     FabricClosed,
     FabricError,
     FabricUnavailable,
+    InvalidFabricRequest,
     InvalidMetadata,
-    InvalidRequest,
     PeerLost,
     TransferFailed,
 )
-from kvferry.worker.fabric.nixl_handles import NixlLocal, NixlPeers, NixlRemote, NixlTransfer, check_index_pairs
+from kvferry.worker.fabric.nixl_handles import (
+    NixlLocal,
+    NixlPeers,
+    NixlRemote,
+    NixlTransfer,
+    check_index_pairs,
+)
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
     DescriptorRows,
@@ -62,7 +68,11 @@ class NixlFabric:
     """
 
     def __init__(
-        self, agent_name: str, config: AgentConfig | None = None, *, environ: MutableMapping[str, str] = os.environ
+        self,
+        agent_name: str,
+        config: AgentConfig | None = None,
+        *,
+        environ: MutableMapping[str, str] = os.environ,
     ) -> None:
         check_agent_name(agent_name)
         apply_ucx_defaults(environ)
@@ -71,7 +81,9 @@ class NixlFabric:
         self._kinds = {MemoryKind.DRAM: self._nixl.DRAM_SEG, MemoryKind.VRAM: self._nixl.VRAM_SEG}
         self._errors = NixlErrors(self._nixl)
         self._agent: Any = make_agent(self._nixl, agent_name, config or AgentConfig())
-        self._peers = NixlPeers(self._load, lambda name: self._quietly(self._agent.invalidateRemoteMD, name))
+        self._peers = NixlPeers(
+            self._load, lambda name: self._quietly(self._agent.invalidateRemoteMD, name)
+        )
         self._registered: list[Any] = []
         self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
         self._open_transfers = 0
@@ -82,9 +94,15 @@ class NixlFabric:
         registered: list[Any] = []
         try:
             for kind in MemoryKind:
-                rows = [(region.address, region.length, region.device) for region in regions if region.kind is kind]
+                rows = [
+                    (region.address, region.length, region.device)
+                    for region in regions
+                    if region.kind is kind
+                ]
                 if rows:
-                    descriptors = self._nixl.nixlRegDList(self._kinds[kind], np.array(rows, dtype=np.uint64))
+                    descriptors = self._nixl.nixlRegDList(
+                        self._kinds[kind], np.array(rows, dtype=np.uint64)
+                    )
                     agent.registerMem(descriptors)
                     registered.append(descriptors)
         except self._errors.every as error:
@@ -121,7 +139,11 @@ class NixlFabric:
         return self._keep(NixlRemote(raw, rows.count, entry))
 
     def post_read(
-        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+        self,
+        local: LocalDescriptors,
+        local_indices: Indices,
+        remote: RemoteDescriptors,
+        remote_indices: Indices,
     ) -> Transfer:
         agent = self._open("post read")
         source, target = self._own(remote, NixlRemote), self._own(local, NixlLocal)
@@ -130,10 +152,14 @@ class NixlFabric:
         if len(local_indices) == 0:
             return self._keep(NixlTransfer(None, entry, TransferState.DONE))
         try:
-            raw = agent.makeXferReq(self._nixl.NIXL_READ, target.raw, local_indices, source.raw, remote_indices)
+            raw = agent.makeXferReq(
+                self._nixl.NIXL_READ, target.raw, local_indices, source.raw, remote_indices
+            )
         except self._errors.invalid as error:
             # Ranges were checked above; only the lengths of the descriptors are left for NIXL to refuse.
-            raise InvalidRequest("post read", "a pair of descriptors differs in length", source.peer) from error
+            raise InvalidFabricRequest(
+                "post read", "a pair of descriptors differs in length", source.peer
+            ) from error
         except self._errors.every as error:
             raise entry.failure("post read", error, self._errors) from error
         try:
@@ -155,7 +181,9 @@ class NixlFabric:
         mine = self._own(transfer, NixlTransfer)
         if mine.failure is not None:
             if isinstance(mine.failure, TransferFailed) and mine.entry.lost is not None:
-                mine.failure = PeerLost("poll", f"{mine.failure.reason}; and then: {mine.entry.lost}", mine.peer)
+                mine.failure = PeerLost(
+                    "poll", f"{mine.failure.reason}; and then: {mine.entry.lost}", mine.peer
+                )
             raise mine.failure.with_traceback(None)
         if mine.state is TransferState.IN_FLIGHT:
             try:
@@ -184,7 +212,10 @@ class NixlFabric:
         )
 
     def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
-        if not isinstance(handle, (NixlLocal, NixlRemote, NixlTransfer)) or handle not in self._handles:
+        if (
+            not isinstance(handle, (NixlLocal, NixlRemote, NixlTransfer))
+            or handle not in self._handles
+        ):
             return
         self._handles.remove(handle)
         if isinstance(handle, NixlTransfer):
@@ -199,8 +230,10 @@ class NixlFabric:
         agent = self._open("notify")
         entry = self._peers.get("notify", peer)
         if len(message) > MAX_NOTIFICATION_BYTES:
-            reason = f"the message has {len(message)} bytes; expected at most {MAX_NOTIFICATION_BYTES}"
-            raise InvalidRequest("notify", reason, peer)
+            reason = (
+                f"the message has {len(message)} bytes; expected at most {MAX_NOTIFICATION_BYTES}"
+            )
+            raise InvalidFabricRequest("notify", reason, peer)
         try:
             agent.genNotif(peer, message)
         except self._errors.every as error:
@@ -214,7 +247,11 @@ class NixlFabric:
             # The bindings lose the whole batch if one sender's name is not UTF-8. kvferry's names always are.
             self._undecodable += 1
             if self._undecodable == 1:
-                logger.warning("agent=%s lost notifications: the name of a sender is %s", self.agent_name, error)
+                logger.warning(
+                    "agent=%s lost notifications: the name of a sender is %s",
+                    self.agent_name,
+                    error,
+                )
             return []
         except self._errors.every as error:
             raise FabricUnavailable("take notifications", self._errors.describe(error)) from error
@@ -251,14 +288,22 @@ class NixlFabric:
             loaded: bytes = agent.loadRemoteMD(body)
         except self._errors.every as error:
             self._quietly(agent.invalidateRemoteMD, peer)
-            raise InvalidMetadata("add peer", f"NIXL refused it: {self._errors.describe(error)}", peer) from error
+            raise InvalidMetadata(
+                "add peer", f"NIXL refused it: {self._errors.describe(error)}", peer
+            ) from error
         if loaded != peer.encode():
             self._quietly(agent.invalidateRemoteMD, loaded)
-            raise InvalidMetadata("add peer", f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name", peer)
+            raise InvalidMetadata(
+                "add peer", f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name", peer
+            )
 
-    def _own(self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]) -> _Handle:
+    def _own(
+        self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]
+    ) -> _Handle:
         if not isinstance(handle, kind) or handle not in self._handles:
-            raise InvalidRequest("use handle", f"{type(handle).__name__} was released or is not of this fabric")
+            raise InvalidFabricRequest(
+                "use handle", f"{type(handle).__name__} was released or is not of this fabric"
+            )
         return handle
 
     def _keep(self, handle: _Handle) -> _Handle:
@@ -266,7 +311,9 @@ class NixlFabric:
         self._open_transfers += isinstance(handle, NixlTransfer)
         return handle
 
-    def _prepare(self, operation: str, owner: str, rows: DescriptorRows, peer: PeerAgent | None) -> int:
+    def _prepare(
+        self, operation: str, owner: str, rows: DescriptorRows, peer: PeerAgent | None
+    ) -> int:
         agent = self._open(operation)
         try:
             raw: int = agent.prepXferDlist(owner, self._kinds[rows.kind], rows.rows)
@@ -274,7 +321,7 @@ class NixlFabric:
             reason = f"{len(rows.rows)} {rows.kind.value} rows do not lie in registered regions"
             raise DescriptorOutOfRange(operation, reason, peer) from error
         except self._errors.every as error:
-            raise InvalidRequest(operation, self._errors.describe(error), peer) from error
+            raise InvalidFabricRequest(operation, self._errors.describe(error), peer) from error
         return raw
 
     def _advance(self, transfer: NixlTransfer, status: Any) -> None:
@@ -283,7 +330,9 @@ class NixlFabric:
             transfer.state = TransferState.DONE
             self._peers.ended(transfer)
         elif status != self._nixl.NIXL_IN_PROG:
-            transfer.failure = TransferFailed("transfer", f"NIXL's status is {status}", transfer.peer)
+            transfer.failure = TransferFailed(
+                "transfer", f"NIXL's status is {status}", transfer.peer
+            )
             transfer.entry.is_sound = False
             self._peers.ended(transfer)
             raise transfer.failure

@@ -22,25 +22,37 @@ from kvferry.worker.fabric.agent import NixlErrors
 from kvferry.worker.fabric.errors import (
     FabricError,
     FabricUnavailable,
+    InvalidFabricRequest,
     InvalidMetadata,
-    InvalidRequest,
     PeerLost,
     TransferFailed,
 )
-from kvferry.worker.fabric.port import Indices, LocalDescriptors, PeerAgent, RemoteDescriptors, Transfer, TransferState
+from kvferry.worker.fabric.port import (
+    Indices,
+    LocalDescriptors,
+    PeerAgent,
+    RemoteDescriptors,
+    Transfer,
+    TransferState,
+)
 
 
 def check_index_pairs(
-    local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+    local: LocalDescriptors,
+    local_indices: Indices,
+    remote: RemoteDescriptors,
+    remote_indices: Indices,
 ) -> None:
-    """Raise `InvalidRequest` unless both are C-contiguous int32[n] of one n and every index is inside its list.
+    """Raise `InvalidFabricRequest` unless both are C-contiguous int32[n] of one n and every index is inside its list.
 
     NIXL would check the ranges as well, but without naming the index, and it converts other dtypes with a copy.
     """
     _check_side("local", local.count, local_indices)
     _check_side("remote", remote.count, remote_indices)
     if len(local_indices) != len(remote_indices):
-        raise InvalidRequest("post read", f"{len(local_indices)} local indices, {len(remote_indices)} remote ones")
+        raise InvalidFabricRequest(
+            "post read", f"{len(local_indices)} local indices, {len(remote_indices)} remote ones"
+        )
 
 
 def _is_inside(indices: Indices, count: int) -> bool:
@@ -53,10 +65,14 @@ def _is_inside(indices: Indices, count: int) -> bool:
 def _check_side(side: str, count: int, indices: Indices) -> None:
     if indices.dtype != np.int32 or indices.ndim != 1 or not indices.flags.c_contiguous:
         found = f"{indices.dtype}{list(indices.shape)}"
-        raise InvalidRequest("post read", f"{side} indices are {found}; expected a contiguous int32[n]")
+        raise InvalidFabricRequest(
+            "post read", f"{side} indices are {found}; expected a contiguous int32[n]"
+        )
     if len(indices) and not _is_inside(indices, count):
         outside = indices[(indices < 0) | (indices >= count)]
-        raise InvalidRequest("post read", f"{side} index {outside[0]} is outside [0, {count})")
+        raise InvalidFabricRequest(
+            "post read", f"{side} index {outside[0]} is outside [0, {count})"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +91,9 @@ class NixlPeer:
     lost: str | None = None
     is_sound: bool = True
 
-    def failure(self, operation: str, error: Exception, errors: NixlErrors) -> PeerLost | TransferFailed:
+    def failure(
+        self, operation: str, error: Exception, errors: NixlErrors
+    ) -> PeerLost | TransferFailed:
         """The port's error for what NIXL raised about this peer, which is marked as lost if it is."""
         reason = errors.describe(error)
         self.is_sound = False
@@ -152,7 +170,10 @@ class NixlPeers:
     """
 
     def __init__(
-        self, load: Callable[[PeerAgent, bytes], None], forget: Callable[[str], None], most_parted: int = MOST_PARTED
+        self,
+        load: Callable[[PeerAgent, bytes], None],
+        forget: Callable[[str], None],
+        most_parted: int = MOST_PARTED,
     ) -> None:
         self.leaving = 0
         self._load = load

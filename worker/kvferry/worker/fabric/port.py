@@ -20,7 +20,7 @@ from typing import NewType, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.worker.fabric.errors import InvalidRequest
+from kvferry.worker.fabric.errors import InvalidFabricRequest
 
 PeerAgent = NewType("PeerAgent", str)
 """The name of a remote agent that this fabric knows."""
@@ -62,7 +62,7 @@ class DescriptorRows:
     `[address + j·stride, address + j·stride + length)` on `device`. Descriptors are numbered row by row: with
     rows (1000, 16, 0, 64, 3) and (9000, 8, 0, 8, 2), descriptor 2 is [1128, 1144) and descriptor 3 is [9000, 9008).
 
-    The array is copied and frozen. Raises `InvalidRequest` for no rows, another shape or dtype, a length or count
+    The array is copied and frozen. Raises `InvalidFabricRequest` for no rows, another shape or dtype, a length or count
     below 1, a negative address, device or stride, a stride below the length where count > 1, an end beyond 2⁶³ − 1
     or more than `MAX_DESCRIPTORS` descriptors.
     """
@@ -73,34 +73,48 @@ class DescriptorRows:
     def __post_init__(self) -> None:
         rows = self.rows
         if rows.ndim != 2 or rows.shape[1] != 5 or rows.dtype != np.int64:
-            raise InvalidRequest("describe rows", f"rows are {rows.dtype}{list(rows.shape)}; expected int64[R, 5]")
+            raise InvalidFabricRequest(
+                "describe rows", f"rows are {rows.dtype}{list(rows.shape)}; expected int64[R, 5]"
+            )
         if len(rows) == 0:
-            raise InvalidRequest("describe rows", "there are no rows")
+            raise InvalidFabricRequest("describe rows", "there are no rows")
         address, length, device, stride, count = rows.T
         legal = (length >= 1) & (count >= 1) & (address >= 0) & (device >= 0) & (stride >= 0)
         legal &= (count == 1) | (stride >= length)
         # In this order nothing overflows for legal rows; illegal ones are refused whatever the result.
-        room = _ADDRESS_END - np.maximum(address, 0) - np.minimum(np.maximum(length, 0), _ADDRESS_END - address)
+        room = (
+            _ADDRESS_END
+            - np.maximum(address, 0)
+            - np.minimum(np.maximum(length, 0), _ADDRESS_END - address)
+        )
         legal &= (length <= _ADDRESS_END - address) & (count - 1 <= room // np.maximum(stride, 1))
         if not legal.all():
             first = int(np.argmin(legal))
-            raise InvalidRequest(
+            raise InvalidFabricRequest(
                 "describe rows",
                 f"row {first} (address, length, device, stride, count) = {tuple(rows[first].tolist())} is no memory",
             )
         if sum(count.tolist()) > MAX_DESCRIPTORS:
-            raise InvalidRequest("describe rows", f"more than {MAX_DESCRIPTORS} descriptors in one list")
+            raise InvalidFabricRequest(
+                "describe rows", f"more than {MAX_DESCRIPTORS} descriptors in one list"
+            )
         frozen = np.array(rows, order="C")
         frozen.setflags(write=False)
         object.__setattr__(self, "rows", frozen)
 
     @classmethod
     def of(cls, kind: MemoryKind, rows: Iterable[tuple[int, int, int, int, int]]) -> DescriptorRows:
-        """From `(address, length, device, stride, count)` tuples; raises `InvalidRequest` as the constructor does."""
+        """From `(address, length, device, stride, count)` tuples.
+
+        Raises:
+            InvalidFabricRequest: as the constructor does.
+        """
         try:
             array = np.array(list(rows), dtype=np.int64).reshape(-1, 5)
         except (OverflowError, ValueError, TypeError) as error:
-            raise InvalidRequest("describe rows", f"not rows of five 64-bit integers: {error}") from error
+            raise InvalidFabricRequest(
+                "describe rows", f"not rows of five 64-bit integers: {error}"
+            ) from error
         return cls(kind, array)
 
     @property
@@ -224,15 +238,23 @@ class Fabric(Protocol):
         ...
 
     def post_read(
-        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+        self,
+        local: LocalDescriptors,
+        local_indices: Indices,
+        remote: RemoteDescriptors,
+        remote_indices: Indices,
     ) -> Transfer:
         """Start reading descriptor `remote_indices[i]` into `local_indices[i]`, for every i.
 
         The transfer may complete within the call, which then takes as long (the GIL is released). Neighbours are
         merged where both sides ascend and adjoin, so sort the pairs. Empty index arrays make a transfer that is DONE;
-        nothing is sent. Raises `InvalidRequest` for arrays of another dtype, shape or unequal length, an index outside
-        its list, a pair of descriptors of unequal length or a released handle: then nothing was posted. Raises
-        `PeerLost` if the peer is gone, and `TransferFailed` otherwise, as `poll` does: parts may have been posted.
+        nothing is sent.
+
+        Raises:
+            InvalidFabricRequest: arrays of another dtype, shape or unequal length, an index outside its list, a pair of
+                descriptors of unequal length, or a released handle. Nothing was posted.
+            PeerLost: the peer is gone. Parts may have been posted.
+            TransferFailed: anything else, as for `poll`. Parts may have been posted.
         """
         ...
 
@@ -263,7 +285,7 @@ class Fabric(Protocol):
     def notify(self, peer: PeerAgent, message: bytes) -> None:
         """Send up to 64 KiB to a peer, without waiting.
 
-        Raises `PeerLost` for an unknown peer or one known to be dead, `InvalidRequest` for a longer message,
+        Raises `PeerLost` for an unknown peer or one known to be dead, `InvalidFabricRequest` for a longer message,
         `TransferFailed` otherwise. A message to a peer that has died unnoticed is lost without an error.
         """
         ...

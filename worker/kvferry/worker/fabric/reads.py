@@ -6,7 +6,7 @@ When a read is over for certain:
 | --- | --- |
 | DONE | from now on |
 | `PeerLost`, at the post or later | from now on: the connection is gone, and what came over it with it |
-| `InvalidRequest` or `FabricClosed` at the post | ever: nothing was posted |
+| `InvalidFabricRequest` or `FabricClosed` at the post | ever: nothing was posted |
 | `TransferFailed`, at the post or later | a grace after it was raised, or once the peer is known to be dead |
 | anything else at the post | a grace after it was raised: it is unknown what was posted, and nothing can be polled |
 | anything else later | when it says one of the above |
@@ -30,7 +30,13 @@ import numpy as np
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.stream_rows import PAGE_IDS
-from kvferry.worker.fabric.errors import FabricClosed, FabricError, InvalidRequest, PeerLost, internal_errors
+from kvferry.worker.fabric.errors import (
+    FabricClosed,
+    FabricError,
+    InvalidFabricRequest,
+    PeerLost,
+    internal_errors,
+)
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
@@ -54,7 +60,7 @@ Handle = Transfer | LocalDescriptors | RemoteDescriptors | PeerAgent
 """Anything that a fabric hands out and that must be given back."""
 
 
-class Reader:
+class FabricReader:
     """The fabric as loads and first contacts use it. Used on the thread that owns the fabric.
 
     Args:
@@ -63,17 +69,21 @@ class Reader:
 
     Attributes:
         graces_over: reads whose memory came back only because the grace was over, since they were last taken.
-        let_go_s: by `clock`, when a post last returned that had released the interpreter's lock for `LET_GO_S`.
+        gil_released_at_s: by `clock`, when a post last returned that had released the interpreter's lock for
+            `LET_GO_S`.
     """
 
     def __init__(
-        self, fabric: Fabric, grace_s: float = FAILED_READ_GRACE_S, clock: Callable[[], float] = time.monotonic
+        self,
+        fabric: Fabric,
+        grace_s: float = FAILED_READ_GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.fabric = fabric
         self.grace_s = grace_s
         self.clock = clock
         self.graces_over = 0
-        self.let_go_s = -math.inf
+        self.gil_released_at_s = -math.inf
         self._refused: list[Handle] = []
 
     def reads(self) -> Reads:
@@ -104,7 +114,9 @@ class Reader:
         except FabricClosed:
             return True  # it went with the fabric
         except Exception:  # noqa: BLE001 - shown, with its traceback
-            internal_errors.log(f"{type(handle).__name__} could not be given back; it is tried again")
+            internal_errors.log(
+                f"{type(handle).__name__} could not be given back; it is tried again"
+            )
             return False
         return True
 
@@ -112,13 +124,13 @@ class Reader:
 class Reads:
     """Reads into memory that belongs to one owner. `settle` returns True once none of them can write to it any more."""
 
-    __slots__ = ("_doubts", "_failed", "_posted", "_reader")
+    __slots__ = ("_failed", "_posted", "_reader", "_unconfirmed_posts")
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: FabricReader) -> None:
         self._reader = reader
         self._posted: list[Transfer] = []
         self._failed: dict[Transfer, float] = {}
-        self._doubts: list[float] = []
+        self._unconfirmed_posts: list[float] = []
 
     def __len__(self) -> int:
         """Transfers that have not been given back."""
@@ -129,22 +141,26 @@ class Reads:
         return iter(self._posted)
 
     def post(
-        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+        self,
+        local: LocalDescriptors,
+        local_indices: Indices,
+        remote: RemoteDescriptors,
+        remote_indices: Indices,
     ) -> Transfer:
         """`Fabric.post_read`; what it raises is remembered where something may have been posted."""
         reader = self._reader
         begun_s = reader.clock()
         try:
             transfer = reader.fabric.post_read(local, local_indices, remote, remote_indices)
-        except (InvalidRequest, PeerLost, FabricClosed):
+        except (InvalidFabricRequest, PeerLost, FabricClosed):
             raise
         except Exception:
-            self._doubts.append(reader.clock())
+            self._unconfirmed_posts.append(reader.clock())
             raise
         self._posted.append(transfer)
         posted_s = reader.clock()
         if posted_s - begun_s >= LET_GO_S:
-            reader.let_go_s = posted_s
+            reader.gil_released_at_s = posted_s
         return transfer
 
     def until_done(self, transfers: Sequence[Transfer]) -> Generator[None, None, None]:
@@ -168,10 +184,12 @@ class Reads:
         now_s = self._reader.clock()
         for transfer in [transfer for transfer in self._posted if self._is_over(transfer, now_s)]:
             self.finished(transfer)
-        doubts = [since_s for since_s in self._doubts if now_s < since_s + self._reader.grace_s]
-        self._reader.graces_over += len(self._doubts) - len(doubts)
-        self._doubts = doubts
-        return not self._posted and not self._doubts
+        doubts = [
+            since_s for since_s in self._unconfirmed_posts if now_s < since_s + self._reader.grace_s
+        ]
+        self._reader.graces_over += len(self._unconfirmed_posts) - len(doubts)
+        self._unconfirmed_posts = doubts
+        return not self._posted and not self._unconfirmed_posts
 
     def _is_over(self, transfer: Transfer, now_s: float) -> bool:
         try:
@@ -188,7 +206,7 @@ class Reads:
             return False
 
 
-class Landing:
+class EntryBuffer:
     """Memory in equal entries, in which small reads land. An entry belongs to one reader until it is given back.
 
     Reads of a peer that stands still keep their entries until it goes on. So a peer gets no entry that would leave
@@ -251,7 +269,7 @@ class Landing:
         return set(self._free)
 
 
-class SlotReads(Landing):
+class SlotReads(EntryBuffer):
     """Where slots and the headers of rows land, of two words each.
 
     Attributes:
@@ -266,7 +284,7 @@ class SlotReads(Landing):
 ID_PAGES = 256
 
 
-class IdPages(Landing):
+class IdPages(EntryBuffer):
     """Where pages of a row's block ids land: uint32 `[ID_PAGES, PAGE_IDS]`."""
 
     def __init__(self) -> None:

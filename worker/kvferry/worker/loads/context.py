@@ -9,7 +9,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.reads import IdPages, Reader, SlotReads
+from kvferry.worker.fabric.reads import FabricReader, IdPages, SlotReads
 from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.registry import PeerRegistry
@@ -36,7 +36,7 @@ class LoadContext:
         worker: this worker's index in its engine.
     """
 
-    reader: Reader
+    reader: FabricReader
     registry: PeerRegistry
     slot_reads: SlotReads
     id_pages: IdPages

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer
-from kvferry.worker.fabric.reads import IdPages, Landing, Reads, SlotReads
+from kvferry.worker.fabric.reads import EntryBuffer, IdPages, Reads, SlotReads
 from kvferry.worker.loads.slot_watch import SlotWords
 from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
 
@@ -27,11 +27,13 @@ class LeaseReads:
         pages: where ids are read to.
     """
 
-    def __init__(self, reads: Reads, slot_reads: SlotReads, id_pages: IdPages, slot: int, peer: str) -> None:
+    def __init__(
+        self, reads: Reads, slot_reads: SlotReads, id_pages: IdPages, slot: int, peer: str
+    ) -> None:
         self.entries: tuple[int, ...] = ()
         self.pages: tuple[int, ...] = ()
         self._peer = peer
-        self._waits_for: Landing | None = None
+        self._waits_for: EntryBuffer | None = None
         self._reads = reads
         self._slot_reads = slot_reads
         self._id_pages = id_pages
@@ -56,7 +58,9 @@ class LeaseReads:
         """
         return (yield from self._pairs([route.slots for route in peer.routes], self._slot))
 
-    def headers(self, peer_rows: Sequence[PreparedRows], row: int) -> Generator[None, None, SlotWords]:
+    def headers(
+        self, peer_rows: Sequence[PreparedRows], row: int
+    ) -> Generator[None, None, SlotWords]:
         """Read the two words of a row's header on every producer worker.
 
         Raises:
@@ -64,7 +68,9 @@ class LeaseReads:
         """
         return (yield from self._pairs([rows.headers for rows in peer_rows], row))
 
-    def ids(self, rows: PreparedRows, row: int, pages: Sequence[int]) -> Generator[None, None, dict[int, np.ndarray]]:
+    def ids(
+        self, rows: PreparedRows, row: int, pages: Sequence[int]
+    ) -> Generator[None, None, dict[int, np.ndarray]]:
         """Read pages of a row's ids: uint32 `[PAGE_IDS]` by page.
 
         Raises:
@@ -76,7 +82,9 @@ class LeaseReads:
             taken = self.pages = yield from self._take(self._id_pages, len(part))
             remote = np.array([row * rows.rows.pages + page for page in part], dtype=np.int32)
             local = np.array(taken, dtype=np.int32)
-            yield from self._finish([self._reads.post(self._id_pages.descriptors, local, rows.pages, remote)])
+            yield from self._finish(
+                [self._reads.post(self._id_pages.descriptors, local, rows.pages, remote)]
+            )
             found.update(zip(part, self._id_pages.memory[local], strict=True))
             self._id_pages.give_back(taken, self._peer)
             self.pages = ()
@@ -86,18 +94,26 @@ class LeaseReads:
         """Read the slot on one producer worker into the entry with this index."""
         return self._post(index, route.slots, np.array([self._slot], dtype=np.int32))
 
-    def _pairs(self, remotes: Sequence[RemoteDescriptors], index: int) -> Generator[None, None, SlotWords]:
+    def _pairs(
+        self, remotes: Sequence[RemoteDescriptors], index: int
+    ) -> Generator[None, None, SlotWords]:
         """Read the same descriptor of each of these lists."""
         if not remotes:
             return ()
         if not self.entries:
             self.entries = yield from self._take(self._slot_reads, len(remotes))
-        memory, where, wanted = self._slot_reads.memory, list(self.entries), np.array([index], dtype=np.int32)
+        memory, where, wanted = (
+            self._slot_reads.memory,
+            list(self.entries),
+            np.array([index], dtype=np.int32),
+        )
         memory[where] = EMPTY
-        yield from self._finish([self._post(place, remote, wanted) for place, remote in enumerate(remotes)])
+        yield from self._finish(
+            [self._post(place, remote, wanted) for place, remote in enumerate(remotes)]
+        )
         return tuple((int(one), int(two)) for one, two in memory[where])
 
-    def _take(self, landing: Landing, count: int) -> Generator[None, None, tuple[int, ...]]:
+    def _take(self, landing: EntryBuffer, count: int) -> Generator[None, None, tuple[int, ...]]:
         """Take entries of a landing, when there are enough."""
         while (taken := landing.try_take(count, self._peer)) is None:
             self._waits_for = landing

@@ -81,7 +81,9 @@ class Load:
         context, ticket = self.context, self.order.source.kvferry
         self.reads = context.reader.reads()
         owner = str(self.record.source)
-        self.lease_reads = LeaseReads(self.reads, context.slot_reads, context.id_pages, ticket.lease_slot, owner)
+        self.lease_reads = LeaseReads(
+            self.reads, context.slot_reads, context.id_pages, ticket.lease_slot, owner
+        )
         self.epoch = epoch_from_text(ticket.lease_epoch)
 
     @property
@@ -138,7 +140,9 @@ class Load:
         try:
             self.zeroed = self.context.tail_zeroing.zero(units, self.context.groups, self._blocks)
         except Exception:
-            self.zeroed = self.context.tail_zeroing.mark()  # what was launched before the error still writes
+            self.zeroed = (
+                self.context.tail_zeroing.mark()
+            )  # what was launched before the error still writes
             raise
         yield from self._check_fence(peer)
         while self.zeroed is not None and not self.zeroed.reached():
@@ -185,9 +189,13 @@ class Load:
         if any(slot >= route.slots.count for route in peer.routes):
             raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
 
-    def _pair_units(self, peer: Peer, blocks: RequestBlocks, wanted: Wanted = every) -> dict[TokenMap, UnitPairs]:
+    def _pair_units(
+        self, peer: Peer, blocks: RequestBlocks, wanted: Wanted = every
+    ) -> dict[TokenMap, UnitPairs]:
         try:
-            return pair_request(peer.plan, self.context.groups, peer.description.groups, blocks, wanted=wanted)
+            return pair_request(
+                peer.plan, self.context.groups, peer.description.groups, blocks, wanted=wanted
+            )
         except InvalidParams as invalid:
             raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
 
@@ -239,10 +247,14 @@ class Load:
         self.looked_s = time.monotonic()
         return (yield from self.lease_reads.slots(peer))
 
-    def _wait(self, peer: Peer, words: SlotWords, until_s: float) -> Generator[Wait | None, None, SlotWords]:
+    def _wait(
+        self, peer: Peer, words: SlotWords, until_s: float
+    ) -> Generator[Wait | None, None, SlotWords]:
         """Park until the slot's words are others, or until a time. Returns the words."""
         source = self.order.source
-        wait = Wait(peer, source.kvferry.lease_slot, words, self.epoch, source.remote_num_tokens, until_s)
+        wait = Wait(
+            peer, source.kvferry.lease_slot, words, self.epoch, source.remote_num_tokens, until_s
+        )
         self.lease_reads.give_back()
         self.turn = peer.data_reads.turn
         yield wait
@@ -264,7 +276,9 @@ class Load:
     def _read_units(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
         if self.record.stage is Stage.FENCE:
             self.record.go_on(Stage.POSTING, time.monotonic())
-        with peer.data_reads.queued() as self.turn:  # left too if the load ends here: `close` raises GeneratorExit
+        with (
+            peer.data_reads.queued() as self.turn
+        ):  # left too if the load ends here: `close` raises GeneratorExit
             handles = self._post_reads(peer, units)
             if self.record.stage is Stage.POSTING:
                 self.record.go_on(Stage.READING, time.monotonic())
@@ -276,7 +290,9 @@ class Load:
         for prepared in (prepared for route in peer.routes for prepared in route.tables):
             wanted = descriptor_pairs(prepared.table, units)
             if len(wanted.local):
-                handles.append(self.reads.post(prepared.local, wanted.local, prepared.remote, wanted.remote))
+                handles.append(
+                    self.reads.post(prepared.local, wanted.local, prepared.remote, wanted.remote)
+                )
                 self.record.planned_bytes += wanted.num_bytes
                 self.record.planned_descriptors += len(wanted.local)
         return handles
@@ -324,5 +340,7 @@ class Load:
             except FabricError:
                 self.undelivered += 1  # the producer will free the blocks when their lease runs out
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                internal_errors.log(f"req={self.order.request_id}: the load is good, but a producer was not notified")
+                internal_errors.log(
+                    f"req={self.order.request_id}: the load is good, but a producer was not notified"
+                )
                 self.undelivered += 1

@@ -271,4 +271,6 @@ class LoadWatchdog:
             self._given_up.add(request_id)
             results.failed[request_id] = FailureReason.DEADLINE
             results.counts["quarantined_loads"] += 1
-            logger.error("req=%s load failed (deadline): the transfer thread is stuck in a call", request_id)
+            logger.error(
+                "req=%s load failed (deadline): the transfer thread is stuck in a call", request_id
+            )

@@ -20,7 +20,7 @@ from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.deadline import Deadline
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import LoadRecord, ResultBox
-from kvferry.worker.loads.slot_watch import Look, SlotWatch, Wait
+from kvferry.worker.loads.slot_watch import SlotPoll, SlotWatch, Wait
 from kvferry.worker.loads.streamed_load import StreamedLoad
 from kvferry.worker.peers.peer import PeerKey
 
@@ -55,7 +55,9 @@ class LoadRunner:
         round_s: how long the last round took that resumed every load once, without posts that copied.
     """
 
-    def __init__(self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int) -> None:
+    def __init__(
+        self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int
+    ) -> None:
         self.timeout_s = timeout_s
         self.quarantined: dict[Load, float] = {}
         self._context = context
@@ -74,7 +76,9 @@ class LoadRunner:
 
     def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str) -> None:
         """Queue a load of this boot of the engine; it runs when it is its turn."""
-        record = LoadRecord(request_id=order.request_id, source=PeerKey.of(order.source), ordered_s=ordered_s)
+        record = LoadRecord(
+            request_id=order.request_id, source=PeerKey.of(order.source), ordered_s=ordered_s
+        )
         kind = Load if order.source.kvferry.stream_row is None else StreamedLoad
         deadline = Deadline(self._clock.wind(time.monotonic()))
         self._waiting.append(kind(order, mark, self._context, boot, record, deadline))
@@ -106,7 +110,9 @@ class LoadRunner:
                         contacts.add(load.record.source)
                     self._cancel(load, steps)
         if contacts:
-            contacts.difference_update(load.record.source for load in self._running if load.is_connecting)
+            contacts.difference_update(
+                load.record.source for load in self._running if load.is_connecting
+            )
             self._context.registry.withdraw(contacts)
         self._in_use = None
 
@@ -137,7 +143,7 @@ class LoadRunner:
         yield from self._flushing
         yield from self.quarantined
 
-    def looks(self) -> Iterator[Look]:
+    def looks(self) -> Iterator[SlotPoll]:
         """Reads of slots that loads wait for."""
         return self._watch.looks()
 
@@ -184,9 +190,12 @@ class LoadRunner:
                 moved |= load.deadline.noted is not before
             except Exception:  # noqa: BLE001 - shown, with its traceback
                 internal_errors.log(f"req={load.order.request_id}: other loads go on")
-            if time.monotonic() >= max(begun_s, self._context.reader.let_go_s) + _STRETCH_S:
+            if (
+                time.monotonic()
+                >= max(begun_s, self._context.reader.gil_released_at_s) + _STRETCH_S
+            ):
                 break
-        self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.let_go_s)
+        self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.gil_released_at_s)
         if not self._round:
             self.round_s, self._stretched_s = self._stretched_s, 0.0
             ended |= self._poll_quarantined() | self._end_flushes()
@@ -194,7 +203,7 @@ class LoadRunner:
             self._in_use = None
         return ended or moved
 
-    def stop(self) -> list[Load | Look]:
+    def stop(self) -> list[Load | SlotPoll]:
         """Stop all loads.
 
         Returns:
@@ -223,7 +232,11 @@ class LoadRunner:
             return False
         self._checked_s = now_s
         late: list[tuple[Load, str]] = []
-        suspects = [wait for wait, (load, _) in self._parked.items() if load.deadline.missed(awake_s, self.timeout_s)]
+        suspects = [
+            wait
+            for wait, (load, _) in self._parked.items()
+            if load.deadline.missed(awake_s, self.timeout_s)
+        ]
         for wait in suspects:
             load, steps = self._parked[wait]
             # Only for these: a thousand parked loads would feel it in every check.
@@ -272,7 +285,11 @@ class LoadRunner:
             if isinstance(error, PeerLost) and load.peer is not None:
                 self._context.registry.lost(load.peer, str(error), time.monotonic())
         except Exception as error:
-            logger.exception("req=%s peer=%s: an internal error in a load", load.order.request_id, load.record.source)
+            logger.exception(
+                "req=%s peer=%s: an internal error in a load",
+                load.order.request_id,
+                load.record.source,
+            )
             self._fail(load, FailureReason.TRANSFER, repr(error))
         return True
 
@@ -343,7 +360,9 @@ class LoadRunner:
             results.load_records.append(record)
             if not safe:
                 results.alive = self._alive()
-            if not safe and not is_aborted:  # reads of aborted loads are expected to end soon, and are not counted
+            if (
+                not safe and not is_aborted
+            ):  # reads of aborted loads are expected to end soon, and are not counted
                 results.counts["quarantined_loads"] += 1
                 results.counts["quarantined_blocks"] += sum(map(len, load.order.local_blocks))
 

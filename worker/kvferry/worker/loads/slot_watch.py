@@ -20,7 +20,7 @@ import numpy as np
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, progress_of, slot_word
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
+from kvferry.worker.fabric.reads import FabricReader, Reads, SlotReads
 from kvferry.worker.peers.peer import Peer
 
 SlotWords: TypeAlias = tuple[tuple[int, int], ...]
@@ -98,7 +98,7 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False)
-class Look:
+class SlotPoll:
     """One read of slots from every worker of a peer; `entries` are those of the first route, then of the next one."""
 
     peer: Peer
@@ -135,12 +135,17 @@ class _Watched:
     missing: int = 0
     waits: set[Wait] = field(default_factory=set)
     parts: deque[_Part] = field(default_factory=deque)
-    look: Look | None = None
+    look: SlotPoll | None = None
 
     def next_part(self) -> _Part:
         if not self.parts:
-            waits, most = sorted(self.waits, key=lambda wait: wait.slot), max(1, _MOST_ENTRIES // len(self.peer.routes))
-            self.parts.extend(_Part.of(waits[first : first + most]) for first in range(0, len(waits), most))
+            waits, most = (
+                sorted(self.waits, key=lambda wait: wait.slot),
+                max(1, _MOST_ENTRIES // len(self.peer.routes)),
+            )
+            self.parts.extend(
+                _Part.of(waits[first : first + most]) for first in range(0, len(waits), most)
+            )
         self.parts.rotate(-1)
         return self.parts[-1]
 
@@ -183,8 +188,8 @@ class SlotWatch:
         closing: looks that failed, or that no load waits for any more, and that may still write into their entries.
     """
 
-    def __init__(self, reader: Reader, slot_reads: SlotReads) -> None:
-        self.closing: list[Look] = []
+    def __init__(self, reader: FabricReader, slot_reads: SlotReads) -> None:
+        self.closing: list[SlotPoll] = []
         self._reader = reader
         self._slot_reads = slot_reads
         self._watched: dict[Peer, _Watched] = {}
@@ -205,7 +210,7 @@ class SlotWatch:
         if watched is not None and watched.remove([wait]) and not watched.waits:
             self._close(watched)
 
-    def looks(self) -> Iterator[Look]:
+    def looks(self) -> Iterator[SlotPoll]:
         """All looks that may still write."""
         yield from (watched.look for watched in self._watched.values() if watched.look is not None)
         yield from self.closing
@@ -216,7 +221,9 @@ class SlotWatch:
 
     def next_s(self) -> float | None:
         """When the next look is due; None without waits."""
-        return min((watched.due_s for watched in self._watched.values() if watched.waits), default=None)
+        return min(
+            (watched.due_s for watched in self._watched.values() if watched.waits), default=None
+        )
 
     def step(self, now_s: float) -> tuple[list[Wait], bool]:
         """Begin the looks that are due, and end those that have ended.
@@ -244,7 +251,9 @@ class SlotWatch:
         if watched.look is None and watched.waits and now_s >= watched.due_s:
             self._begin(watched, now_s)
         look = watched.look
-        if look is None or TransferState.IN_FLIGHT in [self._reader.fabric.poll(one) for one in look.transfers]:
+        if look is None or TransferState.IN_FLIGHT in [
+            self._reader.fabric.poll(one) for one in look.transfers
+        ]:
             return []
         part, shape = look.part, (len(watched.peer.routes), len(look.part.waits), 2)
         found = self._slot_reads.memory[list(look.entries)].reshape(shape).swapaxes(0, 1)
@@ -272,12 +281,16 @@ class SlotWatch:
         if taken is None:
             watched.due_s = now_s + _SHORTEST_S
             return
-        look = watched.look = Look(watched.peer, part, tuple(sorted(taken)), self._reader.reads(), now_s)
+        look = watched.look = SlotPoll(
+            watched.peer, part, tuple(sorted(taken)), self._reader.reads(), now_s
+        )
         entries = np.array(look.entries, dtype=np.int32)
         self._slot_reads.memory[entries] = EMPTY
         for index, route in enumerate(routes):
             local = entries[index * count : (index + 1) * count]
-            look.transfers.append(look.reads.post(self._slot_reads.descriptors, local, route.slots, part.slots))
+            look.transfers.append(
+                look.reads.post(self._slot_reads.descriptors, local, route.slots, part.slots)
+            )
 
     def _fail(self, watched: _Watched, error: Exception) -> list[Wait]:
         """A look has failed: so have all waits for this peer."""
@@ -294,7 +307,7 @@ class SlotWatch:
         if look is not None and not self._try_close(look):
             self.closing.append(look)
 
-    def _try_close(self, look: Look) -> bool:
+    def _try_close(self, look: SlotPoll) -> bool:
         if not look.settle():
             return False
         self._slot_reads.give_back(look.entries, str(look.peer.key))

@@ -53,7 +53,9 @@ class StreamedBlocks:
         self._growing = {index for index, group in enumerate(groups) if group.holds_every_token}
         counts = self._counts(num_tokens, is_ready=True)
         if any(count > most for count, most in zip(counts, rows.blocks, strict=True)):
-            raise InvalidParams("remote_num_tokens", num_tokens, f"as many as {rows.blocks} blocks hold")
+            raise InvalidParams(
+                "remote_num_tokens", num_tokens, f"as many as {rows.blocks} blocks hold"
+            )
         maps = (bundle.tokens for route in plan.routes for bundle in route.bundles)
         runs = (tokens.remote.share for tokens in maps if tokens.group in self._growing)
         spans = (span for group, span in self._spans.items() if group in self._growing)
@@ -92,24 +94,35 @@ class StreamedBlocks:
         for group, (begin, stop) in enumerate(self._bounds(held, is_ready=is_ready)):
             if begin < stop:
                 wanted = _pages(begin, stop)
-                listed = np.concatenate([pages[page] for page in wanted])[: stop - wanted.start * PAGE_IDS]
+                listed = np.concatenate([pages[page] for page in wanted])[
+                    : stop - wanted.start * PAGE_IDS
+                ]
                 new = listed[begin - wanted.start * PAGE_IDS :]
                 self._ids[group] = np.concatenate([self._ids[group], new.astype(np.int64)])
 
     def ids(self, held: int) -> list[list[int]]:
         """Per cache group the blocks of `held` tokens, as far as they have been taken."""
-        return [ids[:count].tolist() for ids, count in zip(self._ids, self._counts(held, is_ready=True), strict=True)]
+        return [
+            ids[:count].tolist()
+            for ids, count in zip(self._ids, self._counts(held, is_ready=True), strict=True)
+        ]
 
     def _bounds(self, held: int, *, is_ready: bool) -> list[tuple[int, int]]:
         """Per cache group the part `[begin, stop)` of the row that lists blocks that have not been taken."""
         firsts, counts = self._first_ids[:-1], self._counts(held, is_ready=is_ready)
-        return [(first + len(ids), first + count) for first, ids, count in zip(firsts, self._ids, counts, strict=True)]
+        return [
+            (first + len(ids), first + count)
+            for first, ids, count in zip(firsts, self._ids, counts, strict=True)
+        ]
 
     def _counts(self, held: int, *, is_ready: bool) -> list[int]:
         """Per cache group the listed blocks of so many tokens; 0 for groups that this worker does not read, or not
         yet."""
         listed = self._spans if is_ready else self._spans.keys() & self._growing
-        return [self._count(group, held) if group in listed else 0 for group in range(len(self._first_ids) - 1)]
+        return [
+            self._count(group, held) if group in listed else 0
+            for group in range(len(self._first_ids) - 1)
+        ]
 
     def _count(self, group: int, held: int) -> int:
         span = self._spans[group]
@@ -126,5 +139,7 @@ def _spans(plan: TransferPlan, groups: Sequence[CacheGroup]) -> dict[int, int]:
     for tokens in (bundle.tokens for route in plan.routes for bundle in route.bundles):
         span = groups[tokens.group].block_tokens * tokens.remote.share.ranks
         if spans.setdefault(tokens.group, span) != span:
-            raise InvalidParams("kvferry.stream_row", span, f"blocks of {spans[tokens.group]} tokens in all tensors")
+            raise InvalidParams(
+                "kvferry.stream_row", span, f"blocks of {spans[tokens.group]} tokens in all tensors"
+            )
     return spans

@@ -48,14 +48,18 @@ class StreamedLoad(Load):
     def _prepare(self, peer: Peer) -> dict[TokenMap, UnitPairs]:
         self._check_params(peer)
         self.rows = [route.rows for route in peer.routes if route.rows is not None]
-        if len(self.rows) < len(peer.routes) or any(self._row >= rows.rows.rows for rows in self.rows):
+        if len(self.rows) < len(peer.routes) or any(
+            self._row >= rows.rows.rows for rows in self.rows
+        ):
             text = f"stream_row is {self._row}; a worker of the producer has no such row"
             raise LoadFailed(FailureReason.PARAMS, text)
         if self.rows:
             groups, source = peer.description.groups, self.order.source
             tokens, held_from = source.remote_num_tokens, source.kvferry.held_from
             try:
-                self.blocks = StreamedBlocks(self.rows[0].rows, self._row, peer.plan, groups, tokens, held_from)
+                self.blocks = StreamedBlocks(
+                    self.rows[0].rows, self._row, peer.plan, groups, tokens, held_from
+                )
             except InvalidParams as invalid:
                 raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
         return {}
@@ -72,7 +76,9 @@ class StreamedLoad(Load):
         """The part of the load from one token to another, which is complete."""
         local = self.order.local_blocks
         remote = self.blocks.ids(self.held) if self.blocks is not None else [[] for _ in local]
-        return RequestBlocks(local=local, remote=remote, first_token=first, stop_token=stop, num_tokens=self.held)
+        return RequestBlocks(
+            local=local, remote=remote, first_token=first, stop_token=stop, num_tokens=self.held
+        )
 
     def _read(
         self, peer: Peer, units: dict[TokenMap, UnitPairs]
@@ -91,10 +97,16 @@ class StreamedLoad(Load):
                 soon_s = opens_until_s if self.looked_s < opens_until_s else -math.inf
                 words = yield from self._wait(peer, words, soon_s)
                 continue
-            opens_until_s, is_ready, held = -math.inf, self._is_ready(words), self.blocks.whole(complete)
+            opens_until_s, is_ready, held = (
+                -math.inf,
+                self._is_ready(words),
+                self.blocks.whole(complete),
+            )
             stop = min(held, self.order.stop_token)
             if (stop > done and self.blocks.grows) or (is_ready and self.blocks.has_ends):
-                units = yield from self._read_chunk(peer, self.blocks, done, held, is_ready=is_ready)
+                units = yield from self._read_chunk(
+                    peer, self.blocks, done, held, is_ready=is_ready
+                )
                 is_whole, done = done == self.order.first_token, stop
             if is_ready:
                 return units if is_whole else self._pair_units(peer, self._blocks)
@@ -110,7 +122,9 @@ class StreamedLoad(Load):
         windows, chunks and states."""
         record, begun_s, before = self.record, time.monotonic(), self.record.planned_bytes
         self.turn = peer.data_reads.turn
-        pages = yield from self.lease_reads.ids(self.rows[0], self._row, blocks.missing(held, is_ready=is_ready))
+        pages = yield from self.lease_reads.ids(
+            self.rows[0], self._row, blocks.missing(held, is_ready=is_ready)
+        )
         blocks.take(held, pages, is_ready=is_ready)
         self.held, stop = held, min(held, self.order.stop_token)
         units = self._pair_units(peer, self._part(first, stop), _grows)
@@ -137,7 +151,9 @@ class StreamedLoad(Load):
         headers = yield from self.lease_reads.headers(self.rows, self._row)
         if any(first != origin for first, _ in headers) or EMPTY in (state for state, _ in words):
             if self.looked_s >= opens_until_s:
-                raise LoadFailed(FailureReason.FENCE, "the lease had ended while the prompt was read")
+                raise LoadFailed(
+                    FailureReason.FENCE, "the lease had ended while the prompt was read"
+                )
             return False
         present = {present for _, present in headers}
         found = present.pop()

@@ -21,7 +21,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.relayout.port import Relayout
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import CopyAxis, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for
 
@@ -53,7 +53,9 @@ class _Tiles(NamedTuple):
     def inside(self, gaps: Iterable[Gap]) -> Iterator[tuple[int, range]]:
         """The blocks of the gaps, each with its cells that lie in the gap as a whole."""
         for gap in gaps:
-            cells = range(-(-gap.first // self.tile_tokens), min(gap.stop // self.tile_tokens, self.tiles))
+            cells = range(
+                -(-gap.first // self.tile_tokens), min(gap.stop // self.tile_tokens, self.tiles)
+            )
             if gap.group == self.group and cells:
                 yield gap.block, cells
 
@@ -74,20 +76,31 @@ class TailZeroing:
         if caches.device.where.type == "cpu":
             self._cells: dict[_Tiles, list[NDArray[np.uint8]]] = {}
             for tensor in divisible:
-                self._cells.setdefault(_Tiles.of(tensor), []).append(_cells(tensor, caches.storages))
+                self._cells.setdefault(_Tiles.of(tensor), []).append(
+                    _cells(tensor, caches.storages)
+                )
             return
         run = max((_element_bytes(tensor) for tensor in divisible), default=1)
         self._zeros = caches.device.empty(run)
         self._zeros.zero_()
         kinds: dict[tuple[_Tiles, Shape], int] = {}
         rows = [
-            (self._zeros.data_ptr(), tensor.base, kinds.setdefault((_Tiles.of(tensor), _shape(tensor)), len(kinds)), 0)
+            (
+                self._zeros.data_ptr(),
+                tensor.base,
+                kinds.setdefault((_Tiles.of(tensor), _shape(tensor)), len(kinds)),
+                0,
+            )
             for tensor in divisible
         ]
         self._tiles = [tiles for tiles, _ in kinds]
-        self._pieces = Pieces(tuple(shape for _, shape in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4))
+        self._pieces = Pieces(
+            tuple(shape for _, shape in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4)
+        )
         groups = {tiles.group for tiles in self._tiles}
-        largest = self._table([Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups] * _GAPS_PER_GROUP)
+        largest = self._table(
+            [Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups] * _GAPS_PER_GROUP
+        )
         self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
 
     def mark(self) -> DeviceMark:
@@ -95,7 +108,10 @@ class TailZeroing:
         return self._relayout.mark() if self._relayout is not None else self._device.mark()
 
     def zero(
-        self, units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks
+        self,
+        units: Mapping[TokenMap, UnitPairs],
+        groups: Sequence[CacheGroup],
+        request: RequestBlocks,
     ) -> DeviceMark | None:
         """Zero the gaps of a request in every tensor.
 
@@ -109,7 +125,11 @@ class TailZeroing:
         found = list(gaps(units, groups, request))
         if self._relayout is not None:
             table = self._table(found)
-            return (self._relayout.try_start(table) or _Waiting(self._relayout, table)) if len(table.units) else None
+            return (
+                (self._relayout.try_start(table) or _Waiting(self._relayout, table))
+                if len(table.units)
+                else None
+            )
         is_any = False
         for tiles, memories in self._cells.items():
             for block, cells in tiles.inside(found):
@@ -127,7 +147,9 @@ class TailZeroing:
             first = len(units)
             units += [(0, 0, block, cell) for block, cells in tiles.inside(gaps) for cell in cells]
             ranges.append((first, len(units)))
-        return WaveTable(self._pieces, tuple(ranges), np.array(units, dtype=np.int32).reshape(-1, 4))
+        return WaveTable(
+            self._pieces, tuple(ranges), np.array(units, dtype=np.int32).reshape(-1, 4)
+        )
 
 
 def _element_bytes(tensor: PagedTensor) -> int:
@@ -137,7 +159,10 @@ def _element_bytes(tensor: PagedTensor) -> int:
 def _shape(tensor: PagedTensor) -> Shape:
     """One cell in all heads of a tensor, from zeros; its position in the block is its number."""
     elements = tensor.cell_bytes // _element_bytes(tensor)
-    axes = [Axis(len(tensor.heads), 0, tensor.head_stride), Axis(elements, 0, tensor.element_stride)]
+    axes = [
+        CopyAxis(len(tensor.heads), 0, tensor.head_stride),
+        CopyAxis(elements, 0, tensor.element_stride),
+    ]
     unit_stride = (tensor.block_stride, tensor.tile_stride)
     return Shape.of(axes, _element_bytes(tensor), destination_unit_stride=unit_stride)
 
@@ -145,8 +170,20 @@ def _shape(tensor: PagedTensor) -> Shape:
 def _cells(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> NDArray[np.uint8]:
     """A tensor in host memory, uint8 `[blocks, heads, tiles, elements, element_bytes]`, sharing the caches' memory."""
     element_bytes = _element_bytes(tensor)
-    counts = (tensor.blocks, len(tensor.heads), tensor.tiles, tensor.cell_bytes // element_bytes, element_bytes)
-    strides = (tensor.block_stride, tensor.head_stride, tensor.tile_stride, tensor.element_stride, 1)
+    counts = (
+        tensor.blocks,
+        len(tensor.heads),
+        tensor.tiles,
+        tensor.cell_bytes // element_bytes,
+        element_bytes,
+    )
+    strides = (
+        tensor.block_stride,
+        tensor.head_stride,
+        tensor.tile_stride,
+        tensor.element_stride,
+        1,
+    )
     for storage in storages:
         whole = torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage()).numpy()
         offset = tensor.base - whole.ctypes.data
@@ -169,7 +206,9 @@ class _Waiting:
         return self._mark is not None and self._mark.reached()
 
 
-def gaps(units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks) -> Iterator[Gap]:
+def gaps(
+    units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks
+) -> Iterator[Gap]:
     """The slots of loaded blocks that hold no token of the request.
 
     Slots before its first token are not among them: the load must not change them.
@@ -188,10 +227,18 @@ def gaps(units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], requ
         if begin < start:
             yield Gap(index, _block_of(start, ids, group, side), begin - front, start - front)
         if stop > start and stop % side.block_tokens:
-            yield Gap(index, _block_of(stop - 1, ids, group, side), stop % side.block_tokens, side.block_tokens)
+            yield Gap(
+                index,
+                _block_of(stop - 1, ids, group, side),
+                stop % side.block_tokens,
+                side.block_tokens,
+            )
 
 
 def _block_of(slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide) -> int:
     """The kernel block of a local slot of a request."""
     scheduler_block, inside = divmod(slot, group.block_tokens)
-    return ids[scheduler_block] * (group.block_tokens // side.block_tokens) + inside // side.block_tokens
+    return (
+        ids[scheduler_block] * (group.block_tokens // side.block_tokens)
+        + inside // side.block_tokens
+    )

@@ -111,7 +111,11 @@ def _end(worker: WorkerDescription) -> int:
 
 def _moved(made: _Made, producer: EngineDescription, origins: tuple[int, ...]) -> TransferPlan:
     routes = tuple(
-        _moved_route(route, producer.workers[route.worker], origins[route.worker] - made.origins[route.worker])
+        _moved_route(
+            route,
+            producer.workers[route.worker],
+            origins[route.worker] - made.origins[route.worker],
+        )
         for route in made.plan.routes
     )
     return replace(made.plan, producer=producer.engine_id, routes=routes)
@@ -126,12 +130,16 @@ def _moved_route(route: Route, there: WorkerDescription, by: int) -> Route:
         slices=tuple(replace(one, remote=remote[one.remote.name]) for one in route.slices),
         bundles=tuple(_moved_bundle(one, 0, by) for one in route.bundles),
         # Both sides of a source's bundle are the producer's addresses; placements are relative to them.
-        sources=tuple(replace(one, bundle=_moved_bundle(one.bundle, by, by)) for one in route.sources),
+        sources=tuple(
+            replace(one, bundle=_moved_bundle(one.bundle, by, by)) for one in route.sources
+        ),
     )
 
 
 def _moved_bundle(one: Bundle, local_by: int, remote_by: int) -> Bundle:
-    return replace(one, bases=tuple((local + local_by, remote + remote_by) for local, remote in one.bases))
+    return replace(
+        one, bases=tuple((local + local_by, remote + remote_by) for local, remote in one.bases)
+    )
 
 
 _PLANS_AT_ONCE = 4
@@ -157,7 +165,10 @@ class FirstContact:
         self._plans = PlanCache(engine, 0, costs)
 
     def set_workers(
-        self, consumers: Sequence[WorkerDescription], index: int, producers: Sequence[WorkerDescription]
+        self,
+        consumers: Sequence[WorkerDescription],
+        index: int,
+        producers: Sequence[WorkerDescription],
     ) -> None:
         """Set the workers of this engine, and prepare the first contact: plan one with a producer of its own shape.
 
@@ -172,7 +183,9 @@ class FirstContact:
         try:
             if len(producers) <= _MOST_REHEARSED:
                 with contextlib.suppress(PlanRefused, InvalidMessage):
-                    self._plans.plan(msgspec.structs.replace(self._engine, workers=tuple(producers)))
+                    self._plans.plan(
+                        msgspec.structs.replace(self._engine, workers=tuple(producers))
+                    )
         except Exception:  # noqa: BLE001 - shown, with its traceback
             internal_errors.log("a first contact could not be prepared; the engine starts without")
 
@@ -187,7 +200,7 @@ class FirstContact:
         own, timeout_s = self._engine.engine_id, self._settings.handshake_timeout_s
         # The params are of a listener that was there: a closed port is the end of that boot. Clients choose ports, too.
         description = self._side_channel.fetch_description(
-            key.host, key.port, key.engine_id, own, timeout_s, asks=True, waits=False
+            key.host, key.port, key.engine_id, own, timeout_s, queries_prompts=True, waits=False
         )
         if description.engine_id != key.engine_id:
             where = host_port(key.host, key.port)

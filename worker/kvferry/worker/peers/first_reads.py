@@ -15,7 +15,7 @@ from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
+from kvferry.worker.fabric.reads import FabricReader, Reads, SlotReads
 from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 
@@ -51,7 +51,12 @@ class FirstReads:
     """
 
     def __init__(
-        self, reader: Reader, caches: KvCaches, staging: Staging | None, slot_reads: SlotReads, timeout_s: float
+        self,
+        reader: FabricReader,
+        caches: KvCaches,
+        staging: Staging | None,
+        slot_reads: SlotReads,
+        timeout_s: float,
     ) -> None:
         self.reader = reader
         self.timeout_s = timeout_s
@@ -82,7 +87,12 @@ class FirstReads:
         return 2 * self._slot_reads.free() >= len(self._slot_reads.words)
 
     def begin(
-        self, key: PeerKey, description: EngineDescription, plan: TransferPlan, asked_s: float, now_s: float
+        self,
+        key: PeerKey,
+        description: EngineDescription,
+        plan: TransferPlan,
+        asked_s: float,
+        now_s: float,
     ) -> None:
         """Make a planned peer known to the fabric and post its first read.
 
@@ -105,7 +115,9 @@ class FirstReads:
         try:
             for entry, route in zip(entries, peer.routes, strict=True):
                 where, slot = np.array([entry], dtype=np.int32), np.zeros(1, dtype=np.int32)
-                first.transfers.append(first.reads.post(self._slot_reads.descriptors, where, route.slots, slot))
+                first.transfers.append(
+                    first.reads.post(self._slot_reads.descriptors, where, route.slots, slot)
+                )
         except Exception:
             self._give_up(first)
             raise
@@ -118,7 +130,9 @@ class FirstReads:
         for first in list(self._under_way.values()):
             error: Exception | None = None
             try:
-                if {self.reader.fabric.poll(read) for read in first.transfers} - {TransferState.DONE}:
+                if {self.reader.fabric.poll(read) for read in first.transfers} - {
+                    TransferState.DONE
+                }:
                     if awake_s < first.begun_s + self.timeout_s:
                         continue
                     error = HandshakeFailed(f"the first read took longer than {self.timeout_s:g} s")

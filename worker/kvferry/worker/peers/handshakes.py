@@ -59,10 +59,20 @@ class HandshakeLimits:
 
 
 FOR_LOADS = HandshakeLimits(
-    at_once=64, unverified_at_once=48, per_host=16, per_unverified_host=4, asked=256, asked_of_unverified_host=32
+    at_once=64,
+    unverified_at_once=48,
+    per_host=16,
+    per_unverified_host=4,
+    asked=256,
+    asked_of_unverified_host=32,
 )
 AHEAD = HandshakeLimits(
-    at_once=8, unverified_at_once=2, per_host=4, per_unverified_host=1, asked=64, asked_of_unverified_host=8
+    at_once=8,
+    unverified_at_once=2,
+    per_host=4,
+    per_unverified_host=1,
+    asked=64,
+    asked_of_unverified_host=8,
 )
 """Two unverified hosts: four plans are made at a time, and such a host can describe an engine that takes seconds to
 plan."""
@@ -71,7 +81,7 @@ _HOSTS_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class _Asked:
+class _WantedHandshake:
     """A handshake that waits or is under way.
 
     Attributes:
@@ -137,7 +147,7 @@ class Handshakes:
         self._wake = wake
         self._arrived: queue.SimpleQueue[tuple[PeerKey, Found]] = queue.SimpleQueue()
         self._found: dict[PeerKey, Found] = {}
-        self._asked: dict[PeerKey, _Asked] = {}  # in the order in which they begin
+        self._asked: dict[PeerKey, _WantedHandshake] = {}  # in the order in which they begin
         self._answered: dict[str, None] = {}
 
     def __len__(self) -> int:
@@ -165,7 +175,7 @@ class Handshakes:
             return full
         else:
             self._asked.pop(key, None)
-            self._asked[key] = _Asked(FOR_LOADS, is_awaited=True)
+            self._asked[key] = _WantedHandshake(FOR_LOADS, is_awaited=True)
         self._begin()
         return None
 
@@ -183,7 +193,7 @@ class Handshakes:
     def ask_ahead(self, key: PeerKey) -> None:
         """Request the handshake with a peer that no load waits for yet, if there is a place."""
         if key not in self._asked and self._why_full(_host(key), AHEAD) is None:
-            self._asked[key] = _Asked(AHEAD, is_awaited=False)
+            self._asked[key] = _WantedHandshake(AHEAD, is_awaited=False)
             self._begin()
 
     def arrivals(self) -> Iterator[tuple[PeerKey, Found]]:
@@ -197,7 +207,9 @@ class Handshakes:
             found = self._found.pop(key)
             del self._asked[key]
             # A refusal is an answer too.
-            is_answer = not isinstance(found, Exception) or isinstance(found, (PeerRefused, PlanRefused, InputError))
+            is_answer = not isinstance(found, Exception) or isinstance(
+                found, (PeerRefused, PlanRefused, InputError)
+            )
             self._remember(_host(key), answered=is_answer)
             self._begin()
             yield key, found
@@ -225,7 +237,9 @@ class Handshakes:
         for key in (*self._next(FOR_LOADS), *self._next(AHEAD)):
             self._asked[key].is_under_way = True
             try:
-                threading.Thread(target=self._run, args=(key,), name="kvferry-handshake", daemon=True).start()
+                threading.Thread(
+                    target=self._run, args=(key,), name="kvferry-handshake", daemon=True
+                ).start()
             except RuntimeError as error:  # the system gives no more threads
                 self._arrived.put((key, HandshakeFailed(f"no thread for the handshake: {error}")))
                 self._wake()
@@ -237,7 +251,11 @@ class Handshakes:
         for key, asked in self._asked.items():
             if under_way.is_full():
                 break
-            if asked.limits is limits and not asked.is_under_way and under_way.has_place(_host(key)):
+            if (
+                asked.limits is limits
+                and not asked.is_under_way
+                and under_way.has_place(_host(key))
+            ):
                 under_way.add(_host(key))
                 begun.append(key)
         return begun
@@ -320,7 +338,10 @@ class Backoff:
     def answers(self, key: PeerKey) -> None:
         """End the pause of a peer that has just answered elsewhere, if its last failure was a missing answer."""
         failure = self._failures.get(key)
-        if failure is not None and failure.why.reason in (FailureReason.HANDSHAKE, FailureReason.TRANSFER):
+        if failure is not None and failure.why.reason in (
+            FailureReason.HANDSHAKE,
+            FailureReason.TRANSFER,
+        ):
             del self._failures[key]
 
     def succeeded(self, key: PeerKey) -> None:

@@ -25,7 +25,7 @@ from kvferry.worker.fabric.port import (
     PeerAgent,
     RemoteDescriptors,
 )
-from kvferry.worker.fabric.reads import Handle, Reader
+from kvferry.worker.fabric.reads import FabricReader, Handle
 from kvferry.worker.staging.buffer import PreparedSource, Staging
 
 
@@ -138,7 +138,7 @@ class Peer:
 
 
 def connect(
-    reader: Reader,
+    reader: FabricReader,
     caches: KvCaches,
     staging: Staging | None,
     key: PeerKey,
@@ -157,7 +157,8 @@ def connect(
     made: list[Handle] = []
     try:
         routes = tuple(
-            _connect_route(reader.fabric, caches, staging, route, description, made) for route in plan.routes
+            _connect_route(reader.fabric, caches, staging, route, description, made)
+            for route in plan.routes
         )
     except Exception:
         for one in reversed(made):
@@ -166,7 +167,7 @@ def connect(
     return Peer(key, description, plan, routes, tuple(made))
 
 
-def disconnect(reader: Reader, peer: Peer) -> None:
+def disconnect(reader: FabricReader, peer: Peer) -> None:
     """Give back everything that `connect` made; raises nothing. Reads in flight go on and must still be polled."""
     for one in reversed(peer.made):
         reader.give_back(one)
@@ -209,11 +210,15 @@ def _connect_route(
             made.append(remote)
             sources.append(PreparedSource.of(rows, chunks, remote, staging.address))
     stream_rows = worker.stream_rows
-    prepared_rows = _prepare_rows(fabric, agent, stream_rows, made) if stream_rows is not None else None
+    prepared_rows = (
+        _prepare_rows(fabric, agent, stream_rows, made) if stream_rows is not None else None
+    )
     return PeerRoute(route, agent, slots, tuple(tables), tuple(sources), prepared_rows)
 
 
-def _prepare_rows(fabric: Fabric, agent: PeerAgent, rows: StreamRows, made: list[Handle]) -> PreparedRows:
+def _prepare_rows(
+    fabric: Fabric, agent: PeerAgent, rows: StreamRows, made: list[Handle]
+) -> PreparedRows:
     prepared = []
     for address, length, count in (
         (rows.headers, ROW_HEADER_BYTES, rows.rows),

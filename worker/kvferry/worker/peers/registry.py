@@ -95,7 +95,11 @@ class PeerRegistry:
     def next_s(self) -> float | None:
         """The latest time for the next `step` if nothing else happens: an unused peer expires, or a static one is to be
         connected."""
-        due_s = [self._static_check_s] if any(key not in self._ready for key in self._static.values()) else []
+        due_s = (
+            [self._static_check_s]
+            if any(key not in self._ready for key in self._static.values())
+            else []
+        )
         if self._ttl_s > 0 and self._ready:
             due_s.append(next(iter(self._ready.values())).used_s + self._ttl_s)
         return min(due_s, default=None)
@@ -209,13 +213,17 @@ class PeerRegistry:
         self._ready[key] = known
         return known.peer
 
-    def _arrived(self, key: PeerKey, found: Found, now_s: float, in_use: Collection[PeerKey]) -> None:
+    def _arrived(
+        self, key: PeerKey, found: Found, now_s: float, in_use: Collection[PeerKey]
+    ) -> None:
         if isinstance(found, Exception):
             self._failed(key, found, now_s)
             return
         description, plan = found
         self._retire_former_lives(key, now_s)
-        self._disconnect_retired(in_use)  # now: an engine at a new address has the agent names of its retired peer
+        self._disconnect_retired(
+            in_use
+        )  # now: an engine at a new address has the agent names of its retired peer
         try:
             self.first_reads.begin(key, description, plan, self._asked_s.pop(key, now_s), now_s)
         except Exception as error:  # noqa: BLE001 - handled in _failed
@@ -246,13 +254,19 @@ class PeerRegistry:
             del self._static[key[:2]]
         self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
         if not isinstance(error, KvferryError):
-            logger.error("peer=%s: the handshake failed with an internal error", key, exc_info=error)
+            logger.error(
+                "peer=%s: the handshake failed with an internal error", key, exc_info=error
+            )
 
     def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
         self._asked_s.pop(key, None)
         backoff_s = self._backoff.failed(key, why, now_s)
         logger.warning(
-            "peer=%s cannot be read from (%s), again in %.1f s: %s", key, why.reason.value, backoff_s, why.text
+            "peer=%s cannot be read from (%s), again in %.1f s: %s",
+            key,
+            why.reason.value,
+            backoff_s,
+            why.text,
         )
 
     def _retire_former_lives(self, key: PeerKey, now_s: float) -> None:

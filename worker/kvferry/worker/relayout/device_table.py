@@ -37,7 +37,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.shape import MAX_AXES, Axis, Shape
+from kvferry.worker.relayout.shape import MAX_AXES, CopyAxis, Shape
 from kvferry.worker.relayout.wave_table import (
     DESTINATION,
     NO_SCALES,
@@ -88,7 +88,9 @@ class DevicePieces:
         steps = [_steps(far) for _, far in halves]
         of_piece = pieces.rows[:, SHAPE].tolist()
         origins = np.arange(len(of_piece)).repeat([len(steps[shape]) for shape in of_piece])
-        offsets = np.concatenate([np.empty((0, 4), dtype=np.int64), *(steps[shape] for shape in of_piece)])
+        offsets = np.concatenate(
+            [np.empty((0, 4), dtype=np.int64), *(steps[shape] for shape in of_piece)]
+        )
         widths = np.stack([pieces.rows[:, SHAPE], _widths(pieces)], axis=1)
         distinct, kinds = np.unique(widths[origins], axis=0, return_inverse=True)
         scaled = bool((pieces.scales != 1).any())
@@ -140,7 +142,9 @@ class DeviceTable:
         firsts, counts, units = _units(table, rows[:, SHAPE])
         chunks = compiled.chunks[own] * counts[rows[:, SHAPE]]
         if len(chunks) and chunks.max() >= MAX_CHUNKS:
-            raise InvalidTable(f"a piece has {chunks.max()} chunks; expected less than {MAX_CHUNKS}")
+            raise InvalidTable(
+                f"a piece has {chunks.max()} chunks; expected less than {MAX_CHUNKS}"
+            )
         pieces = np.empty((len(rows), PIECE_COLUMNS), dtype=np.int64)
         pieces[:, 0], pieces[:, 1] = rows[:, SOURCE], rows[:, DESTINATION]
         pieces[:, 2] = chunks | compiled.kinds[own] << 32
@@ -158,7 +162,9 @@ class DeviceTable:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The offset of each section in the buffer, and last the end of the buffer."""
-        sizes = (-(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for array in self.sections)
+        sizes = (
+            -(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for array in self.sections
+        )
         return tuple(accumulate(sizes, initial=0))
 
     @property
@@ -168,7 +174,9 @@ class DeviceTable:
     def write(self, buffer: NDArray[np.uint8]) -> None:
         """Write the sections to the start of a buffer of at least `num_bytes`."""
         for offset, array in zip(self.offsets, self.sections, strict=False):
-            buffer[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer[offset : offset + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
 
 
 def divisor(d: int) -> tuple[int, int]:
@@ -191,7 +199,9 @@ def _units(
     for number in np.unique(shapes).tolist():
         shape, own = table.pieces.shapes[number], table.ranges[number]
         counts[number] = own[1] - own[0]
-        firsts[number] = rows.setdefault((own, shape.source_unit_stride, shape.destination_unit_stride), stop)
+        firsts[number] = rows.setdefault(
+            (own, shape.source_unit_stride, shape.destination_unit_stride), stop
+        )
         if firsts[number] == stop and counts[number]:
             units = table.units[slice(*own)].astype(np.int64)
             source = units[:, :2] * shape.source_unit_stride
@@ -207,10 +217,14 @@ def _widths(pieces: Pieces) -> NDArray[np.int64]:
     The strides of source blocks count too, so that a wave's shifts do not reduce it.
     """
     limits = np.array([_limits(shape) for shape in pieces.shapes], dtype=np.int64).reshape(-1, 3)
-    sources, destinations, shapes = (pieces.rows[:, column] for column in (SOURCE, DESTINATION, SHAPE))
+    sources, destinations, shapes = (
+        pieces.rows[:, column] for column in (SOURCE, DESTINATION, SHAPE)
+    )
     source, destination, most = limits[shapes].T
     fits = (sources % source == 0) & (destinations % destination == 0)
-    converts = np.array([shape.conversion is not None for shape in pieces.shapes], dtype=bool)[shapes]
+    converts = np.array([shape.conversion is not None for shape in pieces.shapes], dtype=bool)[
+        shapes
+    ]
     copied = np.gcd(np.gcd(sources, destinations), most)
     return np.where(converts, np.where(fits, most, 1), copied)
 
@@ -218,48 +232,67 @@ def _widths(pieces: Pieces) -> NDArray[np.int64]:
 def _limits(shape: Shape) -> tuple[int, int, int]:
     """The required alignment of the source's and the destination's addresses, and the width that it allows."""
     source = [*shape.source_unit_stride, *(axis.source_stride for axis in shape.axes)]
-    destination = [*shape.destination_unit_stride, *(axis.destination_stride for axis in shape.axes)]
+    destination = [
+        *shape.destination_unit_stride,
+        *(axis.destination_stride for axis in shape.axes),
+    ]
     if shape.conversion is None:
         width = int(np.gcd.reduce([16, shape.run, *source, *destination]))
         return (1, 1, width)
     here, there = (size * CONVERTED_TOGETHER for size in shape.element_bytes)
-    fits = not any(stride % here for stride in source) and not any(stride % there for stride in destination)
+    fits = not any(stride % here for stride in source) and not any(
+        stride % there for stride in destination
+    )
     return (here, there, CONVERTED_TOGETHER if fits and shape.run % CONVERTED_TOGETHER == 0 else 1)
 
 
-def _halves(shape: Shape) -> tuple[Shape, tuple[Axis, ...]]:
+def _halves(shape: Shape) -> tuple[Shape, tuple[CopyAxis, ...]]:
     """The shape without the axes that reach too far, and those."""
-    far: tuple[Axis, ...] = ()
+    far: tuple[CopyAxis, ...] = ()
     while max(shape.extents) > MAX_UNIT_BYTES and shape.axes:
-        reaches = [(axis.steps - 1) * max(axis.source_stride, axis.destination_stride) for axis in shape.axes]
+        reaches = [
+            (axis.steps - 1) * max(axis.source_stride, axis.destination_stride)
+            for axis in shape.axes
+        ]
         number = reaches.index(max(reaches))
         far += (shape.axes[number],)
         shape = replace(shape, axes=shape.axes[:number] + shape.axes[number + 1 :])
     if max(shape.extents) > MAX_UNIT_BYTES:
-        raise InvalidTable(f"a run has {max(shape.extents)} bytes; expected at most {MAX_UNIT_BYTES}")
+        raise InvalidTable(
+            f"a run has {max(shape.extents)} bytes; expected at most {MAX_UNIT_BYTES}"
+        )
     return shape, far
 
 
-def _steps(far: Iterable[Axis]) -> NDArray[np.int64]:
+def _steps(far: Iterable[CopyAxis]) -> NDArray[np.int64]:
     """For each combination of steps the offsets, as in `DevicePieces`."""
     found = np.zeros((1, 4), dtype=np.int64)
     for axis in far:
-        step = np.array([axis.source_stride, axis.destination_stride, 0, int(axis.scaled)], dtype=np.int64)
+        step = np.array(
+            [axis.source_stride, axis.destination_stride, 0, int(axis.scaled)], dtype=np.int64
+        )
         found = (found[:, None] + np.arange(axis.steps)[:, None] * step).reshape(-1, 4)
     return found
 
 
 def _shape_row(shape: Shape, width: int, scaled: bool) -> list[int]:
     here, there = shape.element_bytes
-    codes = (shape.conversion.source.code, shape.conversion.destination.code) if shape.conversion else (0, 0)
-    run = Axis(shape.run // width, width * here, width * there)
+    codes = (
+        (shape.conversion.source.code, shape.conversion.destination.code)
+        if shape.conversion
+        else (0, 0)
+    )
+    run = CopyAxis(shape.run // width, width * here, width * there)
     fields = width | len(shape.axes) << 5 | codes[0] << 8 | codes[1] << 11 | int(scaled) << 14
-    axes = [axis if axis.steps > 1 else Axis(1, 0, 0) for axis in reversed(shape.axes)]
+    axes = [axis if axis.steps > 1 else CopyAxis(1, 0, 0) for axis in reversed(shape.axes)]
     loops: list[int] = []
-    for level, loop in enumerate([run, *axes, *[Axis(1, 0, 0)] * (MAX_AXES - len(axes))]):
+    for level, loop in enumerate([run, *axes, *[CopyAxis(1, 0, 0)] * (MAX_AXES - len(axes))]):
         multiplier, shift = divisor(loop.steps)
         fields |= int(loop.scaled) << (15 + level) | shift << (32 + 5 * level)
-        loops += [_int64(-loop.steps % (1 << 32), multiplier), _int64(loop.source_stride, loop.destination_stride)]
+        loops += [
+            _int64(-loop.steps % (1 << 32), multiplier),
+            _int64(loop.source_stride, loop.destination_stride),
+        ]
     return [fields, 0, *loops]
 
 

@@ -95,12 +95,16 @@ def _round_to(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """
     drop: tl.constexpr = 23 - MANTISSA
     smallest: tl.constexpr = (128 - BIAS) << 23  # the smallest normal number of the type
-    anchor: tl.constexpr = (151 - BIAS - MANTISSA) << 23  # its last bit is worth the type's smallest subnormal number
+    anchor: tl.constexpr = (
+        151 - BIAS - MANTISSA
+    ) << 23  # its last bit is worth the type's smallest subnormal number
     odd = (magnitude >> drop) & 1
     normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - ((127 - BIAS) << MANTISSA)
     zero = magnitude & 0
     anchors = (zero + anchor).to(tl.float32, bitcast=True)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + anchors).to(tl.uint32, bitcast=True) - anchor
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + anchors).to(
+        tl.uint32, bitcast=True
+    ) - anchor
     return tl.where(magnitude < smallest, subnormal, normal)
 
 
@@ -117,7 +121,9 @@ def _elements(address, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
 @triton.jit
 def _load(address, inside, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
     """The codes of `TOGETHER` elements from each address, in uint32."""
-    return tl.load(_elements(address, ELEMENT, TOGETHER), mask=inside[:, None], other=0).to(tl.uint32)
+    return tl.load(_elements(address, ELEMENT, TOGETHER), mask=inside[:, None], other=0).to(
+        tl.uint32
+    )
 
 
 @triton.jit
@@ -126,7 +132,17 @@ def _store(address, code, inside, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr)
 
 
 @triton.jit
-def _convert(source, destination, inside, scales, scale, scaled, source_type, destination_type, TOGETHER: tl.constexpr):
+def _convert(
+    source,
+    destination,
+    inside,
+    scales,
+    scale,
+    scaled,
+    source_type,
+    destination_type,
+    TOGETHER: tl.constexpr,
+):
     """`TOGETHER` elements a lane. The types are the same for a whole program, so no lane diverges."""
     if source_type == 1:
         bits = _load(source, inside, tl.uint16, TOGETHER) << 16
@@ -165,7 +181,9 @@ def _convert(source, destination, inside, scales, scale, scaled, source_type, de
 
 
 @triton.jit
-def _loop(shape, fields, level: tl.constexpr, rest, source, destination, scale, CONVERTS: tl.constexpr):
+def _loop(
+    shape, fields, level: tl.constexpr, rest, source, destination, scale, CONVERTS: tl.constexpr
+):
     """One loop of the shape: divides the chunks' numbers by its size and adds its steps to the offsets in the unit."""
     divisor, strides = _pair(shape + 2 + 2 * level)
     shift = (fields >> (32 + 5 * level)).to(tl.uint32) & 31
@@ -179,7 +197,9 @@ def _loop(shape, fields, level: tl.constexpr, rest, source, destination, scale, 
 
 
 @triton.jit
-def _relayout_kernel(programs, pieces, shapes, units, scales, CONVERTS: tl.constexpr, TILE: tl.constexpr):
+def _relayout_kernel(
+    programs, pieces, shapes, units, scales, CONVERTS: tl.constexpr, TILE: tl.constexpr
+):
     """One program moves `TILE` chunks of one piece. The sections are those of `device_table`.
 
     Example, with `TILE` 4, for the table in `wave_table`: width 8, so a run is 1 chunk, and the sizes are 1 (chunks of
@@ -201,10 +221,14 @@ def _relayout_kernel(programs, pieces, shapes, units, scales, CONVERTS: tl.const
     destination = tl.zeros([TILE], tl.uint32)
     scale = tl.zeros([TILE], tl.uint32) + (first >> 32).to(tl.uint32)
     for level in tl.static_range(3):  # the run, and the two innermost axes
-        rest, source, destination, scale = _loop(shape, fields, level, rest, source, destination, scale, CONVERTS)
+        rest, source, destination, scale = _loop(
+            shape, fields, level, rest, source, destination, scale, CONVERTS
+        )
     if ((fields >> 5) & 7) > 2:
         for level in tl.static_range(3, 5):
-            rest, source, destination, scale = _loop(shape, fields, level, rest, source, destination, scale, CONVERTS)
+            rest, source, destination, scale = _loop(
+                shape, fields, level, rest, source, destination, scale, CONVERTS
+            )
 
     unit = units + (first.to(tl.uint32) + rest).to(tl.int64)[:, None] * 2 + tl.arange(0, 2)[None, :]
     source_offset, destination_offset = tl.split(tl.load(unit, mask=inside[:, None], other=0))
@@ -218,9 +242,29 @@ def _relayout_kernel(programs, pieces, shapes, units, scales, CONVERTS: tl.const
         scaled = ((fields >> 14) & 1) != 0
         if source_type != 0:
             if width == 8:
-                _convert(source, destination, inside, scales, scale, scaled, source_type, destination_type, 8)
+                _convert(
+                    source,
+                    destination,
+                    inside,
+                    scales,
+                    scale,
+                    scaled,
+                    source_type,
+                    destination_type,
+                    8,
+                )
             else:
-                _convert(source, destination, inside, scales, scale, scaled, source_type, destination_type, 1)
+                _convert(
+                    source,
+                    destination,
+                    inside,
+                    scales,
+                    scale,
+                    scaled,
+                    source_type,
+                    destination_type,
+                    1,
+                )
         else:
             _copy(source, destination, inside, width)
     else:

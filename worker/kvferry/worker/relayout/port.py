@@ -14,7 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.worker.device import DeviceMark
-from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, InvalidTable, Pieces, Span, WaveTable
+from kvferry.worker.relayout.wave_table import (
+    DESTINATION,
+    SHAPE,
+    SOURCE,
+    InvalidTable,
+    Pieces,
+    Span,
+    WaveTable,
+)
 
 
 class Relayout(Protocol):
@@ -65,7 +73,9 @@ class Memory:
             for _, tensor in sorted(storages.items())
         ]
         self._starts = np.array([whole.data_ptr() for whole in self._bytes] or [0], dtype=np.int64)
-        self._stops = self._starts + np.array([whole.numel() for whole in self._bytes] or [0], dtype=np.int64)
+        self._stops = self._starts + np.array(
+            [whole.numel() for whole in self._bytes] or [0], dtype=np.int64
+        )
 
     def allocations_of(self, address: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each address the index of its allocation, or of a neighbour where it lies in none."""
@@ -96,7 +106,9 @@ class Bounds:
             for number, shape in enumerate(pieces.shapes):
                 own = pieces.rows[:, SHAPE] == number
                 last = stop[own] - shape.extents[side]
-                self._sides[-1].append((int(first[own].max(initial=-_FAR)), int(last.min(initial=_FAR))))
+                self._sides[-1].append(
+                    (int(first[own].max(initial=-_FAR)), int(last.min(initial=_FAR)))
+                )
 
     def check(self, table: WaveTable) -> None:
         """Refuse a wave that leaves the memory.
@@ -113,7 +125,9 @@ class Bounds:
             (low, high), destination = reach
             stride = table.pieces.shapes[number].source_unit_stride[0]
             reached = ((low + nearest * stride, high + farthest * stride), destination)
-            for name, (low, high), (least, most) in zip(("source", "destination"), reached, bounds, strict=True):
+            for name, (low, high), (least, most) in zip(
+                ("source", "destination"), reached, bounds, strict=True
+            ):
                 if low < least or high > most:
                     raise InvalidTable(
                         f"{name} of shape {number} at offsets {low} … {high} lies in none of the allocations; "

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvferry.worker.device import HOST, DeviceMark
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
-from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
+from kvferry.worker.relayout.shape import ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
 
 TORCH_TYPES = {
@@ -46,10 +46,14 @@ class ReferenceRelayout:
         destinations: tensors in host memory that they are written to, e.g. the caches.
     """
 
-    def __init__(self, sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]
+    ) -> None:
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
-        self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, self._sources, self._destinations))
+        self._bounds = OncePerPieces(
+            lambda pieces: Bounds(pieces, self._sources, self._destinations)
+        )
         self.launches = 0
 
     def mark(self) -> DeviceMark:
@@ -62,9 +66,16 @@ class ReferenceRelayout:
         rows, shapes, ranges = table.rows, table.pieces.shapes, table.ranges
         sources = self._sources.allocations_of(table.pieces.rows[table.which, SOURCE])
         destinations = self._destinations.allocations_of(rows[:, DESTINATION])
-        self.launches += any(ranges[shape][0] < ranges[shape][1] for shape in rows[:, SHAPE].tolist())
-        for piece, source, destination in zip(rows.tolist(), sources.tolist(), destinations.tolist(), strict=True):
-            shape, units = shapes[piece[SHAPE]], table.units[slice(*ranges[piece[SHAPE]])].astype(np.int64)
+        self.launches += any(
+            ranges[shape][0] < ranges[shape][1] for shape in rows[:, SHAPE].tolist()
+        )
+        for piece, source, destination in zip(
+            rows.tolist(), sources.tolist(), destinations.tolist(), strict=True
+        ):
+            shape, units = (
+                shapes[piece[SHAPE]],
+                table.units[slice(*ranges[piece[SHAPE]])].astype(np.int64),
+            )
             if not len(units):
                 continue
             here = piece[SOURCE] + units[:, :2] @ np.array(shape.source_unit_stride)
@@ -92,7 +103,10 @@ def _elements(
         `[units, *axes]` or `[units, *axes, run]`, and the index of all units. Units that are not equally far apart are
         at some of the first axis's places: the index names them.
     """
-    counts, strides = tuple(axis.steps for axis in shape.axes), tuple(axis[1 + side] for axis in shape.axes)
+    counts, strides = (
+        tuple(axis.steps for axis in shape.axes),
+        tuple(axis[1 + side] for axis in shape.axes),
+    )
     dtype = np.dtype(f"V{shape.run}")
     if shape.conversion is not None:
         dtype = np.dtype(f"u{shape.element_bytes[side]}")
@@ -114,7 +128,9 @@ def _elements(
     return whole, slice(None) if places is None else places
 
 
-def _convert(codes: NDArray[Any], shape: Shape, conversion: Conversion, scales: NDArray[np.float32]) -> NDArray[Any]:
+def _convert(
+    codes: NDArray[Any], shape: Shape, conversion: ElementConversion, scales: NDArray[np.float32]
+) -> NDArray[Any]:
     """The converted codes; those of one or two bytes with a lookup table."""
     bits = 8 * conversion.source.num_bytes
     rows = _scale_rows(shape)
@@ -129,11 +145,15 @@ def _convert(codes: NDArray[Any], shape: Shape, conversion: Conversion, scales: 
 
 
 @lru_cache(maxsize=1024)
-def _all_codes(conversion: Conversion, scales: bytes) -> NDArray[Any]:
+def _all_codes(conversion: ElementConversion, scales: bytes) -> NDArray[Any]:
     """The converted code of every source code, one scale row after the other: up to 64 Ki codes a row, made once."""
     rows = torch.frombuffer(bytearray(scales), dtype=torch.float32).view(-1, 2, 1)
     bits = 8 * conversion.source.num_bytes
-    codes = torch.arange(-(1 << (bits - 1)), 1 << (bits - 1)).roll(1 << (bits - 1)).to(_BY_BYTES[bits // 8])
+    codes = (
+        torch.arange(-(1 << (bits - 1)), 1 << (bits - 1))
+        .roll(1 << (bits - 1))
+        .to(_BY_BYTES[bits // 8])
+    )
     converted = convert(codes.repeat(len(rows), 1), conversion, rows[:, 0], rows[:, 1])
     return np.asarray(converted.view(-1).numpy().view(f"u{conversion.destination.num_bytes}"))
 
@@ -142,12 +162,17 @@ def _scale_rows(shape: Shape) -> NDArray[np.int64]:
     """The row of scales of every combination of axis indices, to be broadcast: `[1, *axes or 1, 1]`."""
     rows = np.zeros(1, dtype=np.int64)
     for axis in shape.axes:
-        rows = rows[..., None] + (np.arange(axis.steps) if axis.scaled else np.zeros(1, dtype=np.int64))
+        rows = rows[..., None] + (
+            np.arange(axis.steps) if axis.scaled else np.zeros(1, dtype=np.int64)
+        )
     return rows[..., None]
 
 
 def convert(
-    raw: torch.Tensor, conversion: Conversion, source_scale: torch.Tensor, destination_scale: torch.Tensor
+    raw: torch.Tensor,
+    conversion: ElementConversion,
+    source_scale: torch.Tensor,
+    destination_scale: torch.Tensor,
 ) -> torch.Tensor:
     """The bits of the converted elements, by torch's own casts; see `kvferry.worker.relayout.shape`.
 

@@ -55,7 +55,7 @@ class ElementType(enum.Enum):
         return ITEM_BYTES[self.value]
 
 
-class Conversion(NamedTuple):
+class ElementConversion(NamedTuple):
     """From one element type to another, or to the same one under another scale."""
 
     source: ElementType
@@ -65,7 +65,7 @@ class Conversion(NamedTuple):
 MAX_AXES = 4
 
 
-class Axis(NamedTuple):
+class CopyAxis(NamedTuple):
     """One loop: the number of steps and the bytes between them. If `scaled`, every step has its own scale (heads)."""
 
     steps: int
@@ -85,18 +85,22 @@ class Shape:
         conversion: None copies bytes.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[CopyAxis, ...]
     run: int
     source_unit_stride: tuple[int, int] = (0, 0)
     destination_unit_stride: tuple[int, int] = (0, 0)
-    conversion: Conversion | None = None
+    conversion: ElementConversion | None = None
 
     def __post_init__(self) -> None:
         strides = [stride for axis in self.axes for stride in axis[1:3]] + [
             *self.source_unit_stride,
             *self.destination_unit_stride,
         ]
-        if len(self.axes) > MAX_AXES or min([self.run, *(axis.steps for axis in self.axes)]) < 1 or min(strides) < 0:
+        if (
+            len(self.axes) > MAX_AXES
+            or min([self.run, *(axis.steps for axis in self.axes)]) < 1
+            or min(strides) < 0
+        ):
             raise LocalProtocolError(f"not a shape of at most {MAX_AXES} axes: {self}")
         if self.conversion is None and any(axis.scaled for axis in self.axes):
             raise LocalProtocolError(f"scales without a conversion: {self}")
@@ -104,12 +108,12 @@ class Shape:
     @classmethod
     def of(
         cls,
-        axes: Iterable[Axis],
+        axes: Iterable[CopyAxis],
         run: int,
         *,
         source_unit_stride: tuple[int, int] = (0, 0),
         destination_unit_stride: tuple[int, int] = (0, 0),
-        conversion: Conversion | None = None,
+        conversion: ElementConversion | None = None,
     ) -> Shape:
         """The equivalent shape with the fewest axes and the longest run.
 
@@ -119,12 +123,21 @@ class Shape:
         Example: 2 heads (128 and 32 bytes apart), 4 tokens (32 and 64 apart), 2 halves (16 apart on both sides),
         run 16. The halves continue the run: `axes=((4, 32, 64), (2, 128, 32)), run=32`.
         """
-        sizes = (1, 1) if conversion is None else (conversion.source.num_bytes, conversion.destination.num_bytes)
-        left = sorted((axis for axis in axes if axis.steps > 1), key=lambda axis: (-axis[2], -axis[1]))
-        merged: list[Axis] = []
+        sizes = (
+            (1, 1)
+            if conversion is None
+            else (conversion.source.num_bytes, conversion.destination.num_bytes)
+        )
+        left = sorted(
+            (axis for axis in axes if axis.steps > 1), key=lambda axis: (-axis[2], -axis[1])
+        )
+        merged: list[CopyAxis] = []
         for axis in reversed(left):  # innermost first
-            inner = merged[-1] if merged else Axis(run, *sizes)
-            continues = axis[1:3] == (inner.steps * inner.source_stride, inner.steps * inner.destination_stride)
+            inner = merged[-1] if merged else CopyAxis(run, *sizes)
+            continues = axis[1:3] == (
+                inner.steps * inner.source_stride,
+                inner.steps * inner.destination_stride,
+            )
             if not continues or axis.scaled or inner.scaled:
                 merged.append(axis)
             elif merged:
@@ -158,4 +171,7 @@ class Shape:
         """Bytes from the start of a unit's first byte to the end of its last, in the source and in the destination."""
         source = sum((axis.steps - 1) * axis.source_stride for axis in self.axes)
         destination = sum((axis.steps - 1) * axis.destination_stride for axis in self.axes)
-        return (source + self.run * self.element_bytes[0], destination + self.run * self.element_bytes[1])
+        return (
+            source + self.run * self.element_bytes[0],
+            destination + self.run * self.element_bytes[1],
+        )

@@ -10,10 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.worker.device import Device, DeviceMark
-from kvferry.worker.relayout.device_table import SECTION_ALIGNMENT, UNIT_COLUMNS, DevicePieces, DeviceTable
+from kvferry.worker.relayout.device_table import (
+    SECTION_ALIGNMENT,
+    UNIT_COLUMNS,
+    DevicePieces,
+    DeviceTable,
+)
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
-from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
+from kvferry.worker.relayout.shape import ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
 
 TABLE_BYTES = 2 << 20
@@ -25,7 +30,9 @@ def room_for(largest: WaveTable) -> int:
     """Bytes for the table of any wave of the same pieces with no more units for each of them than `largest`."""
     table = DeviceTable.of(largest, DevicePieces.of(largest.pieces), TILE)
     # Shapes that share the rows of their units in this table need not share them in another one.
-    apart = sum(stop - first for first, stop in largest.ranges) * table.units.itemsize * UNIT_COLUMNS
+    apart = (
+        sum(stop - first for first, stop in largest.ranges) * table.units.itemsize * UNIT_COLUMNS
+    )
     return max(_LEAST_TABLE_BYTES, table.num_bytes + apart - table.units.nbytes)
 
 
@@ -82,8 +89,13 @@ class TritonRelayout:
         self._device = device
         self._stream = device.new_stream()
         table_bytes = -(-table_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-        tables_there, tables_here = device.empty(tables, table_bytes), device.empty_pinned(tables, table_bytes)
-        self._slots = [_Slot.of(here, there) for here, there in zip(tables_here, tables_there, strict=True)]
+        tables_there, tables_here = (
+            device.empty(tables, table_bytes),
+            device.empty_pinned(tables, table_bytes),
+        )
+        self._slots = [
+            _Slot.of(here, there) for here, there in zip(tables_here, tables_there, strict=True)
+        ]
         self._tile = tile
         self.launches = 0
         self._warm_up()
@@ -95,7 +107,9 @@ class TritonRelayout:
             InvalidTable: also where the table is larger than `table_bytes`.
         """
         self._bounds(table.pieces).check(table)
-        slot = next((slot for slot in self._slots if slot.mark is None or slot.mark.reached()), None)
+        slot = next(
+            (slot for slot in self._slots if slot.mark is None or slot.mark.reached()), None
+        )
         if slot is None:
             return None
         return self._launch(table, slot)
@@ -110,12 +124,16 @@ class TritonRelayout:
         tile = tile_of(self._tile, converts)
         compiled = DeviceTable.of(table, self._compiled(table.pieces), tile)
         if compiled.num_bytes > len(slot.buffer):
-            raise InvalidTable(f"a wave's table has {compiled.num_bytes} bytes; expected at most {len(slot.buffer)}")
+            raise InvalidTable(
+                f"a wave's table has {compiled.num_bytes} bytes; expected at most {len(slot.buffer)}"
+            )
         with self._device.on(self._stream):
             try:
                 if len(compiled.programs):
                     compiled.write(slot.buffer)
-                    slot.there[: compiled.num_bytes].copy_(slot.host[: compiled.num_bytes], non_blocking=True)
+                    slot.there[: compiled.num_bytes].copy_(
+                        slot.host[: compiled.num_bytes], non_blocking=True
+                    )
                     programs, pieces, shapes, units, scales, _ = compiled.offsets
                     launch_relayout(
                         programs=slot.int64[programs // 8 :],
@@ -129,7 +147,9 @@ class TritonRelayout:
                     )
                     self.launches += 1
             finally:
-                slot.mark = self._device.mark()  # also where the launch raised: the device may still read the table
+                slot.mark = (
+                    self._device.mark()
+                )  # also where the launch raised: the device may still read the table
         return slot.mark
 
     def _warm_up(self) -> None:
@@ -137,7 +157,7 @@ class TritonRelayout:
         scratch = self._device.empty(64)
         self._device.synchronize()  # what was launched before may still use the memory that was allocated here
         address = scratch.data_ptr()
-        conversion = Conversion(ElementType.FLOAT32, ElementType.FLOAT8_E4M3)
+        conversion = ElementConversion(ElementType.FLOAT32, ElementType.FLOAT8_E4M3)
         for shape in (Shape(axes=(), run=16), Shape(axes=(), run=4, conversion=conversion)):
             table = WaveTable.of([shape], [(address, address + 32, 0, 0, 1, 0)], [(0, 0, 0, 0)])
             self._launch(table, self._slots[0])

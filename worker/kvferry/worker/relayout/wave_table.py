@@ -17,9 +17,10 @@ buffer. The pieces of a shape have the units `[first, stop)` of its range; a sha
 listed once for each. A wave may shift each piece by source blocks only, so its access width does not change.
 
 Example: a wave of 2 chunks of 64 bytes, each 2 heads of 4 tokens of 8 bytes (heads outermost), goes to a cache of
-blocks of 4 tokens with tokens outermost. `Shape.of([Axis(2, 32, 8), Axis(4, 8, 16)], 8, source_unit_stride=(64, 0),
-destination_unit_stride=(64, 0))`, one piece `(wave, cache, 0, 0)`, the range `(0, 2)`, units `(0, 0, 7, 0)` and
-`(1, 0, 3, 0)`: the wave's byte 40 (chunk 0, head 1, token 1, byte 0) goes to the cache's 7·64 + 1·8 + 1·16 = 472.
+blocks of 4 tokens with tokens outermost. `Shape.of([CopyAxis(2, 32, 8), CopyAxis(4, 8, 16)], 8,
+source_unit_stride=(64, 0), destination_unit_stride=(64, 0))`, one piece `(wave, cache, 0, 0)`, the range `(0, 2)`,
+units `(0, 0, 7, 0)` and `(1, 0, 3, 0)`: the wave's byte 40 (chunk 0, head 1, token 1, byte 0) goes to the cache's
+7·64 + 1·8 + 1·16 = 472.
 """
 
 from __future__ import annotations
@@ -64,7 +65,12 @@ class Pieces:
             return
         scale_rows = np.array([shape.scale_rows for shape in self.shapes], dtype=np.int64)
         _within("shape", self.rows[:, SHAPE], 0, len(self.shapes))
-        _within("scale row", self.rows[:, SCALE], 0, len(self.scales) + 1 - scale_rows[self.rows[:, SHAPE]])
+        _within(
+            "scale row",
+            self.rows[:, SCALE],
+            0,
+            len(self.scales) + 1 - scale_rows[self.rows[:, SHAPE]],
+        )
         if not (np.isfinite(self.scales).all() and (self.scales > 0).all()):
             raise InvalidTable(f"scales must be finite and above 0: {self.scales[:4].tolist()} …")
 
@@ -106,10 +112,14 @@ class WaveTable:
     def __post_init__(self) -> None:
         _check_array("units", self.units, 4, np.int32)
         if len(self.ranges) != len(self.pieces.shapes):
-            raise InvalidTable(f"{len(self.ranges)} ranges of units; expected one for each of the shapes")
+            raise InvalidTable(
+                f"{len(self.ranges)} ranges of units; expected one for each of the shapes"
+            )
         for number, (first, stop) in enumerate(self.ranges):
             if not 0 <= first <= stop <= len(self.units):
-                raise InvalidTable(f"units of shape {number} are [{first}, {stop}); expected some of {len(self.units)}")
+                raise InvalidTable(
+                    f"units of shape {number} are [{first}, {stop}); expected some of {len(self.units)}"
+                )
         if len(self.units) and self.units.min() < 0:
             raise InvalidTable("a unit's block or position is negative")
 
@@ -123,7 +133,10 @@ class WaveTable:
     ) -> WaveTable:
         """The table of rows (source, destination, shape, first unit, stop unit, scale), each with its own range."""
         kinds: dict[tuple[int, int, int], int] = {}
-        pieces = [(row[0], row[1], kinds.setdefault((row[2], row[3], row[4]), len(kinds)), row[5]) for row in rows]
+        pieces = [
+            (row[0], row[1], kinds.setdefault((row[2], row[3], row[4]), len(kinds)), row[5])
+            for row in rows
+        ]
         return cls(
             Pieces(
                 tuple(shapes[shape] for shape, _, _ in kinds),
@@ -150,7 +163,9 @@ class WaveTable:
             if len(own := self.units[slice(*units)])
         }
         shapes = zip(self.pieces.shapes, self.ranges, strict=True)
-        return [_reach(shape, *corners[units]) if units in corners else None for shape, units in shapes]
+        return [
+            _reach(shape, *corners[units]) if units in corners else None for shape, units in shapes
+        ]
 
 
 def _reach(shape: Shape, low: Sequence[int], high: Sequence[int]) -> tuple[Span, Span]:
@@ -161,13 +176,19 @@ def _reach(shape: Shape, low: Sequence[int], high: Sequence[int]) -> tuple[Span,
     )
 
 
-def _check_array(name: str, array: NDArray[np.generic], columns: int, dtype: type[np.generic]) -> None:
+def _check_array(
+    name: str, array: NDArray[np.generic], columns: int, dtype: type[np.generic]
+) -> None:
     if array.ndim != 2 or array.shape[1] != columns or array.dtype != dtype:
-        raise InvalidTable(f"{name} are {array.dtype} {array.shape}, not {dtype.__name__} [n, {columns}]")
+        raise InvalidTable(
+            f"{name} are {array.dtype} {array.shape}, not {dtype.__name__} [n, {columns}]"
+        )
 
 
 def _within(name: str, found: NDArray[np.int64], start: int, stop: int | NDArray[np.int64]) -> None:
     wrong = np.flatnonzero((found < start) | (found >= stop))
     if len(wrong):
         limit = stop if isinstance(stop, int) else int(stop[wrong[0]])
-        raise InvalidTable(f"{name} of piece {wrong[0]} is {found[wrong[0]]}; expected {start} … {limit - 1}")
+        raise InvalidTable(
+            f"{name} of piece {wrong[0]} is {found[wrong[0]]}; expected {start} … {limit - 1}"
+        )

@@ -13,10 +13,16 @@ from kvferry.plan.staged_layout import Placement
 from kvferry.plan.waves import SourceTable, SourceUnits, Window
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, HostMemory
-from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
+from kvferry.worker.fabric.port import (
+    DescriptorRows,
+    Fabric,
+    LocalDescriptors,
+    Region,
+    RemoteDescriptors,
+)
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
-from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
+from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.pool import StagingPool, Wave
 
@@ -67,7 +73,13 @@ class Staging:
 
     def prepare(self, fabric: Fabric, run_bytes: int) -> LocalDescriptors:
         """Descriptors of the buffer in chunks of `run_bytes`: descriptor `i` is the chunk at `i·run_bytes`."""
-        row = (self.address, run_bytes, self._where.device_index, run_bytes, self.pool.capacity // run_bytes)
+        row = (
+            self.address,
+            run_bytes,
+            self._where.device_index,
+            run_bytes,
+            self.pool.capacity // run_bytes,
+        )
         return fabric.prepare_local(DescriptorRows.of(self._where.kind, [row]))
 
 
@@ -121,20 +133,27 @@ class PreparedSource:
         placements = table.source.placements
         placed = [(piece, shape) for shape, one in enumerate(placements) for piece in one.pieces]
         placed.sort(key=lambda one: one[0].run)
-        rows = [(address + one.offset, one.local_base, shape, scale) for scale, (one, shape) in enumerate(placed)]
+        rows = [
+            (address + one.offset, one.local_base, shape, scale)
+            for scale, (one, shape) in enumerate(placed)
+        ]
         pieces = Pieces(
             tuple(_shape(one, table.run_bytes) for one in placements),
             np.array(rows, dtype=np.int64).reshape(-1, 4),
             np.array([one.scales for one, _ in placed], dtype=np.float32).reshape(-1, 2),
         )
-        return cls(table, chunks, remote, pieces, np.array([one.run for one, _ in placed], dtype=np.int64))
+        return cls(
+            table, chunks, remote, pieces, np.array([one.run for one, _ in placed], dtype=np.int64)
+        )
 
     def wave_table(self, units: SourceUnits, window: Window, first_chunk: int) -> WaveTable:
         """The table that puts a window in place; its first chunk is number `first_chunk` of the staging buffer."""
         first, stop = units.source_unit.searchsorted((window.first_unit, window.stop_unit))
         which = slice(*self.runs.searchsorted((window.first_run, window.stop_run)))
         # Units are numbered from the source's first unit, so each run is shifted to the chunk that unit 0 would have.
-        shifts = (self.runs[which] - window.first_run) * window.units + (first_chunk - window.first_unit)
+        shifts = (self.runs[which] - window.first_run) * window.units + (
+            first_chunk - window.first_unit
+        )
         ranges = ((0, int(stop - first)),) * len(self.pieces.shapes)
         return WaveTable(self.pieces, ranges, units.places[first:stop], shifts, which)
 
@@ -142,9 +161,11 @@ class PreparedSource:
 def _shape(placement: Placement, run_bytes: int) -> Shape:
     """A placement's shape; a source block is a chunk of the staging buffer."""
     return Shape.of(
-        [Axis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
+        [CopyAxis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
         placement.run,
         source_unit_stride=(run_bytes, placement.source_position_stride),
         destination_unit_stride=(placement.block_stride, placement.position_stride),
-        conversion=Conversion(*map(ElementType, placement.dtypes)) if placement.dtypes is not None else None,
+        conversion=ElementConversion(*map(ElementType, placement.dtypes))
+        if placement.dtypes is not None
+        else None,
     )

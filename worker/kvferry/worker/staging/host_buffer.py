@@ -21,7 +21,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import Blocks
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, DeviceMark, HostMemory
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import CopyAxis, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for
 
@@ -53,7 +53,10 @@ class HostMirror:
                 if whole.data_ptr() not in moved:
                     memory.append(HostMemory(whole.nbytes(), caches.device))
                     undo.callback(memory[-1].unpin)
-                    moved[whole.data_ptr()] = (whole.nbytes(), memory[-1].tensor.data_ptr() - whole.data_ptr())
+                    moved[whole.data_ptr()] = (
+                        whole.nbytes(),
+                        memory[-1].tensor.data_ptr() - whole.data_ptr(),
+                    )
             self.memory = tuple(memory)
             storages = [one.tensor for one in memory]
             self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
@@ -62,11 +65,18 @@ class HostMirror:
             undo.pop_all()
         kinds: dict[tuple[Shape, _Kernel], int] = {}
         rows = [
-            (tensor.base, copy.base, kinds.setdefault((_shape(tensor), _Kernel.of(tensor)), len(kinds)), 0)
+            (
+                tensor.base,
+                copy.base,
+                kinds.setdefault((_shape(tensor), _Kernel.of(tensor)), len(kinds)),
+                0,
+            )
             for tensor, copy in self._pairs
         ]
         self._kernels = [kernel for _, kernel in kinds]
-        self._pieces = Pieces(tuple(shape for shape, _ in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4))
+        self._pieces = Pieces(
+            tuple(shape for shape, _ in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4)
+        )
 
     def waves(self, blocks: Blocks) -> deque[Blocks]:
         """A request's scheduler blocks, per cache group, in portions to be copied one by one; at least one portion."""
@@ -99,7 +109,10 @@ class HostMirror:
         for group, (ids, size) in enumerate(zip(blocks, sizes, strict=True)):
             count = max(1, WAVE_BYTES // max(1, size))
             for first in range(0, len(ids), count):
-                yield tuple(ids[first : first + count] if other == group else () for other in range(len(blocks)))
+                yield tuple(
+                    ids[first : first + count] if other == group else ()
+                    for other in range(len(blocks))
+                )
 
     def _table(self, blocks: Blocks) -> WaveTable:
         ranges: dict[_Kernel, tuple[int, int]] = {}
@@ -110,11 +123,15 @@ class HostMirror:
             ranges[kernel] = (count, count + len(ids))
             count += len(ids)
             units.append(np.stack([ids, np.zeros_like(ids)] * 2, axis=1))
-        return WaveTable(self._pieces, tuple(ranges[kernel] for kernel in self._kernels), np.concatenate(units))
+        return WaveTable(
+            self._pieces, tuple(ranges[kernel] for kernel in self._kernels), np.concatenate(units)
+        )
 
     def _kernel_blocks(self, kernel: _Kernel, blocks: Blocks) -> np.ndarray:
         ratio = self._ratio(kernel)
-        ids = np.array([block for block in blocks[kernel.group] if block != NULL_BLOCK], dtype=np.int64)
+        ids = np.array(
+            [block for block in blocks[kernel.group] if block != NULL_BLOCK], dtype=np.int64
+        )
         return np.asarray((ids[:, None] * ratio + np.arange(ratio)).ravel().astype(np.int32))
 
     def _ratio(self, kernel: _Kernel) -> int:
@@ -146,9 +163,11 @@ def _shape(tensor: PagedTensor) -> Shape:
     """One block of a tensor, the same on both sides."""
     element = tensor.element_bytes or tensor.cell_bytes
     axes = [
-        Axis(len(tensor.heads), tensor.head_stride, tensor.head_stride),
-        Axis(tensor.tiles, tensor.tile_stride, tensor.tile_stride),
-        Axis(tensor.cell_bytes // element, tensor.element_stride, tensor.element_stride),
+        CopyAxis(len(tensor.heads), tensor.head_stride, tensor.head_stride),
+        CopyAxis(tensor.tiles, tensor.tile_stride, tensor.tile_stride),
+        CopyAxis(tensor.cell_bytes // element, tensor.element_stride, tensor.element_stride),
     ]
     unit_stride = (tensor.block_stride, 0)
-    return Shape.of(axes, element, source_unit_stride=unit_stride, destination_unit_stride=unit_stride)
+    return Shape.of(
+        axes, element, source_unit_stride=unit_stride, destination_unit_stride=unit_stride
+    )

@@ -80,7 +80,9 @@ class StagingPool:
         self.capacity = capacity
         self.alignment = alignment
         if self.largest_wave == 0:
-            raise PoolTooSmall("staging_pool_bytes", capacity, f"at least {WAVES_PER_POOL * alignment}")
+            raise PoolTooSmall(
+                "staging_pool_bytes", capacity, f"at least {WAVES_PER_POOL * alignment}"
+            )
         self.used_bytes = 0
         self.given_back = 0
         self._out: dict[int, Wave] = {}
@@ -114,7 +116,9 @@ class StagingPool:
         """The waves that are out, by start."""
         return tuple(self._out[start] for start in sorted(self._out))
 
-    def try_take(self, load: str, peer: str, wanted: int, *, at_least: int | None = None) -> Wave | None:
+    def try_take(
+        self, load: str, peer: str, wanted: int, *, at_least: int | None = None
+    ) -> Wave | None:
         """A wave for `load`, or None: it then waits, and asks again until it is served or withdraws.
 
         Args:
@@ -132,7 +136,9 @@ class StagingPool:
         wanted = min(self._aligned_up(wanted), self.largest_wave)
         wish = _Wish(peer, wanted, wanted if at_least is None else min(least, wanted))
         if wanted <= 0 or wish.at_least <= 0:
-            raise LocalProtocolError(f"load={load} peer={peer} asks for {wanted} bytes of the staging pool")
+            raise LocalProtocolError(
+                f"load={load} peer={peer} asks for {wanted} bytes of the staging pool"
+            )
         held = sum(wave.load == load for wave in self._live())
         if held >= WAVES_PER_LOAD:
             return None
@@ -183,8 +189,14 @@ class StagingPool:
         """
         waves = self.waves()
         edges = [0, *(edge for wave in waves for edge in (wave.start, wave.stop)), self.capacity]
-        wrong = [f"{wave} is not aligned" for wave in waves if (wave.start | wave.stop) % self.alignment]
-        wrong += [f"{wave} is larger than {self.largest_wave}" for wave in waves if wave.num_bytes > self.largest_wave]
+        wrong = [
+            f"{wave} is not aligned" for wave in waves if (wave.start | wave.stop) % self.alignment
+        ]
+        wrong += [
+            f"{wave} is larger than {self.largest_wave}"
+            for wave in waves
+            if wave.num_bytes > self.largest_wave
+        ]
         if self.used_bytes != sum(wave.num_bytes for wave in waves):
             wrong.append(f"{self.used_bytes} bytes are counted as used")
         if edges != sorted(edges):
@@ -193,12 +205,18 @@ class StagingPool:
             if self.held_by(peer) > self.peer_limit:
                 wrong.append(f"peer={peer} holds {self.held_by(peer)} of at most {self.peer_limit}")
         live = [wave.load for wave in self._live()]
-        wrong += [f"load={load} holds {live.count(load)} waves" for load in set(live) if live.count(load) > 2]
+        wrong += [
+            f"load={load} holds {live.count(load)} waves"
+            for load in set(live)
+            if live.count(load) > 2
+        ]
         wrong += [f"load={load} waits and holds a wave" for load in self._waiting if load in live]
         if not self._quarantined <= self._out.keys():
             wrong.append(f"quarantined but not out: {sorted(self._quarantined - self._out.keys())}")
         if wrong:
-            raise LocalProtocolError(f"staging pool of {self.capacity}: {'; '.join(wrong)}; out: {waves}")
+            raise LocalProtocolError(
+                f"staging pool of {self.capacity}: {'; '.join(wrong)}; out: {waves}"
+            )
 
     def _grant(self, load: str, wish: _Wish) -> Wave | None:
         size = self._feasible(wish)
@@ -223,7 +241,9 @@ class StagingPool:
         gap = max(stop - start for start, stop in _gaps(kept, self.capacity))
         free = self.capacity - sum(wave.num_bytes for wave in kept)
         own = sum(wave.num_bytes for wave in kept if wave.peer == wish.peer)
-        share = self._aligned_down((free - own) // 2)  # the largest size with free - size >= own + size
+        share = self._aligned_down(
+            (free - own) // 2
+        )  # the largest size with free - size >= own + size
         size = min(wish.wanted, self._aligned_down(gap), share)
         return size if size >= wish.at_least else None
 

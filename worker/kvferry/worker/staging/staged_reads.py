@@ -13,7 +13,7 @@ import numpy as np
 from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import Reader, Reads
+from kvferry.worker.fabric.reads import FabricReader, Reads
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_of
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave
@@ -104,7 +104,9 @@ class StagedReads:
         changes: waves begun, waves read and waves in place, counted together: it grows with any progress.
     """
 
-    def __init__(self, reader: Reader, staging: Staging, record: LoadRecord, peer: str) -> None:
+    def __init__(
+        self, reader: FabricReader, staging: Staging, record: LoadRecord, peer: str
+    ) -> None:
         self.changes = 0
         self._reader = reader
         self._staging = staging
@@ -112,7 +114,9 @@ class StagedReads:
         self._peer = peer
         self._flights: list[_Flight] = []
 
-    def steps(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> Generator[None, None, None]:
+    def steps(
+        self, sources: Iterable[tuple[PreparedSource, SourceUnits]]
+    ) -> Generator[None, None, None]:
         """Read and relay out every source; ends when every byte is in place.
 
         Raises:
@@ -198,7 +202,9 @@ class StagedReads:
             try:
                 flight.mark = self._staging.relayout.try_start(flight.table)
             except Exception:
-                flight.mark = self._staging.relayout.mark()  # what was launched before the error still writes
+                flight.mark = (
+                    self._staging.relayout.mark()
+                )  # what was launched before the error still writes
                 raise
 
     def _finish(self, flights: list[_Flight]) -> None:

@@ -1,4 +1,4 @@
-"""Places for connections: whatever addresses clients name, other hosts and known addresses do not wait for them."""
+"""Slots for connections: whatever addresses clients name, other hosts and known addresses do not wait for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.scheduler.side_channel import places as module
-from kvferry.scheduler.side_channel.places import PLACES_A_TURN, Address, Kind, Place, Places
+from kvferry.scheduler.side_channel.connection_slots import (
+    PLACES_A_TURN,
+    Address,
+    ConnectionSlot,
+    ConnectionSlots,
+    Kind,
+)
 
 NEVER_S = 30.0
 MOST = 64
@@ -26,10 +32,10 @@ class Scene:
     """Hosts `silent…` do not answer, `closed…` fail at once, all others are connected at once."""
 
     def __init__(self, most: int = MOST) -> None:
-        self.places = Places(most)
+        self.places = ConnectionSlots(most)
         self.begun: list[Address] = []
         self.given_up: list[Address] = []
-        self.connected: dict[Address, Place] = {}
+        self.connected: dict[Address, ConnectionSlot] = {}
         self.failed: dict[Address, HandshakeFailed] = {}
         self.tasks: dict[Address, asyncio.Task[None]] = {}
 
@@ -55,7 +61,12 @@ class Scene:
             self.connected.pop(address).close(1)
 
         try:
-            self.connected[address] = await self.places.connect(address, open_connection, give_up, kind)  # type: ignore[arg-type]
+            self.connected[address] = await self.places.connect(
+                address,
+                open_connection,  # type: ignore[arg-type]
+                give_up,
+                kind,
+            )
         except HandshakeFailed as failed:
             self.failed[address] = failed
 
@@ -74,7 +85,9 @@ def play(scene: Callable[[], Coroutine[None, None, None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), NEVER_S))
 
 
-def test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_connected_before() -> None:
+def test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_connected_before() -> (
+    None
+):
     async def run() -> None:
         scene = Scene()
         await scene.connect("silent-not", 5600)
@@ -99,7 +112,9 @@ def test_a_host_that_is_written_in_many_ways_is_one_host() -> None:
         scene = Scene()
         for port in range(300):
             letters = zip("example", f"{port % 128:07b}", strict=True)
-            scene.begin("silent." + "".join(one.upper() if up == "1" else one for one, up in letters), port)
+            scene.begin(
+                "silent." + "".join(one.upper() if up == "1" else one for one, up in letters), port
+            )
         await settle()
         assert len(scene.begun) == AT_ONCE[Kind.NAMED] // 2
         await scene.connect("other")
@@ -120,7 +135,9 @@ def test_hosts_take_turns_when_there_are_too_many() -> None:
         assert len({host for host, _ in scene.begun}) == AT_ONCE[Kind.NAMED]
         scene.begin("live")
         while ("live", 1) not in scene.connected:
-            assert len(scene.begun) <= 100 + AT_ONCE[Kind.NAMED], "it waits for the third turn of another"
+            assert len(scene.begun) <= 100 + AT_ONCE[Kind.NAMED], (
+                "it waits for the third turn of another"
+            )
             scene.tasks[scene.begun[-1]].cancel()
             await settle()
         await scene.cancel_all()
@@ -197,7 +214,9 @@ def test_a_host_has_half_of_the_places_at_most_and_goes_on_when_one_is_idle() ->
     play(run)
 
 
-def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MOST_WAITING", 64)
 
     async def run() -> None:
@@ -214,7 +233,7 @@ def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(monke
 
 def test_with_few_files_there_are_few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
-    assert Places(256).most == 64
+    assert ConnectionSlots(256).most == 64
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -264,7 +283,7 @@ def test_an_address_that_was_connected_for_something_else_does_not_wait_for_new_
         await asking.connect("silent-not", 1)
         await asking.connect("good", 5600)
         renewing = Scene()
-        renewing.places = Places(MOST, asking.places.proven)
+        renewing.places = ConnectionSlots(MOST, asking.places.proven)
         for port in range(300):
             renewing.begin("silent", port)
             renewing.begin(f"silent{port}", 1)

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.asks import (
+from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.handshake import MAX_REQUEST_BYTES, decode_request, encode
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.params import decode_params
+from kvferry.protocol.prompt_queries import (
     Answer,
     Answers,
-    Ask,
-    Progress,
-    Question,
+    PromptProgress,
+    PromptQuery,
+    Subscribe,
     announced_id,
     boot_of,
     decode_answers,
     engine_of,
     request_key,
 )
-from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.handshake import MAX_REQUEST_BYTES, decode_request, encode
-from kvferry.protocol.ids import BootId
-from kvferry.protocol.params import decode_params
 from tests.protocol.samples import make_params, make_ticket
 
 BOOT = BootId("0123456789abcdef" * 2)
@@ -32,7 +32,7 @@ BOOT = BootId("0123456789abcdef" * 2)
 
 def frame_of(params: bytes) -> bytes:
     """A frame with the ticket of one question, whose params are these bytes."""
-    answer = Answer(number=1, progress=Progress.TICKET, params=msgspec.Raw(params))
+    answer = Answer(number=1, progress=PromptProgress.TICKET, params=msgspec.Raw(params))
     return encode(Answers(answers=(answer,)))
 
 
@@ -71,12 +71,20 @@ def test_a_ticket_comes_as_it_was_given() -> None:
         (b"\xc0", "message"),
         (b"\x80", "remote_engine_id"),
         (b"\x91" * 100_000 + b"\xc0", "message"),
-        (msgspec.msgpack.encode(make_params().to_json() | {"remote_block_ids": [[0.0]]}), "remote_block_ids"),
+        (
+            msgspec.msgpack.encode(make_params().to_json() | {"remote_block_ids": [[0.0]]}),
+            "remote_block_ids",
+        ),
         (msgspec.msgpack.encode(make_params(ticket=make_ticket(version=2))), "kvferry.version"),
-        (msgspec.msgpack.encode(make_params(ticket=make_ticket(digests=("a" * 32,) * 3))), "kvferry.digests"),
+        (
+            msgspec.msgpack.encode(make_params(ticket=make_ticket(digests=("a" * 32,) * 3))),
+            "kvferry.digests",
+        ),
     ],
 )
-def test_wrong_params_of_an_answer_are_refused_by_the_name_of_their_field(params: bytes, field: str) -> None:
+def test_wrong_params_of_an_answer_are_refused_by_the_name_of_their_field(
+    params: bytes, field: str
+) -> None:
     with pytest.raises(InvalidParams) as refused:
         decode_params(msgspec.Raw(params))
     assert refused.value.field.startswith(field)
@@ -94,7 +102,9 @@ def test_wrong_params_of_an_answer_are_refused_by_the_name_of_their_field(params
         ("cmpl-x-0123ABCD", "cmpl-x-89ABCDEF", False),
     ],
 )
-def test_legs_are_matched_by_their_ids_without_vllms_random_end(prefill: str, decode: str, equal: bool) -> None:
+def test_legs_are_matched_by_their_ids_without_vllms_random_end(
+    prefill: str, decode: str, equal: bool
+) -> None:
     assert (request_key(prefill) == request_key(decode)) is equal
 
 
@@ -107,7 +117,9 @@ def test_legs_are_matched_by_their_ids_without_vllms_random_end(prefill: str, de
         ("chatcmpl-a-0123abcd", "chatcmpl-b-89abcdef", True),
     ],
 )
-def test_with_a_transfer_id_only_the_index_in_a_batch_or_of_n_counts(prefill: str, decode: str, equal: bool) -> None:
+def test_with_a_transfer_id_only_the_index_in_a_batch_or_of_n_counts(
+    prefill: str, decode: str, equal: bool
+) -> None:
     assert (request_key(prefill, "t") == request_key(decode, "t")) is equal
     assert request_key(prefill, "t") != request_key(prefill, "u")
 
@@ -115,22 +127,25 @@ def test_with_a_transfer_id_only_the_index_in_a_batch_or_of_n_counts(prefill: st
 @given(st.text(max_size=600), st.none() | st.text(max_size=600))
 def test_a_key_of_any_id_can_be_asked_for(request_id: str, transfer_id: str | None) -> None:
     key = request_key(request_id, transfer_id)
-    question = Question(number=1, key=key, num_tokens=5, digest="0" * 32)
-    frame = encode(Ask(asker="d", questions=(question,) * 256))
+    query = PromptQuery(number=1, key=key, num_tokens=5, digest="0" * 32)
+    frame = encode(Subscribe(client_id="d", queries=(query,) * 256))
     asked = decode_request(frame)
-    assert isinstance(asked, Ask)
-    assert asked.questions[0] == question
+    assert isinstance(asked, Subscribe)
+    assert asked.queries[0] == query
     assert len(frame) < MAX_REQUEST_BYTES
 
 
-@pytest.mark.parametrize("engine_id", ["prefill-0", "a.b.c", "kvferry1.x", "ü", f"kvferry1.{BOOT}.nested"])
+@pytest.mark.parametrize(
+    "engine_id", ["prefill-0", "a.b.c", "kvferry1.x", "ü", f"kvferry1.{BOOT}.nested"]
+)
 def test_an_announced_id_gives_back_engine_and_boot(engine_id: str) -> None:
     announced = announced_id(BOOT, engine_id)
     assert (engine_of(announced), boot_of(announced)) == (engine_id, BOOT)
 
 
 @pytest.mark.parametrize(
-    "engine_id", ["", "stock", "kvferry1", f"kvferry1.{BOOT}", f"kvferry1.{BOOT}.", "kvferry1.abc.x"]
+    "engine_id",
+    ["", "stock", "kvferry1", f"kvferry1.{BOOT}", f"kvferry1.{BOOT}.", "kvferry1.abc.x"],
 )
 def test_other_ids_announce_nothing(engine_id: str) -> None:
     assert (engine_of(engine_id), boot_of(engine_id)) == (engine_id, None)

@@ -26,9 +26,18 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.protocol.asks import NO_PARAMS, Answer, Answers, Ask, Progress, Question, Unask, encode_params
 from kvferry.protocol.digests import GrowingChain, Prompt
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.protocol.prompt_queries import (
+    NO_PARAMS,
+    Answer,
+    Answers,
+    PromptProgress,
+    PromptQuery,
+    Subscribe,
+    Unsubscribe,
+    encode_params,
+)
+from kvferry.scheduler.producer.lease import ProducerLease
 
 MAX_PROMPTS = 1 << 14
 """Most prompts remembered; the oldest is dropped first. Clients choose how many requests there are."""
@@ -64,24 +73,24 @@ class _State:
         cached_tokens: see `Answer`.
     """
 
-    progress: Progress
+    progress: PromptProgress
     params: object = None
-    lease: Lease | None = None
+    lease: ProducerLease | None = None
     reason: str = ""
     cached_tokens: int | None = None
 
 
-_QUEUED = _State(Progress.QUEUED)
+_QUEUED = _State(PromptProgress.QUEUED)
 
 
 @dataclass(slots=True, eq=False)
-class AskedPrompt:
+class ListedPrompt:
     """One prompt.
 
     Attributes:
         state: set by the engine's thread, as `is_over` is.
         claimant: whose question it answers. Set after `spans` and `digests`, by the listener's thread.
-        spans: of who has asked (`Question`).
+        spans: of who has asked (`PromptQuery`).
         digests: of the whole prompt; () until a question is compared with them.
         has_ended: whether the listener's thread knows that it is over.
         is_dropped: whether the listener's thread has forgotten it.
@@ -108,7 +117,9 @@ class AskedPrompt:
     def answer(self, number: int) -> Answer:
         state = self.state
         if state.lease is not None and state.lease.ended_by:
-            return Answer(number=number, progress=Progress.OVER, reason=state.reason or "no_lease")
+            return Answer(
+                number=number, progress=PromptProgress.OVER, reason=state.reason or "no_lease"
+            )
         return Answer(
             number=number,
             progress=state.progress,
@@ -133,9 +144,9 @@ class _Subscription:
     """
 
     peer: bytes
-    question: Question
+    query: PromptQuery
     repeated_s: float
-    answered: Progress | None = None
+    answered: PromptProgress | None = None
 
 
 @dataclass(slots=True)
@@ -150,15 +161,15 @@ class _Key:
         waiting: those of them that have claimed no prompt.
     """
 
-    unknown: dict[int, dict[str, AskedPrompt]] = field(default_factory=dict)
-    free: dict[Whole, dict[str, AskedPrompt]] = field(default_factory=dict)
+    unknown: dict[int, dict[str, ListedPrompt]] = field(default_factory=dict)
+    free: dict[Whole, dict[str, ListedPrompt]] = field(default_factory=dict)
     num_prompts: int = 0
     num_running: int = 0
     subscribed: set[Claimant] = field(default_factory=set)
     waiting: dict[Claimant, None] = field(default_factory=dict)
 
 
-class AskedPrompts:
+class PromptDirectory:
     """Prompts of one engine, and questions about them.
 
     Args:
@@ -169,19 +180,23 @@ class AskedPrompts:
         wake: called on the engine's thread when there may be `changes` to send.
     """
 
-    def __init__(self, siblings: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, siblings: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._clock = clock
         self._siblings = siblings
-        self._news: queue.SimpleQueue[AskedPrompt] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[ListedPrompt] = queue.SimpleQueue()
         # Of the engine's thread:
-        self._running: dict[str, AskedPrompt] = {}
+        self._running: dict[str, ListedPrompt] = {}
         # Of the listener's thread:
-        self._by_request: dict[str, AskedPrompt] = {}  # the first that arrived is first
+        self._by_request: dict[str, ListedPrompt] = {}  # the first that arrived is first
         self._by_key: dict[str, _Key] = {}
-        self._claimed: dict[Claimant, AskedPrompt] = {}
+        self._claimed: dict[Claimant, ListedPrompt] = {}
         self._ended_s: dict[str, float] = {}  # by request, the first that was over is first
-        self._subscriptions: dict[Claimant, _Subscription] = {}  # the one repeated longest ago is first
+        self._subscriptions: dict[
+            Claimant, _Subscription
+        ] = {}  # the one repeated longest ago is first
         self._changed: dict[Claimant, None] = {}
         self._released_s = 0.0
 
@@ -194,11 +209,16 @@ class AskedPrompts:
             prompt: kept, and not changed until it is over.
             num_tokens: of the whole prompt.
         """
-        asked = self._running[request_id] = AskedPrompt(request_id, key, prompt, num_tokens)
+        asked = self._running[request_id] = ListedPrompt(request_id, key, prompt, num_tokens)
         self._report(asked)
 
     def ticket(
-        self, request_id: str, params: object, lease: Lease | None = None, *, cached_tokens: int | None = None
+        self,
+        request_id: str,
+        params: object,
+        lease: ProducerLease | None = None,
+        *,
+        cached_tokens: int | None = None,
     ) -> None:
         """The prompt may be read with these params as soon as its slot is READY, until the lease ends.
 
@@ -208,14 +228,18 @@ class AskedPrompts:
         """
         asked = self._running.get(request_id)
         if asked is not None:
-            asked.state = _State(Progress.TICKET, params, lease, cached_tokens=cached_tokens)
+            asked.state = _State(PromptProgress.TICKET, params, lease, cached_tokens=cached_tokens)
             self._report(asked)
 
-    def waiting(self, request_id: str) -> AskedPrompt | None:
+    def waiting(self, request_id: str) -> ListedPrompt | None:
         """The prompt, if another engine has asked for it and has no answer yet. At worst a question that is being
         answered is seen in the next step."""
         asked = self._running.get(request_id)
-        is_waiting = asked is not None and asked.claimant is not None and asked.state.progress is Progress.QUEUED
+        is_waiting = (
+            asked is not None
+            and asked.claimant is not None
+            and asked.state.progress is PromptProgress.QUEUED
+        )
         return asked if is_waiting else None
 
     def over(self, request_id: str, reason: str = "") -> None:
@@ -223,7 +247,7 @@ class AskedPrompts:
         asked = self._running.get(request_id)
         if asked is not None:
             if reason:
-                asked.state = _State(Progress.OVER, reason=reason)
+                asked.state = _State(PromptProgress.OVER, reason=reason)
             asked.is_over = True
             self._report(asked)
 
@@ -239,21 +263,23 @@ class AskedPrompts:
         """Whether the engine's thread has reported something since the last `ask` or `changes`."""
         return not self._news.empty()
 
-    def ask(self, peer: bytes, ask: Ask) -> Answers:
+    def ask(self, peer: bytes, ask: Subscribe) -> Answers:
         """Answer questions, and remember them until they are settled."""
         self._released_s = time.perf_counter()
         now_s = self._clock()
-        for question in ask.questions:
-            self._subscribe((ask.asker, question.number), _Subscription(peer, question, now_s))
+        for query in ask.queries:
+            self._subscribe((ask.client_id, query.number), _Subscription(peer, query, now_s))
         # Only now: the engine's thread looks at the subscriptions after it has reported.
         self._take_news()
-        answers = [self._answer_again((ask.asker, question.number), question) for question in ask.questions]
+        answers = [
+            self._answer_again((ask.client_id, query.number), query) for query in ask.queries
+        ]
         return Answers(answers=tuple(answers), siblings=self._siblings)
 
-    def unask(self, unask: Unask) -> None:
+    def unask(self, unask: Unsubscribe) -> None:
         """These questions are settled."""
         for number in unask.numbers:
-            self._unsubscribe((unask.asker, number))
+            self._unsubscribe((unask.client_id, number))
 
     def changes(self) -> list[tuple[bytes, Answers]]:
         """New answers to remembered questions since the last call, by connection."""
@@ -266,14 +292,17 @@ class AskedPrompts:
             if subscription is None:
                 continue
             answered = subscription.answered
-            answer = self._answer_again(claimant, subscription.question)
+            answer = self._answer_again(claimant, subscription.query)
             if answer.progress is not answered:
                 found.setdefault(subscription.peer, []).append(answer)
-        return [(peer, Answers(answers=tuple(answers), siblings=self._siblings)) for peer, answers in found.items()]
+        return [
+            (peer, Answers(answers=tuple(answers), siblings=self._siblings))
+            for peer, answers in found.items()
+        ]
 
     # On the engine's thread.
 
-    def _report(self, asked: AskedPrompt) -> None:
+    def _report(self, asked: ListedPrompt) -> None:
         self._news.put(asked)
         key = self._by_key.get(asked.key)
         if key is not None and key.subscribed:
@@ -288,7 +317,7 @@ class AskedPrompts:
             if not asked.is_dropped:
                 self._look_at(asked)
 
-    def _look_at(self, asked: AskedPrompt) -> None:
+    def _look_at(self, asked: ListedPrompt) -> None:
         """Take in what the engine's thread has reported of a prompt."""
         if self._by_request.get(asked.request_id) is not asked:
             self._add(asked)
@@ -299,7 +328,7 @@ class AskedPrompts:
             self._by_key[asked.key].num_running -= 1
             self._ended_s[asked.request_id] = self._clock()
 
-    def _add(self, asked: AskedPrompt) -> None:
+    def _add(self, asked: ListedPrompt) -> None:
         self._drop(asked.request_id)
         self._by_request[asked.request_id] = asked
         key = self._by_key.setdefault(asked.key, _Key())
@@ -310,61 +339,61 @@ class AskedPrompts:
         while len(self._by_request) > MAX_PROMPTS:
             self._drop(next(iter(self._by_request)))
 
-    def _answer_again(self, claimant: Claimant, question: Question) -> Answer:
+    def _answer_again(self, claimant: Claimant, query: PromptQuery) -> Answer:
         """The answer to a subscriber. One that is over ends the subscription: who asks again is answered again."""
-        answer = self._answer(claimant, question)
+        answer = self._answer(claimant, query)
         subscription = self._subscriptions.get(claimant)
         if subscription is not None:
             subscription.answered = answer.progress
-            if answer.progress is Progress.OVER:
+            if answer.progress is PromptProgress.OVER:
                 self._unsubscribe(claimant)
         self._pause()
         return answer
 
-    def _answer(self, claimant: Claimant, question: Question) -> Answer:
+    def _answer(self, claimant: Claimant, query: PromptQuery) -> Answer:
         """Of the prompt with this key that the question has claimed, or of one that agrees and has no claimant."""
-        key = self._by_key.get(question.key)
+        key = self._by_key.get(query.key)
         claimed = self._claimed.get(claimant)
-        whole = (question.num_tokens, question.digest)
-        if claimed is None or claimed.key != question.key or claimed.whole != whole:
-            claimed = self._free(key, question) if key is not None else None
+        whole = (query.num_tokens, query.digest)
+        if claimed is None or claimed.key != query.key or claimed.whole != whole:
+            claimed = self._free(key, query) if key is not None else None
             if claimed is not None:
-                claimed.spans = question.spans
+                claimed.spans = query.spans
                 claimed.claimant = claimant
                 self._claimed[claimant] = claimed
         if key is not None and claimed is not None:
             key.waiting.pop(claimant, None)
-            return claimed.answer(question.number)
+            return claimed.answer(query.number)
         # Not OVER where the key has other prompts: then a client could tell from the time of its answer whether a
         # request with an id that it has guessed runs. Its engine waits as for an id that nobody has.
         has_others = key is not None and key.num_running > 0
         return Answer(
-            number=question.number,
-            progress=Progress.UNKNOWN,
+            number=query.number,
+            progress=PromptProgress.UNKNOWN,
             reason="other_prompt" if has_others else "",
         )
 
-    def _free(self, key: _Key, question: Question) -> AskedPrompt | None:
+    def _free(self, key: _Key, query: PromptQuery) -> ListedPrompt | None:
         """Take a prompt that agrees with a question and has no claimant. Each prompt is digested once."""
-        whole = (question.num_tokens, question.digest)
+        whole = (query.num_tokens, query.digest)
         free = key.free.get(whole)
         if free is not None:
             _, asked = free.popitem()
             if not free:
                 del key.free[whole]
             return asked
-        unknown = key.unknown.get(question.num_tokens, {})
+        unknown = key.unknown.get(query.num_tokens, {})
         while unknown:
             request_id, asked = unknown.popitem()
             if not unknown:
-                del key.unknown[question.num_tokens]
+                del key.unknown[query.num_tokens]
             asked.digests = self._digest(asked)
             if asked.whole == whole:
                 return asked
             key.free.setdefault(asked.whole, {})[request_id] = asked
         return None
 
-    def _digest(self, asked: AskedPrompt) -> tuple[str, ...]:
+    def _digest(self, asked: ListedPrompt) -> tuple[str, ...]:
         chain = GrowingChain(asked.prompt)
         for num_tokens in range(_TOKENS_AT_ONCE, asked.num_tokens, _TOKENS_AT_ONCE):
             chain.grow(num_tokens)
@@ -382,7 +411,9 @@ class AskedPrompts:
         ended = takewhile(lambda entry: now_s >= entry[1] + KEPT_S, self._ended_s.items())
         for request_id, _ in list(islice(ended, _FORGOTTEN_AT_ONCE)):
             self._drop(request_id)
-        stale = takewhile(lambda entry: now_s >= entry[1].repeated_s + SUBSCRIPTION_S, self._subscriptions.items())
+        stale = takewhile(
+            lambda entry: now_s >= entry[1].repeated_s + SUBSCRIPTION_S, self._subscriptions.items()
+        )
         for claimant, _ in list(islice(stale, _FORGOTTEN_AT_ONCE)):
             self._unsubscribe(claimant)
 
@@ -409,7 +440,7 @@ class AskedPrompts:
     def _subscribe(self, claimant: Claimant, subscription: _Subscription) -> None:
         self._unsubscribe(claimant)
         self._subscriptions[claimant] = subscription
-        key = self._by_key.setdefault(subscription.question.key, _Key())
+        key = self._by_key.setdefault(subscription.query.key, _Key())
         key.subscribed.add(claimant)
         key.waiting[claimant] = None
         if len(self._subscriptions) > MAX_SUBSCRIPTIONS:
@@ -419,17 +450,17 @@ class AskedPrompts:
         subscription = self._subscriptions.pop(claimant, None)
         if subscription is None:
             return
-        key = self._by_key[subscription.question.key]
+        key = self._by_key[subscription.query.key]
         key.subscribed.discard(claimant)
         key.waiting.pop(claimant, None)
-        self._forget_if_empty(subscription.question.key, key)
+        self._forget_if_empty(subscription.query.key, key)
 
     def _forget_if_empty(self, name: str, key: _Key) -> None:
         if not key.num_prompts and not key.subscribed:
             del self._by_key[name]
 
 
-def _remove(found: dict[Name, dict[str, AskedPrompt]], name: Name, request_id: str) -> None:
+def _remove(found: dict[Name, dict[str, ListedPrompt]], name: Name, request_id: str) -> None:
     same = found[name]
     del same[request_id]
     if not same:

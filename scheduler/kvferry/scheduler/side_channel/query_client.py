@@ -20,24 +20,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvferry.protocol.asks import (
-    MAX_ANSWERS_BYTES,
-    MAX_QUESTIONS,
-    Answer,
-    Ask,
-    Progress,
-    Question,
-    Unask,
-    decode_answers,
-)
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.handshake import encode
+from kvferry.protocol.prompt_queries import (
+    MAX_ANSWERS_BYTES,
+    MAX_QUERIES,
+    Answer,
+    PromptProgress,
+    PromptQuery,
+    Subscribe,
+    Unsubscribe,
+    decode_answers,
+)
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port, one_spelling
-from kvferry.scheduler.consumer.questions import SETTLING, AskCommand, Producer, StartAsking
-from kvferry.scheduler.side_channel.places import Kind, Place, Places, ProvenAddresses
+from kvferry.scheduler.consumer.pending_queries import SETTLING, Producer, QueryCommand, StartQuery
+from kvferry.scheduler.side_channel.connection_slots import (
+    ConnectionSlot,
+    ConnectionSlots,
+    Kind,
+    ProvenAddresses,
+)
 from kvferry.scheduler.state import Counters, has_share
 
 logger = logging.getLogger(__name__)
@@ -58,7 +63,7 @@ OnAnswer = Callable[[Producer, Answer], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _QueriedProducer:
     """A producer with open questions, or with a connection that is kept for the next.
 
     Attributes:
@@ -68,13 +73,13 @@ class _Asked:
     """
 
     producer: Producer
-    questions: dict[int, Question] = field(default_factory=dict)
+    queries: dict[int, PromptQuery] = field(default_factory=dict)
     needed_for: set[int] = field(default_factory=set)
     is_offered: bool = False
-    unsent: list[Question] = field(default_factory=list)
+    unsent: list[PromptQuery] = field(default_factory=list)
     unasked: list[int] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    place: Place | None = None
+    place: ConnectionSlot | None = None
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -91,7 +96,7 @@ class _Open:
         siblings_s: when siblings were asked last.
     """
 
-    question: Question
+    query: PromptQuery
     named: Producer
     asked_of: set[Producer] = field(default_factory=set)
     known_by: dict[Producer, None] = field(default_factory=dict)
@@ -100,63 +105,65 @@ class _Open:
     siblings_s: float | None = None
 
 
-class Asker:
+class QueryClient:
     """Asks until the client is closed.
 
     Args:
-        asker: the announced id of this engine.
+        client_id: the announced id of this engine.
         counters: counts `side_channel_errors`.
         on_answer: called on the client's thread with every answer that settles a question, and with those that change
             whether a producer knows its prompt; one that cannot be reached does not know any of its prompts. A producer
             that repeats its answers costs the engine nothing.
-        proven: see `Places`.
+        proven: see `ConnectionSlots`.
     """
 
     def __init__(
         self,
         client: SideChannelClient,
-        asker: str,
+        client_id: str,
         counters: Counters,
         on_answer: OnAnswer,
         proven: ProvenAddresses | None = None,
     ) -> None:
         self._client = client
-        self._asker = asker
+        self._asker = client_id
         self._counters = counters
         self._on_answer = on_answer
-        self._places = Places(MAX_PRODUCERS, proven)
+        self._places = ConnectionSlots(MAX_PRODUCERS, proven)
         self._open: dict[int, _Open] = {}
-        self._by_producer: dict[Producer, _Asked] = {}
+        self._by_producer: dict[Producer, _QueriedProducer] = {}
         self._offered: Counter[str] = Counter()  # by host
         self._log = RateLimitedLog(logger, 1.0)
 
-    def submit(self, commands: Iterable[AskCommand]) -> None:
+    def submit(self, commands: Iterable[QueryCommand]) -> None:
         """Hand over commands; returns at once."""
         taken = tuple(commands)
         if taken:
             self._client.call_soon(lambda: self._carry_out(taken))
 
-    def _carry_out(self, commands: tuple[AskCommand, ...]) -> None:
+    def _carry_out(self, commands: tuple[QueryCommand, ...]) -> None:
         for command in commands:
-            if isinstance(command, StartAsking):
-                number = command.question.number
-                opened = self._open.setdefault(number, _Open(command.question, command.producer))
+            if isinstance(command, StartQuery):
+                number = command.query.number
+                opened = self._open.setdefault(number, _Open(command.query, command.producer))
                 self._need(self._start(opened, command.producer), number)
             else:
                 self._stop(command.number)
 
-    def _start(self, opened: _Open, producer: Producer, *, is_offered: bool = False) -> _Asked:
+    def _start(
+        self, opened: _Open, producer: Producer, *, is_offered: bool = False
+    ) -> _QueriedProducer:
         asked = self._by_producer.get(producer)
         if asked is None:
-            asked = self._by_producer[producer] = _Asked(producer, is_offered=is_offered)
+            asked = self._by_producer[producer] = _QueriedProducer(producer, is_offered=is_offered)
             if is_offered:
                 self._offered[one_spelling(producer[0])] += 1
             asked.task = asyncio.ensure_future(self._ask(asked))
-        number = opened.question.number
-        if number not in asked.questions:
+        number = opened.query.number
+        if number not in asked.queries:
             opened.asked_of.add(producer)
-            asked.questions[number] = opened.question
-            asked.unsent.append(opened.question)
+            asked.queries[number] = opened.query
+            asked.unsent.append(opened.query)
             asked.news.set()
         return asked
 
@@ -167,10 +174,12 @@ class Asker:
         opened.siblings_s = now_s
         for port in islice(ports, MOST_SIBLINGS):
             is_asked = (host, port) in self._by_producer
-            if is_asked or has_share(self._offered[one_spelling(host)], self._offered.total(), MOST_OFFERED):
+            if is_asked or has_share(
+                self._offered[one_spelling(host)], self._offered.total(), MOST_OFFERED
+            ):
                 self._start(opened, (host, port), is_offered=True)
 
-    def _need(self, asked: _Asked, number: int) -> None:
+    def _need(self, asked: _QueriedProducer, number: int) -> None:
         """The producer is needed for this question."""
         asked.needed_for.add(number)
         if asked.is_offered:
@@ -184,9 +193,11 @@ class Asker:
         opened = self._open.pop(number, None)
         for producer in opened.asked_of if opened is not None else ():
             asked = self._by_producer[producer]
-            del asked.questions[number]
+            del asked.queries[number]
             asked.needed_for.discard(number)
-            if asked.place is None and not asked.questions:  # a question that is over takes up nobody's turn
+            if (
+                asked.place is None and not asked.queries
+            ):  # a question that is over takes up nobody's turn
                 self._forget(asked)
                 asked.task.cancel()
             else:
@@ -194,52 +205,54 @@ class Asker:
                 asked.news.set()
                 self._update_place(asked)
 
-    def _update_place(self, asked: _Asked) -> None:
+    def _update_place(self, asked: _QueriedProducer) -> None:
         if asked.place is not None and asked.needed_for:
             asked.place.use()
         elif asked.place is not None:
             asked.place.idle()
 
-    def _end_offer(self, asked: _Asked) -> None:
+    def _end_offer(self, asked: _QueriedProducer) -> None:
         asked.is_offered = False
         host = one_spelling(asked.producer[0])
         self._offered[host] -= 1
         if not self._offered[host]:
             del self._offered[host]
 
-    def _give_up(self, asked: _Asked) -> None:
+    def _give_up(self, asked: _QueriedProducer) -> None:
         """Its place is needed. It has no open questions, or is a sibling that knows nothing."""
         self._forget(asked)
         asked.task.cancel()
 
-    def _forget(self, asked: _Asked) -> None:
+    def _forget(self, asked: _QueriedProducer) -> None:
         if self._by_producer.get(asked.producer) is not asked:
             return
         del self._by_producer[asked.producer]
         if asked.is_offered:
             self._end_offer(asked)
-        for number in asked.questions:
+        for number in asked.queries:
             self._open[number].asked_of.discard(asked.producer)
             self._open[number].known_by.pop(asked.producer, None)
 
-    async def _ask(self, asked: _Asked) -> None:
+    async def _ask(self, asked: _QueriedProducer) -> None:
         """Ask a producer until no question was open for `IDLE_S`."""
         failures = 0
         host, port = asked.producer
         try:
-            while asked.questions:
-                place: Place | None = None
+            while asked.queries:
+                place: ConnectionSlot | None = None
                 try:
                     place = await self._places.connect(
                         asked.producer,
-                        lambda: within(CONNECT_S, self._client.connect(host, port, MAX_ANSWERS_BYTES)),
+                        lambda: within(
+                            CONNECT_S, self._client.connect(host, port, MAX_ANSWERS_BYTES)
+                        ),
                         lambda: self._give_up(asked),
                         Kind.OFFERED if asked.is_offered else Kind.NAMED,
                     )
                     if asked.task is not asyncio.current_task():
                         return
                     asked.place = place
-                    asked.unsent = list(asked.questions.values())
+                    asked.unsent = list(asked.queries.values())
                     await self._converse(asked, place.connection)
                     failures = 0
                 except KvferryError as failed:
@@ -256,14 +269,14 @@ class Asker:
                         asked.place = None
                 failures += 1
                 self._failed(asked.producer, why)
-                for number in list(asked.questions):
-                    self._answered(asked, Answer(number=number, progress=Progress.UNKNOWN))
+                for number in list(asked.queries):
+                    self._answered(asked, Answer(number=number, progress=PromptProgress.UNKNOWN))
                 await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
         finally:
             if asked.task is asyncio.current_task():  # otherwise another has taken over
                 self._forget(asked)
 
-    async def _converse(self, asked: _Asked, connection: Connection) -> None:
+    async def _converse(self, asked: _QueriedProducer, connection: Connection) -> None:
         """Send questions and pass on answers, until no question was open for `IDLE_S` or an idle connection ends.
 
         Raises:
@@ -277,7 +290,7 @@ class Asker:
             while True:
                 self._update_place(asked)
                 await self._send(asked, connection)
-                is_idle = not asked.questions
+                is_idle = not asked.queries
                 news = asyncio.ensure_future(asked.news.wait())
                 try:
                     timeout_s = IDLE_S if is_idle else max(0.0, repeat_s - clock())
@@ -297,34 +310,44 @@ class Asker:
                     if not has_answered:
                         raise HandshakeFailed(f"has not answered for {REPEAT_S:g} s")
                     repeat_s, has_answered = clock() + REPEAT_S, False
-                    asked.unsent = list(asked.questions.values())
+                    asked.unsent = list(asked.queries.values())
         finally:
             received.cancel()
             with contextlib.suppress(asyncio.CancelledError, KvferryError):
                 await received
 
-    async def _send(self, asked: _Asked, connection: Connection) -> None:
+    async def _send(self, asked: _QueriedProducer, connection: Connection) -> None:
         asked.news.clear()
-        unsent, asked.unsent = [x for x in asked.unsent if x.number in asked.questions], []
+        unsent, asked.unsent = [x for x in asked.unsent if x.number in asked.queries], []
         unasked, asked.unasked = asked.unasked, []
-        for at in range(0, len(unsent), MAX_QUESTIONS):
-            await connection.send(encode(Ask(asker=self._asker, questions=tuple(unsent[at : at + MAX_QUESTIONS]))))
-        for at in range(0, len(unasked), MAX_QUESTIONS):
-            await connection.send(encode(Unask(asker=self._asker, numbers=tuple(unasked[at : at + MAX_QUESTIONS]))))
+        for at in range(0, len(unsent), MAX_QUERIES):
+            await connection.send(
+                encode(
+                    Subscribe(client_id=self._asker, queries=tuple(unsent[at : at + MAX_QUERIES]))
+                )
+            )
+        for at in range(0, len(unasked), MAX_QUERIES):
+            await connection.send(
+                encode(
+                    Unsubscribe(
+                        client_id=self._asker, numbers=tuple(unasked[at : at + MAX_QUERIES])
+                    )
+                )
+            )
 
-    def _take(self, asked: _Asked, frame: bytes) -> None:
+    def _take(self, asked: _QueriedProducer, frame: bytes) -> None:
         answers = decode_answers(frame)
         host, own_port = asked.producer
         siblings = [port for port in answers.siblings if port != own_port]
         for answer in answers.answers:
-            if answer.number not in asked.questions:
+            if answer.number not in asked.queries:
                 continue  # settled, or none of this producer's
             self._answered(asked, answer)
             opened = self._open[answer.number]
-            if answer.progress is Progress.UNKNOWN and opened.named == asked.producer:
+            if answer.progress is PromptProgress.UNKNOWN and opened.named == asked.producer:
                 self._start_siblings(opened, host, siblings)
 
-    def _answered(self, asked: _Asked, answer: Answer) -> None:
+    def _answered(self, asked: _QueriedProducer, answer: Answer) -> None:
         """Pass on an answer that changes something. With siblings a prompt is known as long as one of them knows it."""
         opened = self._open[answer.number]
         producer = asked.producer
@@ -332,7 +355,7 @@ class Asker:
         opened.has_answer = True
         if answer.progress in SETTLING:
             self._on_answer(producer, answer)
-        elif answer.progress is Progress.QUEUED:
+        elif answer.progress is PromptProgress.QUEUED:
             opened.known_by[producer] = None
             if opened.reported is None:
                 self._report(opened, producer)
@@ -355,9 +378,9 @@ class Asker:
     def _report(self, opened: _Open, producer: Producer) -> None:
         """Pass on that this producer has the prompt in its queue. It is needed from now on."""
         opened.reported = producer
-        number = opened.question.number
+        number = opened.query.number
         self._need(self._by_producer[producer], number)
-        self._on_answer(producer, Answer(number=number, progress=Progress.QUEUED))
+        self._on_answer(producer, Answer(number=number, progress=PromptProgress.QUEUED))
 
     def _failed(self, producer: Producer, why: str) -> None:
         self._counters.add("side_channel_errors")

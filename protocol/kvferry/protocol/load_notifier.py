@@ -28,7 +28,7 @@ def _socket() -> socket.socket:
     return found
 
 
-class BellRope:
+class LoadNotifier:
     """A worker's end. Thread-safe.
 
     Args:
@@ -50,7 +50,7 @@ class BellRope:
                 once.sendto(self._index, self._address)
 
 
-class Bell:
+class LoadListener:
     """The scheduler's end; `take_rings` is to be called when the file descriptor is readable.
 
     Args:
@@ -88,7 +88,10 @@ class Bell:
 
     def begin_step(self) -> None:
         """A step begins; what has rung is in its report."""
-        has_rung, self._has_rung = self._has_rung, False  # before all else: another thread may ring meanwhile
+        has_rung, self._has_rung = (
+            self._has_rung,
+            False,
+        )  # before all else: another thread may ring meanwhile
         self._unheard_steps = self._depth - 1 if has_rung else max(0, self._unheard_steps - 1)
 
     def take_rings(self) -> None:

@@ -1,6 +1,6 @@
-"""Questions of this engine about prompts that are prefilled at this moment, until each has a ticket or is given up.
+"""Queries of this engine about prompts that are prefilled at this moment, until each has a ticket or is given up.
 
-No I/O, no clock. Commands for the side channel are returned in order: `StartAsking`, `StopAsking`.
+No I/O, no clock. Commands for the side channel are returned in order: `StartQuery`, `StopQuery`.
 
 A request that ends before its question is settled leaves the question open for a while: the producer may still prefill
 the prompt, and its blocks would be held, unread, until their lease runs out.
@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvferry.protocol.asks import Progress, Question
+from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
 from kvferry.protocol.side_channel.hosts import one_spelling
 
 UNKNOWN_S = 10.0
@@ -33,7 +33,7 @@ MAX_OPEN = 1 << 14
 MAX_ENDED = 1 << 10
 """Most of them whose requests have ended; of more the first that ended is given up."""
 
-SETTLING = (Progress.TICKET, Progress.OVER)
+SETTLING = (PromptProgress.TICKET, PromptProgress.OVER)
 """Answers that settle a question."""
 
 Producer = tuple[str, int]
@@ -41,25 +41,25 @@ Producer = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class StartAsking:
-    """Ask this producer, again and again until `StopAsking`."""
+class StartQuery:
+    """Ask this producer, again and again until `StopQuery`."""
 
     producer: Producer
-    question: Question
+    query: PromptQuery
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsking:
+class StopQuery:
     """The question is settled."""
 
     number: int
 
 
-AskCommand = StartAsking | StopAsking
+QueryCommand = StartQuery | StopQuery
 
 
 @dataclass(slots=True)
-class OpenQuestion:
+class PendingQuery:
     """One question.
 
     Attributes:
@@ -72,7 +72,7 @@ class OpenQuestion:
 
     request_id: str
     host: str
-    question: Question
+    query: PromptQuery
     waits: bool = True
     unknown_why: str = ""
     known_by: set[Producer] = field(default_factory=set)
@@ -147,25 +147,27 @@ class _ByHost:
             self._hosts.setdefault(after, OrderedDict())[host] = None
 
 
-class Questions:
+class PendingQueries:
     """All open questions of one engine. `now_s` is from any monotonic clock.
 
     Args:
-        spans: of this engine's blocks, if it reads prompts while they are computed (`Question`).
+        spans: of this engine's blocks, if it reads prompts while they are computed (`PromptQuery`).
     """
 
     def __init__(self, spans: tuple[int, ...] = ()) -> None:
         self._spans = spans
         self._next = 0
-        self._by_number: dict[int, OpenQuestion] = {}
-        self._by_request: dict[str, OpenQuestion] = {}
+        self._by_number: dict[int, PendingQuery] = {}
+        self._by_request: dict[str, PendingQuery] = {}
         self._by_host = _ByHost()
         self._unknown = _Timers()
         self._ended = _Timers()
         self._ended_unknown = _Timers()
-        self._leaving: deque[OpenQuestion] = deque()  # whose requests have ended since the last `give_up`
-        self._crowded_out: deque[OpenQuestion] = deque()
-        self._commands: list[AskCommand] = []
+        self._leaving: deque[PendingQuery] = (
+            deque()
+        )  # whose requests have ended since the last `give_up`
+        self._crowded_out: deque[PendingQuery] = deque()
+        self._commands: list[QueryCommand] = []
 
     def __len__(self) -> int:
         """The number of requests that wait for an answer."""
@@ -175,24 +177,39 @@ class Questions:
         """Whether this request waits for an answer."""
         return request_id in self._by_request
 
-    def ask(self, request_id: str, producer: Producer, key: str, num_tokens: int, digest: str, now_s: float) -> bool:
+    def ask(
+        self,
+        request_id: str,
+        producer: Producer,
+        key: str,
+        num_tokens: int,
+        digest: str,
+        now_s: float,
+    ) -> bool:
         """A request has arrived whose prompt this producer prefills. False if too many questions are open."""
         host = one_spelling(producer[0])
         if len(self._by_number) >= MAX_OPEN and not self._make_room(host):
             return False
-        question = Question(number=self._next, key=key, num_tokens=num_tokens, digest=digest, spans=self._spans)
+        query = PromptQuery(
+            number=self._next, key=key, num_tokens=num_tokens, digest=digest, spans=self._spans
+        )
         self._next += 1
-        opened = OpenQuestion(request_id, host, question)
+        opened = PendingQuery(request_id, host, query)
         self.finished(request_id)  # an earlier request of this id
-        self._by_number[question.number] = self._by_request[request_id] = opened
-        self._by_host.add(host, question.number)
-        self._unknown.start(question.number, now_s)
-        self._commands.append(StartAsking(producer, question))
+        self._by_number[query.number] = self._by_request[request_id] = opened
+        self._by_host.add(host, query.number)
+        self._unknown.start(query.number, now_s)
+        self._commands.append(StartQuery(producer, query))
         return True
 
     def answered(
-        self, producer: Producer, number: int, progress: Progress, now_s: float, reason: str = ""
-    ) -> OpenQuestion | None:
+        self,
+        producer: Producer,
+        number: int,
+        progress: PromptProgress,
+        now_s: float,
+        reason: str = "",
+    ) -> PendingQuery | None:
         """A producer has answered, or is not reachable (`UNKNOWN`).
 
         Args:
@@ -209,7 +226,7 @@ class Questions:
             self._settle(opened)
             return opened
         opened.unknown_why = reason or opened.unknown_why
-        if progress is Progress.QUEUED:
+        if progress is PromptProgress.QUEUED:
             opened.known_by = {producer}
             self._unknown.stop(number)
             self._ended_unknown.stop(number)
@@ -220,12 +237,12 @@ class Questions:
                 self._ended_unknown.start(number, now_s)
         return None
 
-    def give_up(self, now_s: float) -> Iterator[OpenQuestion]:
+    def give_up(self, now_s: float) -> Iterator[PendingQuery]:
         """Settle the questions about prompts that no producer has known for `UNKNOWN_S`, those of requests that have
         ended a while ago, and those that others have crowded out. Who takes the first few only gets the others from the
         next call."""
         for opened in self._leaving:
-            number = opened.question.number
+            number = opened.query.number
             if number in self._by_number:
                 self._ended.start(number, now_s)
                 if not opened.known_by:
@@ -255,13 +272,17 @@ class Questions:
         if len(self._leaving) + len(self._ended) > MAX_ENDED:
             self._give_up_ended()
 
-    def take_commands(self) -> tuple[AskCommand, ...]:
+    def take_commands(self) -> tuple[QueryCommand, ...]:
         """Commands for the side channel since the last call, in order."""
         commands, self._commands = self._commands, []
         return tuple(commands)
 
     def _timers(self) -> tuple[tuple[_Timers, float], ...]:
-        return (self._unknown, UNKNOWN_S), (self._ended, ENDED_S), (self._ended_unknown, ENDED_UNKNOWN_S)
+        return (
+            (self._unknown, UNKNOWN_S),
+            (self._ended, ENDED_S),
+            (self._ended_unknown, ENDED_UNKNOWN_S),
+        )
 
     def _make_room(self, host: str) -> bool:
         """Give up one question for one of this host. False if no other has less right to its place."""
@@ -283,18 +304,18 @@ class Questions:
             return True
         while self._leaving:
             opened = self._leaving.popleft()
-            if opened.question.number in self._by_number:
+            if opened.query.number in self._by_number:
                 self._settle(opened)
                 return True
         return False
 
-    def _give_up_first(self, timers: _Timers) -> OpenQuestion:
+    def _give_up_first(self, timers: _Timers) -> PendingQuery:
         opened = self._by_number[timers.first()]
         self._settle(opened)
         return opened
 
-    def _settle(self, opened: OpenQuestion) -> None:
-        number = opened.question.number
+    def _settle(self, opened: PendingQuery) -> None:
+        number = opened.query.number
         del self._by_number[number]
         self._by_host.remove(opened.host, number)
         for timers, _ in self._timers():
@@ -302,4 +323,4 @@ class Questions:
         opened.known_by.clear()
         if opened.waits:  # otherwise a later request may have its id
             self._by_request.pop(opened.request_id, None)
-        self._commands.append(StopAsking(number))
+        self._commands.append(StopQuery(number))

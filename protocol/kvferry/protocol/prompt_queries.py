@@ -1,13 +1,13 @@
-"""Questions about prompts that another engine is prefilling, asked before its answer has reached the router.
+"""Queries about prompts that another engine is prefilling, asked before its answer has reached the router.
 
 A router that sends both legs of a request at once names the producer in the params of the decode leg, and nothing
 more. So the consumer asks the producer's side channel for the ticket of that prompt: for what the params of a
 sequential request would contain.
 
     consumer                                     producer
-    Ask{questions}                        →
+    Subscribe{questions}                        →
                                           ←      Answers{unknown | queued | ticket | over}, and again at each change
-    Unask{numbers}                        →      (no answer)
+    Unsubscribe{numbers}                        →      (no answer)
 
 A question is repeated until it is settled, by number, and each answer replaces the one before it. So neither a lost
 message nor a broken connection matters: later answers are hints that only save waiting for the next repetition.
@@ -32,7 +32,7 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import BootId, Count, Hex128, Port, Positive, Text
 from kvferry.protocol.stream_rows import MAX_ROW_GROUPS
 
-MAX_QUESTIONS = 256
+MAX_QUERIES = 256
 MAX_KEY = 256
 MAX_ANSWERS_BYTES = 8 << 20
 """Of one frame: the ticket of the longest prompts has 5 bytes for each block, and 34 for each 256 tokens."""
@@ -46,7 +46,7 @@ _INDEX = re.compile(r"\A(?:(?P<of_n>\d{1,6})_)?(?:cmpl-.*-(?P<of_batch>\d{1,6})|
 Number = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class PromptQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Where is this prompt prefilled?
 
     Attributes:
@@ -65,31 +65,31 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     spans: Annotated[tuple[Positive, ...], Meta(max_length=MAX_ROW_GROUPS)] = ()
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
     """Answer these questions, and again whenever an answer changes.
 
     Attributes:
-        asker: engine id of the sender; a prompt is promised to one request of one engine.
-        questions: new ones, and all that are not settled.
+        client_id: engine id of the sender; a prompt is promised to one request of one engine.
+        queries: new ones, and all that are not settled.
     """
 
-    asker: Text
-    questions: Annotated[tuple[Question, ...], Meta(min_length=1, max_length=MAX_QUESTIONS)]
+    client_id: Text
+    queries: Annotated[tuple[PromptQuery, ...], Meta(min_length=1, max_length=MAX_QUERIES)]
 
 
-class Unask(msgspec.Struct, frozen=True, kw_only=True, tag="unask"):
+class Unsubscribe(msgspec.Struct, frozen=True, kw_only=True, tag="unsubscribe"):
     """These questions need no more answers.
 
     Attributes:
-        asker: engine id of the sender.
+        client_id: engine id of the sender.
         numbers: of the questions.
     """
 
-    asker: Text
-    numbers: Annotated[tuple[Number, ...], Meta(min_length=1, max_length=MAX_QUESTIONS)]
+    client_id: Text
+    numbers: Annotated[tuple[Number, ...], Meta(min_length=1, max_length=MAX_QUERIES)]
 
 
-class Progress(str, enum.Enum):
+class PromptProgress(str, enum.Enum):
     """How far a prompt is on the producer."""
 
     UNKNOWN = "unknown"
@@ -123,7 +123,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: Number
-    progress: Progress
+    progress: PromptProgress
     # Not decoded with its frame: one of empty containers took 3 to 8 s and 1.2 GB, on the loop that renews leases.
     params: msgspec.Raw = NO_PARAMS
     reason: Annotated[str, Meta(max_length=64, pattern=r"\A[a-z_]*\Z")] = ""
@@ -138,7 +138,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):
         siblings: ports of the side channels of the engine's other data-parallel ranks, on the same host.
     """
 
-    answers: Annotated[tuple[Answer, ...], Meta(max_length=MAX_QUESTIONS)]
+    answers: Annotated[tuple[Answer, ...], Meta(max_length=MAX_QUERIES)]
     siblings: Annotated[tuple[Port, ...], Meta(max_length=MAX_SIBLINGS)] = ()
 
 
@@ -181,7 +181,9 @@ def request_key(request_id: str, transfer_id: str | None = None) -> str:
     key = _RANDOM_END.sub("", request_id)
     if transfer_id is not None:
         index = _INDEX.match(key)
-        of_n, of_batch = (index["of_n"] or "", index["of_batch"] or "") if index is not None else ("", "")
+        of_n, of_batch = (
+            (index["of_n"] or "", index["of_batch"] or "") if index is not None else ("", "")
+        )
         key = f"{transfer_id}/{of_n}/{of_batch}"
     if 0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable():
         return key

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.protocol.load_bell import Bell, BellRope
+from kvferry.protocol.load_notifier import LoadListener, LoadNotifier
 
 BOOT = uuid.uuid4().hex
 
@@ -19,24 +19,26 @@ def wakes() -> list[None]:
 
 
 @pytest.fixture
-def bell(wakes: list[None]) -> Iterator[Bell]:
-    made = Bell(BOOT, 2, lambda: wakes.append(None))
+def bell(wakes: list[None]) -> Iterator[LoadListener]:
+    made = LoadListener(BOOT, 2, lambda: wakes.append(None))
     yield made
     made.close()
 
 
 def ring(index: int, boot: str = BOOT, times: int = 1) -> None:
-    rope = BellRope(index)
+    rope = LoadNotifier(index)
     rope.tie(boot)
     for _ in range(times):
         rope.ring()
 
 
-def is_readable(bell: Bell) -> bool:
+def is_readable(bell: LoadListener) -> bool:
     return bool(select.select([bell.fileno()], [], [], 0)[0])
 
 
-def test_a_ring_wakes_and_the_bell_is_proven_when_each_worker_has_rung(bell: Bell, wakes: list[None]) -> None:
+def test_a_ring_wakes_and_the_bell_is_proven_when_each_worker_has_rung(
+    bell: LoadListener, wakes: list[None]
+) -> None:
     for index, proven in ((0, False), (0, False), (1, True)):
         silent = [bell.is_silent]
         ring(index)
@@ -49,7 +51,7 @@ def test_a_ring_wakes_and_the_bell_is_proven_when_each_worker_has_rung(bell: Bel
 
 
 def test_a_bell_is_silent_again_when_the_steps_that_overlap_have_begun() -> None:
-    bell = Bell(BOOT, 1, lambda: None, depth=3)
+    bell = LoadListener(BOOT, 1, lambda: None, depth=3)
     ring(0)
     bell.take_rings()
     silent = []
@@ -60,21 +62,23 @@ def test_a_bell_is_silent_again_when_the_steps_that_overlap_have_begun() -> None
     bell.close()
 
 
-def test_rings_that_are_not_taken_block_no_worker_and_are_taken_at_once(bell: Bell, wakes: list[None]) -> None:
+def test_rings_that_are_not_taken_block_no_worker_and_are_taken_at_once(
+    bell: LoadListener, wakes: list[None]
+) -> None:
     ring(0, times=10_000)
     bell.take_rings()
     assert not is_readable(bell)
     assert len(wakes) == 1
 
 
-def test_without_a_bell_a_worker_rings_in_vain(bell: Bell) -> None:
+def test_without_a_bell_a_worker_rings_in_vain(bell: LoadListener) -> None:
     ring(0, boot=uuid.uuid4().hex)
-    BellRope(0).ring()
+    LoadNotifier(0).ring()
     assert not is_readable(bell)
 
 
-def test_a_second_bell_of_the_same_boot_is_never_proven(bell: Bell) -> None:
-    second = Bell(BOOT, 1, lambda: None)
+def test_a_second_bell_of_the_same_boot_is_never_proven(bell: LoadListener) -> None:
+    second = LoadListener(BOOT, 1, lambda: None)
     ring(0)
     second.take_rings()
     assert not second.is_proven

@@ -31,10 +31,10 @@ from kvferry.connector.vllm_internals import EngineBlocks, cached_tokens_of, dis
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_early
-from kvferry.scheduler.producer.asked_prompts import AskedPrompts
-from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.streams import Stream
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
+from kvferry.scheduler.producer.streams import PublishedStream
 from kvferry.scheduler.state import Counters
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ _OPENS_WITHIN_S = 10.0
 """The workers get the orders of a step when the one before it has run, if steps overlap; a ticket is given earlier."""
 
 _READ_OR_HELD = ("", "done")
-"""`Lease.ended_by` of a lease that has not ended, or that a consumer has read already."""
+"""`ProducerLease.ended_by` of a lease that has not ended, or that a consumer has read already."""
 
 
-Offer = tuple[RemotePrefill, Lease]
+IssuedTicket = tuple[RemotePrefill, ProducerLease]
 
 
 @dataclass(slots=True)
@@ -72,11 +72,11 @@ class _Prefill:
         return self.chain.digests(num_tokens) if self.chain is not None else ()
 
 
-class Offers:
+class TicketBuilder:
     """The offers of one engine.
 
     Args:
-        asked: the prompts that other engines may ask for.
+        directory: the prompts that other engines may ask for.
         counters: counts `streams_refused`.
         max_steps: the most steps in flight.
         streams: whether prompts can be read while they are computed.
@@ -91,14 +91,14 @@ class Offers:
         leases: ProducerLedger,
         blocks: EngineBlocks,
         builder: ParamsBuilder,
-        asked: AskedPrompts,
+        directory: PromptDirectory,
         counters: Counters,
         *,
         max_steps: int,
         streams: bool,
     ) -> None:
         self.builder = builder
-        self._asked = asked
+        self._directory = directory
         self._leases = leases
         self._blocks = blocks
         self._local = local
@@ -108,14 +108,14 @@ class Offers:
         self._streams = streams
         self._unsettled = UnsettledRequests(max_steps)
         self._prefilling: dict[str, _Prefill] = {}
-        self._built: dict[str, Offer] = {}
+        self._built: dict[str, IssuedTicket] = {}
 
     def opened(self, request: Request) -> None:
         """The request is scheduled, for the first time or again, and its lease has a slot."""
         self._unsettled.admitted(request.request_id)
         lease = self._leases.running(request.request_id)
         if lease is None:
-            self._asked.over(request.request_id, "no_lease")
+            self._directory.over(request.request_id, "no_lease")
             return
         # Also if it may generate more than one token: its prompt is all that a decoder can compare with its own.
         if lease.use is LeaseUse.PROMPT:
@@ -128,7 +128,9 @@ class Offers:
         """The weights have changed or are about to: a prompt that begins anew gets other digests."""
         self._prefilling.clear()
 
-    def scheduled(self, num_tokens: Mapping[str, int], preempted: Collection[str], *, loads: bool) -> None:
+    def scheduled(
+        self, num_tokens: Mapping[str, int], preempted: Collection[str], *, loads: bool
+    ) -> None:
         """Hold the blocks of the prompts that this step completes, and publish those of streamed ones.
 
         Args:
@@ -140,13 +142,17 @@ class Offers:
         for request_id in filter(self._unsettled.__contains__, num_tokens):
             self._unsettled.computes(request_id, self._blocks.table(request_id)[0])
         for request_id in self._built.keys() & preempted:
-            self._leases.start_deadline(self._built[request_id][1])  # the request may be computed again late, or never
+            self._leases.start_deadline(
+                self._built[request_id][1]
+            )  # the request may be computed again late, or never
         for request_id, prefill in list(self._prefilling.items()):
             lease = self._leases.running(request_id)
             if lease is None:
                 del self._prefilling[request_id]
             elif lease.state is LeaseState.COMPUTING:
-                self._advance(prefill, lease, num_tokens.get(request_id, 0), request_id in preempted)
+                self._advance(
+                    prefill, lease, num_tokens.get(request_id, 0), request_id in preempted
+                )
 
     def taken_back(self, invalid: set[int], requests: Mapping[str, Request]) -> None:
         """vLLM has heard that these blocks were not filled, and has put back the counts of the requests that have them.
@@ -160,7 +166,9 @@ class Offers:
         """
         not_filled = invalid.union(*self._unsettled.relying_on(invalid))
         for request in requests.values():
-            table = self._blocks.table(request.request_id)[0]  # vLLM refuses such a report where there are more groups
+            table = self._blocks.table(request.request_id)[
+                0
+            ]  # vLLM refuses such a report where there are more groups
             first = first_of(invalid, table)
             if first is None:
                 continue
@@ -172,7 +180,7 @@ class Offers:
                 self._leases.end(lease, "abandoned")
         self._blocks.forget_hits(not_filled)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Offer | None:
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> IssuedTicket | None:
         """The request has ended: the params of its blocks, which are held, and the lease; None if they are not."""
         prefill = self._prefilling.pop(request.request_id, None)
         if request.request_id in self._built:
@@ -181,9 +189,9 @@ class Offers:
             offer = self._finish(request, block_ids, prefill)
             if offer is not None:
                 cached_tokens = prefill.cached_tokens if prefill is not None else None
-                self._asked.ticket(request.request_id, *offer, cached_tokens=cached_tokens)
+                self._directory.ticket(request.request_id, *offer, cached_tokens=cached_tokens)
         reason = "no_lease" if has_ended_well(request) else "ended"
-        self._asked.finished(request.request_id, reason if offer is None else "")
+        self._directory.finished(request.request_id, reason if offer is None else "")
         return offer
 
     def _give_up(self, request_id: str) -> None:
@@ -191,16 +199,20 @@ class Offers:
         lease = self._leases.running(request_id)
         if lease is not None and lease.state is LeaseState.COMPUTING:
             self._leases.abandon(request_id)
-            self._asked.over(request_id, "no_lease")
+            self._directory.over(request_id, "no_lease")
 
-    def _finish(self, request: Request, block_ids: Sequence[Sequence[int]], prefill: _Prefill | None) -> Offer | None:
+    def _finish(
+        self, request: Request, block_ids: Sequence[Sequence[int]], prefill: _Prefill | None
+    ) -> IssuedTicket | None:
         lease = self._leases.running(request.request_id)
         if lease is None:
             return None
         # Of what vLLM has taken back, and of what it has not answered yet, nothing counts here.
         num_tokens = self.builder.num_complete_tokens(request, lease.use)
         if lease.use is LeaseUse.PROMPT:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)  # one may have ended unsettled with an answer
+            num_tokens = min(
+                num_tokens, request.num_prompt_tokens
+            )  # one may have ended unsettled with an answer
         is_whole = num_tokens == request.num_prompt_tokens
         # A stream that an unsettled step has completed: its ticket may promise a block of a window that vLLM has freed.
         is_late = lease.stream is not None and (self._holds_early or not is_whole)
@@ -210,21 +222,27 @@ class Offers:
         if lease.stream is not None:
             self._publish(lease, lease.stream, block_ids, num_tokens, is_last=True)
         digests = prefill.digests(num_tokens) if prefill is not None and is_whole else ()
-        params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s, digests)
+        params = self.builder.build(
+            request, block_ids, num_tokens, lease, self._leases.lease_s, digests
+        )
         if params is None:
             self._leases.abandon(request.request_id)
             return None
-        self._leases.finish(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
+        self._leases.finish(
+            request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids)
+        )
         return params, lease
 
-    def _complete_prompt(self, request: Request) -> Offer | None:
+    def _complete_prompt(self, request: Request) -> IssuedTicket | None:
         offer = _, lease = self._built.pop(request.request_id)
         self._leases.request_ended(lease)
         if not has_ended_well(request) and not lease.ended_by:
             self._leases.end(lease, "abandoned")
         return offer if lease.ended_by in _READ_OR_HELD else None
 
-    def _advance(self, prefill: _Prefill, lease: Lease, num_tokens: int, is_preempted: bool) -> None:
+    def _advance(
+        self, prefill: _Prefill, lease: ProducerLease, num_tokens: int, is_preempted: bool
+    ) -> None:
         """This step computes so many tokens of a prompt, or none."""
         request, stream = prefill.request, lease.stream
         if stream is not None and (is_preempted or request.num_computed_tokens < stream.tokens):
@@ -235,9 +253,11 @@ class Offers:
         if request.request_id not in self._unsettled:
             self._offer_step(prefill, lease, num_complete)
         if request.request_id in self._prefilling and prefill.chain is not None:
-            prefill.chain.grow(min(num_complete + num_tokens, request.num_prompt_tokens))  # a step ahead
+            prefill.chain.grow(
+                min(num_complete + num_tokens, request.num_prompt_tokens)
+            )  # a step ahead
 
-    def _offer_step(self, prefill: _Prefill, lease: Lease, num_complete: int) -> None:
+    def _offer_step(self, prefill: _Prefill, lease: ProducerLease, num_complete: int) -> None:
         """So many tokens of a prompt are complete when this step has ended, and vLLM will take none of them back."""
         request, stream = prefill.request, lease.stream
         if stream is not None and request.num_computed_tokens >= request.num_prompt_tokens:
@@ -248,49 +268,69 @@ class Offers:
             stream = self._begin_stream(prefill, lease)
         is_held = is_complete and self._holds_early
         if stream is not None:
-            self._publish(lease, stream, self._blocks.table(request.request_id), num_complete, is_last=is_held)
+            self._publish(
+                lease, stream, self._blocks.table(request.request_id), num_complete, is_last=is_held
+            )
         if is_held:
             del self._prefilling[request.request_id]
             self._complete(prefill, lease)
 
     def _publish(
-        self, lease: Lease, stream: Stream, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool
+        self,
+        lease: ProducerLease,
+        stream: PublishedStream,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        *,
+        is_last: bool,
     ) -> None:
         blocks = self.builder.listed_blocks(block_ids, num_tokens, is_last=is_last)
         if not stream.goes_on_with(blocks):
             self._leases.streams.restart(lease, stream)
         self._leases.streams.publish(lease, stream, num_tokens, blocks)
 
-    def _begin_stream(self, prefill: _Prefill, lease: Lease) -> Stream | None:
+    def _begin_stream(self, prefill: _Prefill, lease: ProducerLease) -> PublishedStream | None:
         """Give a consumer that has asked for the prompt a ticket for what is computed of it."""
         request = prefill.request
-        asked = None if prefill.is_refused else self._asked.waiting(request.request_id)
-        if asked is None or prefill.chain is None:
+        directory = None if prefill.is_refused else self._directory.waiting(request.request_id)
+        if directory is None or prefill.chain is None:
             return None
         stream = None
-        if not (self._streams and asked.spans):
+        if not (self._streams and directory.spans):
             self._counters.add("streams_refused", "consumer" if self._streams else "engine")
-        elif not self.builder.windows_reach(request.num_prompt_tokens, asked.num_tokens, asked.spans):
+        elif not self.builder.windows_reach(
+            request.num_prompt_tokens, directory.num_tokens, directory.spans
+        ):
             self._counters.add("streams_refused", "window")
         elif (stream := self._leases.streams.begin(lease)) is not None:
-            prefill.chain.know(asked.digests, request.num_prompt_tokens)  # it was asked for with those left out here
+            prefill.chain.know(
+                directory.digests, request.num_prompt_tokens
+            )  # it was asked for with those left out here
             digests = prefill.digests(request.num_prompt_tokens)
-            params = self.builder.build_stream(request, lease, stream.row, digests, self._leases.lease_s)
+            params = self.builder.build_stream(
+                request, lease, stream.row, digests, self._leases.lease_s
+            )
             self._give_ticket(prefill, params, lease)
         prefill.is_refused = stream is None
         return stream
 
-    def _complete(self, prefill: _Prefill, lease: Lease) -> None:
+    def _complete(self, prefill: _Prefill, lease: ProducerLease) -> None:
         request = prefill.request
         block_ids, num_tokens = self._blocks.table(request.request_id), request.num_prompt_tokens
         digests = prefill.digests(num_tokens)
-        params = self.builder.build(request, block_ids, num_tokens, lease, self._leases.lease_s, digests)
+        params = self.builder.build(
+            request, block_ids, num_tokens, lease, self._leases.lease_s, digests
+        )
         if params is not None:
-            self._leases.complete(request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids))
+            self._leases.complete(
+                request.request_id, self.builder.worker_blocks(params), distinct_blocks(block_ids)
+            )
             self._built[request.request_id] = params, lease
             self._give_ticket(prefill, params, lease)
 
-    def _give_ticket(self, prefill: _Prefill, params: RemotePrefill, lease: Lease) -> None:
+    def _give_ticket(self, prefill: _Prefill, params: RemotePrefill, lease: ProducerLease) -> None:
         """For a prompt that this step, or a later one, completes."""
         ticket = sign_early(params, self._mac_key, _OPENS_WITHIN_S)
-        self._asked.ticket(prefill.request.request_id, ticket, lease, cached_tokens=prefill.cached_tokens)
+        self._directory.ticket(
+            prefill.request.request_id, ticket, lease, cached_tokens=prefill.cached_tokens
+        )

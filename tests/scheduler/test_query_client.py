@@ -8,22 +8,29 @@ from collections.abc import Callable, Container
 
 import pytest
 
-from kvferry.protocol.asks import Answer, Answers, Ask, Progress, Question, Unask
 from kvferry.protocol.errors import ConnectionEnded, NothingListens
 from kvferry.protocol.handshake import decode_request, encode
-from kvferry.scheduler.consumer.questions import AskCommand, Producer, StartAsking, StopAsking
-from kvferry.scheduler.side_channel import asker as module
-from kvferry.scheduler.side_channel.asker import Asker
+from kvferry.protocol.prompt_queries import (
+    Answer,
+    Answers,
+    PromptProgress,
+    PromptQuery,
+    Subscribe,
+    Unsubscribe,
+)
+from kvferry.scheduler.consumer.pending_queries import Producer, QueryCommand, StartQuery, StopQuery
+from kvferry.scheduler.side_channel import query_client as module
+from kvferry.scheduler.side_channel.query_client import QueryClient
 from kvferry.scheduler.state import Counters
 
 HOST, PORT, SIBLING = "127.0.0.1", 5600, 5601
 NEVER_S = 30.0
 
-Reply = Callable[["Network", Producer, "Ask | Unask"], "Answers | None"]
+Reply = Callable[["Network", Producer, "Subscribe | Unsubscribe"], "Answers | None"]
 
 
-def question(number: int) -> Question:
-    return Question(number=number, key=f"cmpl-{number}", num_tokens=5, digest="0" * 32)
+def query(number: int) -> PromptQuery:
+    return PromptQuery(number=number, key=f"cmpl-{number}", num_tokens=5, digest="0" * 32)
 
 
 class Network:
@@ -32,18 +39,18 @@ class Network:
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
         self.counters = Counters()
-        self.sent: list[tuple[Producer, Ask | Unask]] = []
+        self.sent: list[tuple[Producer, Subscribe | Unsubscribe]] = []
         self.answers: list[tuple[Producer, Answer]] = []
         self.commands_under_way = 0
         self.connections: list[Connection] = []
         self.closed: Container[int] = ()
         self.silent: Container[int] = ()
-        self.asker = Asker(self, "decode-0", self.counters, self.on_answer)  # type: ignore[arg-type]
+        self.query_client = QueryClient(self, "decode-0", self.counters, self.on_answer)  # type: ignore[arg-type]
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
         self.answers.append((producer, answer))
-        if answer.progress is Progress.TICKET:
-            self.asker.submit([StopAsking(answer.number)])
+        if answer.progress is PromptProgress.TICKET:
+            self.query_client.submit([StopQuery(answer.number)])
 
     def call_soon(self, call: Callable[[], object]) -> None:
         def run() -> None:
@@ -61,11 +68,13 @@ class Network:
         self.connections.append(Connection(self, (host, port)))
         return self.connections[-1]
 
-    async def run(self, *commands: AskCommand) -> None:
+    async def run(self, *commands: QueryCommand) -> None:
         """Until no producer has an open question, and what has settled the last one is sent."""
-        self.asker.submit(commands)
+        self.query_client.submit(commands)
         await asyncio.sleep(0)
-        while self.commands_under_way or any(one.questions or one.unasked for one in self.asker._by_producer.values()):
+        while self.commands_under_way or any(
+            one.queries or one.unasked for one in self.query_client._by_producer.values()
+        ):
             await asyncio.sleep(0)
 
 
@@ -79,7 +88,7 @@ class Connection:
 
     async def send(self, frame: bytes) -> None:
         message = decode_request(frame)
-        assert isinstance(message, (Ask, Unask))
+        assert isinstance(message, (Subscribe, Unsubscribe))
         self.network.sent.append((self.producer, message))
         try:
             answers = self.network.reply(self.network, self.producer, message)
@@ -101,13 +110,16 @@ class Connection:
         self.is_closed = True
 
 
-def answered(message: Ask, progress: Progress, siblings: tuple[int, ...] = ()) -> Answers:
+def answered(
+    message: Subscribe, progress: PromptProgress, siblings: tuple[int, ...] = ()
+) -> Answers:
     return Answers(
-        answers=tuple(Answer(number=asked.number, progress=progress) for asked in message.questions), siblings=siblings
+        answers=tuple(Answer(number=asked.number, progress=progress) for asked in message.queries),
+        siblings=siblings,
     )
 
 
-def play(reply: Reply, *commands: AskCommand) -> Network:
+def play(reply: Reply, *commands: QueryCommand) -> Network:
     async def run() -> Network:
         network = Network(reply)
         await asyncio.wait_for(network.run(*commands), NEVER_S)
@@ -117,19 +129,23 @@ def play(reply: Reply, *commands: AskCommand) -> Network:
 
 
 def asked_of(network: Network, producer: Producer) -> list[int]:
-    messages = [message for to, message in network.sent if to == producer and isinstance(message, Ask)]
-    return [asked.number for message in messages for asked in message.questions]
+    messages = [
+        message for to, message in network.sent if to == producer and isinstance(message, Subscribe)
+    ]
+    return [asked.number for message in messages for asked in message.queries]
 
 
 def test_a_question_that_comes_while_the_last_one_is_taken_back_is_asked() -> None:
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        if isinstance(message, Ask):
-            return answered(message, Progress.TICKET)
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        if isinstance(message, Subscribe):
+            return answered(message, PromptProgress.TICKET)
         if message.numbers == (1,):
-            network.asker.submit([StartAsking(producer, question(2))])
+            network.query_client.submit([StartQuery(producer, query(2))])
         return None
 
-    network = play(reply, StartAsking((HOST, PORT), question(1)))
+    network = play(reply, StartQuery((HOST, PORT), query(1)))
     assert asked_of(network, (HOST, PORT)) == [1, 2]
     assert [answer.number for _, answer in network.answers] == [1, 2]
 
@@ -137,33 +153,46 @@ def test_a_question_that_comes_while_the_last_one_is_taken_back_is_asked() -> No
 def test_a_connection_that_breaks_is_made_again_and_all_open_questions_are_repeated() -> None:
     breaks = [True]
 
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
         if breaks:
             breaks.clear()
             raise ConnectionEnded("the test cut it")
-        return answered(message, Progress.TICKET) if isinstance(message, Ask) else None
+        return answered(message, PromptProgress.TICKET) if isinstance(message, Subscribe) else None
 
-    network = play(reply, *(StartAsking((HOST, PORT), question(number)) for number in (1, 2)))
+    network = play(reply, *(StartQuery((HOST, PORT), query(number)) for number in (1, 2)))
     assert asked_of(network, (HOST, PORT)) == [1, 2, 1, 2]
     found = [answer.progress for _, answer in network.answers]
-    assert found == [Progress.UNKNOWN] * 2 + [Progress.TICKET] * 2
+    assert found == [PromptProgress.UNKNOWN] * 2 + [PromptProgress.TICKET] * 2
     assert network.counters.total("side_channel_errors") == 1
 
 
 def test_what_one_rank_does_not_know_is_asked_of_its_siblings_and_taken_back_from_both() -> None:
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        if isinstance(message, Unask):
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        if isinstance(message, Unsubscribe):
             return None
         known = producer == (HOST, SIBLING)
-        return answered(message, Progress.TICKET if known else Progress.UNKNOWN, () if known else (PORT, SIBLING))
+        return answered(
+            message,
+            PromptProgress.TICKET if known else PromptProgress.UNKNOWN,
+            () if known else (PORT, SIBLING),
+        )
 
-    network = play(reply, StartAsking((HOST, PORT), question(1)))
+    network = play(reply, StartQuery((HOST, PORT), query(1)))
     assert asked_of(network, (HOST, PORT)) == asked_of(network, (HOST, SIBLING)) == [1]
-    assert {to for to, message in network.sent if isinstance(message, Unask)} == {(HOST, PORT), (HOST, SIBLING)}
+    assert {to for to, message in network.sent if isinstance(message, Unsubscribe)} == {
+        (HOST, PORT),
+        (HOST, SIBLING),
+    }
 
 
-def settle(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-    return answered(message, Progress.TICKET) if isinstance(message, Ask) else None
+def settle(
+    network: Network, producer: Producer, message: Subscribe | Unsubscribe
+) -> Answers | None:
+    return answered(message, PromptProgress.TICKET) if isinstance(message, Subscribe) else None
 
 
 def test_no_more_producers_have_a_connection_at_once_than_the_limit_and_all_are_asked(
@@ -172,12 +201,14 @@ def test_no_more_producers_have_a_connection_at_once_than_the_limit_and_all_are_
     monkeypatch.setattr(module, "MAX_PRODUCERS", 8)
     most = 0
 
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
         nonlocal most
         most = max(most, len([one for one in network.connections if not one.is_closed]))
         return settle(network, producer, message)
 
-    network = play(reply, *(StartAsking((HOST, number + 1), question(number)) for number in range(30)))
+    network = play(reply, *(StartQuery((HOST, number + 1), query(number)) for number in range(30)))
     assert len({to for to, _ in network.sent}) == 30
     assert most <= 8 + 2, "with the turns to connect"
     assert network.counters.total("side_channel_errors") == 0
@@ -187,26 +218,28 @@ def test_a_connection_is_kept_for_the_next_question(monkeypatch: pytest.MonkeyPa
     async def run() -> None:
         network = Network(settle)
         for number in (1, 2):
-            await network.run(StartAsking((HOST, PORT), question(number)))
+            await network.run(StartQuery((HOST, PORT), query(number)))
         assert asked_of(network, (HOST, PORT)) == [1, 2]
         (kept,) = network.connections
         assert not kept.is_closed
         monkeypatch.setattr(module, "IDLE_S", 0.0)
-        await network.run(StartAsking((HOST, PORT), question(3)))
-        while network.asker._by_producer:
+        await network.run(StartQuery((HOST, PORT), query(3)))
+        while network.query_client._by_producer:
             await asyncio.sleep(0)
         assert kept.is_closed
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
 
-def test_an_idle_connection_makes_room_for_another_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_makes_room_for_another_producer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_PRODUCERS", 2)
 
     async def run() -> None:
         network = Network(settle)
         for number in range(3):
-            await network.run(StartAsking((HOST, PORT + number), question(number)))
+            await network.run(StartQuery((HOST, PORT + number), query(number)))
         while not network.connections[0].is_closed:
             await asyncio.sleep(0)
         assert [one.is_closed for one in network.connections] == [True, False, False]
@@ -219,34 +252,40 @@ def test_an_idle_connection_makes_room_for_another_producer(monkeypatch: pytest.
 def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_new_one() -> None:
     async def run() -> None:
         network = Network(settle)
-        await network.run(StartAsking((HOST, PORT), question(1)))
+        await network.run(StartQuery((HOST, PORT), query(1)))
         network.connections[0].frames.put_nowait(None)
-        while network.asker._by_producer:
+        while network.query_client._by_producer:
             await asyncio.sleep(0)
-        await network.run(StartAsking((HOST, PORT), question(2)))
-        assert [answer.progress for _, answer in network.answers] == [Progress.TICKET] * 2
+        await network.run(StartQuery((HOST, PORT), query(2)))
+        assert [answer.progress for _, answer in network.answers] == [PromptProgress.TICKET] * 2
         assert network.counters.total("side_channel_errors") == 0
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
 
-def test_questions_are_repeated_although_news_comes_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_repeated_although_news_comes_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The producer forgets a question that is not repeated."""
     monkeypatch.setattr(module, "REPEAT_S", 0.05)
     later: list[asyncio.TimerHandle] = []
 
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        if not isinstance(message, Ask):
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        if not isinstance(message, Subscribe):
             return None
-        newest = max(asked.number for asked in message.questions)
-        command = StartAsking(producer, question(newest + 1))
-        later.append(asyncio.get_running_loop().call_later(0.005, network.asker.submit, [command]))
+        newest = max(asked.number for asked in message.queries)
+        command = StartQuery(producer, query(newest + 1))
+        later.append(
+            asyncio.get_running_loop().call_later(0.005, network.query_client.submit, [command])
+        )
         is_over = asked_of(network, producer).count(1) == 3
-        return answered(message, Progress.TICKET if is_over else Progress.QUEUED)
+        return answered(message, PromptProgress.TICKET if is_over else PromptProgress.QUEUED)
 
     async def run() -> None:
         network = Network(reply)
-        network.asker.submit([StartAsking((HOST, PORT), question(1))])
+        network.query_client.submit([StartQuery((HOST, PORT), query(1))])
         while asked_of(network, (HOST, PORT)).count(1) < 3:
             await asyncio.sleep(0.001)
         assert network.counters.total("side_channel_errors") == 0
@@ -261,16 +300,22 @@ def test_a_producer_that_answers_no_more_knows_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "REPEAT_S", 0.05)
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.001)
 
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        if not isinstance(message, Ask):
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        if not isinstance(message, Subscribe):
             return None
         times = asked_of(network, producer).count(1)
         if times == 1:
-            return answered(message, Progress.QUEUED)
-        return answered(message, Progress.TICKET) if times > 2 else None
+            return answered(message, PromptProgress.QUEUED)
+        return answered(message, PromptProgress.TICKET) if times > 2 else None
 
-    network = play(reply, StartAsking((HOST, PORT), question(1)))
-    assert [answer.progress for _, answer in network.answers] == [Progress.QUEUED, Progress.UNKNOWN, Progress.TICKET]
+    network = play(reply, StartQuery((HOST, PORT), query(1)))
+    assert [answer.progress for _, answer in network.answers] == [
+        PromptProgress.QUEUED,
+        PromptProgress.UNKNOWN,
+        PromptProgress.TICKET,
+    ]
     assert network.counters.total("side_channel_errors") == 1
 
 
@@ -284,24 +329,31 @@ async def turns(count: int = 200) -> None:
 
 
 @pytest.mark.parametrize("kind", ["closed", "silent"])
-def test_requests_that_name_300_ports_of_a_host_delay_no_producer_there_and_close_no_connection(kind: str) -> None:
+def test_requests_that_name_300_ports_of_a_host_delay_no_producer_there_and_close_no_connection(
+    kind: str,
+) -> None:
     """Of the 256 places they had all for 10 s, and honest prompts waited as long: 0.02 s became 10.02."""
 
     async def run() -> None:
         network = Network(settle)
         setattr(network, kind, PORTS)
-        await network.run(StartAsking((HOST, PORT), question(0)))
-        network.asker.submit(StartAsking((HOST, port), question(port)) for port in PORTS)
+        await network.run(StartQuery((HOST, PORT), query(0)))
+        network.query_client.submit(StartQuery((HOST, port), query(port)) for port in PORTS)
         await turns()
         for number, producer in enumerate([(HOST, PORT), ("10.0.0.1", PORT)], start=1):
-            network.asker.submit([StartAsking(producer, question(number))])
+            network.query_client.submit([StartQuery(producer, query(number))])
             await turns(20)
-            assert network.answers[-1] == (producer, Answer(number=number, progress=Progress.TICKET))
-        assert len([one for one in network.connections if one.producer == (HOST, PORT)]) == 1, "it was kept"
-        network.asker.submit(StopAsking(port) for port in PORTS)
+            assert network.answers[-1] == (
+                producer,
+                Answer(number=number, progress=PromptProgress.TICKET),
+            )
+        assert len([one for one in network.connections if one.producer == (HOST, PORT)]) == 1, (
+            "it was kept"
+        )
+        network.query_client.submit(StopQuery(port) for port in PORTS)
         await turns()
-        assert set(network.asker._by_producer) == {(HOST, PORT), ("10.0.0.1", PORT)}
-        network.asker.submit([StartAsking((HOST, SIBLING), question(3))])
+        assert set(network.query_client._by_producer) == {(HOST, PORT), ("10.0.0.1", PORT)}
+        network.query_client.submit([StartQuery((HOST, SIBLING), query(3))])
         await turns(20)
         assert network.answers[-1][0] == (HOST, SIBLING), "aborted requests have left their turns"
 
@@ -314,70 +366,90 @@ def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
 ) -> None:
     monkeypatch.setattr(module, "MAX_PRODUCERS", 16)
 
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        if isinstance(message, Unask):
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        if isinstance(message, Unsubscribe):
             return None
         if producer[1] in (1, *PORTS):
-            return answered(message, Progress.UNKNOWN, tuple(PORTS))
-        return answered(message, Progress.TICKET)
+            return answered(message, PromptProgress.UNKNOWN, tuple(PORTS))
+        return answered(message, PromptProgress.TICKET)
 
     async def run() -> None:
         network = Network(reply)
         if kind:
             setattr(network, kind, PORTS)
-        await network.run(StartAsking((HOST, PORT), question(0)))
-        network.asker.submit([StartAsking((HOST, 1), question(1))])
+        await network.run(StartQuery((HOST, PORT), query(0)))
+        network.query_client.submit([StartQuery((HOST, 1), query(1))])
         await turns()
-        offered = [asked for asked in network.asker._by_producer.values() if asked.is_offered]
+        offered = [
+            asked for asked in network.query_client._by_producer.values() if asked.is_offered
+        ]
         assert 0 < len(offered) <= module.MOST_SIBLINGS
         for number, port in enumerate((SIBLING, PORT, PORTS[-1]), start=2):
             network.silent, network.closed = (), ()
-            network.asker.submit([StartAsking((HOST, port), question(number))])
+            network.query_client.submit([StartQuery((HOST, port), query(number))])
             await turns(30)
             assert number in asked_of(network, (HOST, port))
         assert len([one for one in network.connections if not one.is_closed]) <= 16 + 4 + 1
-        network.asker.submit(StopAsking(number) for number in range(1, 5))
+        network.query_client.submit(StopQuery(number) for number in range(1, 5))
         await turns()
-        assert not network.asker._open
-        assert not any(asked.questions for asked in network.asker._by_producer.values())
+        assert not network.query_client._open
+        assert not any(asked.queries for asked in network.query_client._by_producer.values())
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
 
-def test_answers_that_change_nothing_are_not_passed_on_and_a_prompt_is_known_while_one_rank_knows_it() -> None:
-    says: dict[int, Progress] = {PORT: Progress.UNKNOWN, SIBLING: Progress.QUEUED}
+def test_answers_that_change_nothing_are_not_passed_on_and_a_prompt_is_known_while_one_rank_knows_it() -> (
+    None
+):
+    says: dict[int, PromptProgress] = {PORT: PromptProgress.UNKNOWN, SIBLING: PromptProgress.QUEUED}
 
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        return answered(message, says[producer[1]], (PORT, SIBLING)) if isinstance(message, Ask) else None
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        return (
+            answered(message, says[producer[1]], (PORT, SIBLING))
+            if isinstance(message, Subscribe)
+            else None
+        )
 
     async def run() -> None:
         network = Network(reply)
-        network.asker.submit([StartAsking((HOST, PORT), question(1))])
+        network.query_client.submit([StartQuery((HOST, PORT), query(1))])
         await turns()
         named, sibling = network.connections
 
-        async def repeat(connection: Connection, progress: Progress) -> None:
+        async def repeat(connection: Connection, progress: PromptProgress) -> None:
             connection.frames.put_nowait(
-                encode(Answers(answers=(Answer(number=1, progress=progress),), siblings=(PORT, SIBLING)))
+                encode(
+                    Answers(
+                        answers=(Answer(number=1, progress=progress),), siblings=(PORT, SIBLING)
+                    )
+                )
             )
             await turns(10)
 
         for _ in range(10):
-            await repeat(named, Progress.UNKNOWN)
-            await repeat(sibling, Progress.QUEUED)
+            await repeat(named, PromptProgress.UNKNOWN)
+            await repeat(sibling, PromptProgress.QUEUED)
         assert [(port, answer.progress) for (_, port), answer in network.answers] == [
-            (PORT, Progress.UNKNOWN),
-            (SIBLING, Progress.QUEUED),
+            (PORT, PromptProgress.UNKNOWN),
+            (SIBLING, PromptProgress.QUEUED),
         ]
-        await repeat(named, Progress.QUEUED)
-        await repeat(sibling, Progress.UNKNOWN)
-        assert network.answers[2:] == [((HOST, PORT), Answer(number=1, progress=Progress.QUEUED))]
-        await repeat(named, Progress.UNKNOWN)
-        assert network.answers[3:] == [((HOST, PORT), Answer(number=1, progress=Progress.UNKNOWN))]
-        await repeat(sibling, Progress.TICKET)
+        await repeat(named, PromptProgress.QUEUED)
+        await repeat(sibling, PromptProgress.UNKNOWN)
+        assert network.answers[2:] == [
+            ((HOST, PORT), Answer(number=1, progress=PromptProgress.QUEUED))
+        ]
+        await repeat(named, PromptProgress.UNKNOWN)
+        assert network.answers[3:] == [
+            ((HOST, PORT), Answer(number=1, progress=PromptProgress.UNKNOWN))
+        ]
+        await repeat(sibling, PromptProgress.TICKET)
         await turns()
-        assert network.answers[-1][1].progress is Progress.TICKET
-        assert not network.asker._open
+        assert network.answers[-1][1].progress is PromptProgress.TICKET
+        assert not network.query_client._open
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
@@ -392,12 +464,21 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.0)
     monkeypatch.setattr(module, "REPEAT_S", 0.001)
 
-    def reply(network: Network, producer: Producer, message: Ask | Unask) -> Answers | None:
-        if isinstance(message, Unask) or dice.random() < 0.1:
+    def reply(
+        network: Network, producer: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        if isinstance(message, Unsubscribe) or dice.random() < 0.1:
             return None
         if dice.random() < 0.05:
             raise ConnectionEnded("the test cut it")
-        progress = dice.choice([Progress.UNKNOWN, Progress.UNKNOWN, Progress.QUEUED, Progress.TICKET])
+        progress = dice.choice(
+            [
+                PromptProgress.UNKNOWN,
+                PromptProgress.UNKNOWN,
+                PromptProgress.QUEUED,
+                PromptProgress.TICKET,
+            ]
+        )
         return answered(message, progress, tuple(dice.sample(range(1, 30), 5)))
 
     async def run() -> None:
@@ -405,18 +486,18 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
         network.closed, network.silent = (3, 9, 27), (4, 16)
         started = 0
         for _ in range(300):
-            network.asker.submit([StartAsking((HOST, dice.randrange(1, 30)), question(started))])
+            network.query_client.submit([StartQuery((HOST, dice.randrange(1, 30)), query(started))])
             started += 1
             if dice.random() < 0.5:
-                network.asker.submit([StopAsking(dice.randrange(started))])
+                network.query_client.submit([StopQuery(dice.randrange(started))])
             await turns(dice.randrange(5))
-        network.asker.submit(StopAsking(number) for number in range(started))
-        asker = network.asker
-        while asker._by_producer:
+        network.query_client.submit(StopQuery(number) for number in range(started))
+        client_id = network.query_client
+        while client_id._by_producer:
             await asyncio.sleep(0.001)
-        assert not asker._open
-        assert not asker._offered
-        assert len(asker._places) == 0
+        assert not client_id._open
+        assert not client_id._offered
+        assert len(client_id._places) == 0
         assert all(one.is_closed for one in network.connections)
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))

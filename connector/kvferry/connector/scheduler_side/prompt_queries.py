@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.vllm_internals import EngineLoop
-from kvferry.protocol.asks import Answer, Progress, request_key
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.params import NamedPrefill
-from kvferry.scheduler.consumer.questions import SETTLING, OpenQuestion, Producer, Questions
+from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key
+from kvferry.scheduler.consumer.pending_queries import (
+    SETTLING,
+    PendingQueries,
+    PendingQuery,
+    Producer,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -42,7 +47,7 @@ class Settled(NamedTuple):
         waits: whether its request waits for the answer; if not, a ticket is to be given back.
         answer: a ticket or `OVER`; None if no producer knows of the prompt, or the question was crowded out.
         digest: of the whole prompt.
-        is_crowded_out, unknown_why: see `OpenQuestion`.
+        is_crowded_out, unknown_why: see `PendingQuery`.
     """
 
     request_id: str
@@ -61,7 +66,9 @@ class _Answers:
     """
 
     def __init__(self) -> None:
-        self._settling: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()  # by number of the question
+        self._settling: OrderedDict[int, tuple[Producer, Answer]] = (
+            OrderedDict()
+        )  # by number of the question
         self._others: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -76,7 +83,11 @@ class _Answers:
             self._others.pop(number, None)
             return
         earlier = self._others.get(number)
-        if earlier is not None and earlier[0] != producer and answer.progress is Progress.UNKNOWN:
+        if (
+            earlier is not None
+            and earlier[0] != producer
+            and answer.progress is PromptProgress.UNKNOWN
+        ):
             return  # the other data-parallel ranks of an engine do not know what one of them has in its queue
         self._others[number] = producer, answer
 
@@ -87,21 +98,23 @@ class _Answers:
         return taken
 
 
-class Asking:
+class PromptQueries:
     """The questions of one engine.
 
     Args:
         may_wait: whether the engine's loop may wait: not if other engines or pipeline stages step with it.
         recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
-        streams: see `Questions`.
+        streams: see `PendingQueries`.
 
     Attributes:
-        questions: open ones.
+        queries: open ones.
         failing: requests that fail as soon as vLLM has given them a block, because their prefill has failed.
     """
 
-    def __init__(self, loop: EngineLoop, *, may_wait: bool, recomputes: bool, spans: tuple[int, ...] = ()) -> None:
-        self.questions = Questions(spans)
+    def __init__(
+        self, loop: EngineLoop, *, may_wait: bool, recomputes: bool, spans: tuple[int, ...] = ()
+    ) -> None:
+        self.queries = PendingQueries(spans)
         self.recomputes = recomputes
         self.failing: set[str] = set()
         self._fails: list[str] = []
@@ -131,14 +144,16 @@ class Asking:
         digest = digest_chain(prompt, num_tokens)[-1]
         key = request_key(request.request_id, source.transfer_id)
         producer = (source.remote_host, source.remote_port)
-        if not self.questions.ask(request.request_id, producer, key, num_tokens, digest, time.monotonic()):
+        if not self.queries.ask(
+            request.request_id, producer, key, num_tokens, digest, time.monotonic()
+        ):
             return False
         self._parking.enter(request)
         return True
 
     def finished(self, request_id: str) -> None:
         """The request has ended, answered or not."""
-        self.questions.finished(request_id)
+        self.queries.finished(request_id)
         self._parking.leave(request_id)
         self.failing.discard(request_id)
 
@@ -165,15 +180,17 @@ class Asking:
         Returns:
             Whether there may be something to `take`. If not, the engine must step.
         """
-        if not self._may_wait or num_requests > len(self.questions):
+        if not self._may_wait or num_requests > len(self.queries):
             return False
         now_s = time.monotonic()
         if self._wait_until_s is None:
             self._wait_until_s = now_s + LONGEST_WAIT_S
         if now_s >= self._wait_until_s:
             return False
-        next_s = self.questions.next_s()
-        timeout_s = (self._wait_until_s if next_s is None else min(self._wait_until_s, next_s)) - now_s
+        next_s = self.queries.next_s()
+        timeout_s = (
+            self._wait_until_s if next_s is None else min(self._wait_until_s, next_s)
+        ) - now_s
         return bool(self._answers) or timeout_s <= 0 or self._loop.wait(timeout_s)
 
     def take(self) -> Iterator[Settled]:
@@ -183,20 +200,22 @@ class Asking:
         with self._lock:
             answers = self._answers.take_first(MOST_AT_ONCE)
         for producer, answer in answers:
-            opened = self.questions.answered(producer, answer.number, answer.progress, now_s, answer.reason)
+            opened = self.queries.answered(
+                producer, answer.number, answer.progress, now_s, answer.reason
+            )
             if opened is not None:
                 yield self._settled(opened, answer)
-        for opened in islice(self.questions.give_up(now_s), MOST_AT_ONCE):
+        for opened in islice(self.queries.give_up(now_s), MOST_AT_ONCE):
             yield self._settled(opened, None)
 
-    def _settled(self, opened: OpenQuestion, answer: Answer | None) -> Settled:
+    def _settled(self, opened: PendingQuery, answer: Answer | None) -> Settled:
         if opened.waits:
             self._parking.leave(opened.request_id)
         return Settled(
             request_id=opened.request_id,
             waits=opened.waits,
             answer=answer,
-            digest=opened.question.digest,
+            digest=opened.query.digest,
             is_crowded_out=opened.is_crowded_out,
             unknown_why=opened.unknown_why,
         )
@@ -204,4 +223,4 @@ class Asking:
 
 def is_ticket(answer: Answer | None) -> bool:
     """Whether an answer contains params to read with."""
-    return answer is not None and answer.progress is Progress.TICKET
+    return answer is not None and answer.progress is PromptProgress.TICKET

@@ -1,4 +1,4 @@
-"""Places for connections to other engines, shared between the hosts that clients name.
+"""Slots for connections to other engines, shared between the hosts that clients name.
 
 Clients choose hosts and ports, and an address costs its time until a connection to it is made or has failed: nothing if
 its port is closed, the timeout if it drops packets or stays silent. So
@@ -128,10 +128,16 @@ class _Turns:
             self._waiting.pop(host, None)
 
 
-class Place:
+class ConnectionSlot:
     """A connection and its place, in use until `idle` is called."""
 
-    def __init__(self, places: Places, host: str, connection: Connection, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        places: ConnectionSlots,
+        host: str,
+        connection: Connection,
+        give_up: Callable[[], None],
+    ) -> None:
         self._places = places
         self.host = host
         self.connection = connection
@@ -151,7 +157,7 @@ class Place:
         self.connection.close(linger_ms=linger_ms)
 
 
-class Places:
+class ConnectionSlots:
     """Used on one loop.
 
     Args:
@@ -162,15 +168,21 @@ class Places:
 
     def __init__(self, most: int, proven: ProvenAddresses | None = None) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most = most if files == resource.RLIM_INFINITY else max(1, min(most, files // _FILES_A_PLACE))
-        self._turns = {kind: _Turns(max(1, self.most // places)) for kind, places in PLACES_A_TURN.items()}
+        self.most = (
+            most if files == resource.RLIM_INFINITY else max(1, min(most, files // _FILES_A_PLACE))
+        )
+        self._turns = {
+            kind: _Turns(max(1, self.most // places)) for kind, places in PLACES_A_TURN.items()
+        }
         self.proven = proven if proven is not None else ProvenAddresses()
         self._waiting: Counter[str] = Counter()
         self._num_waiting = 0
-        self._in_use: dict[Place, None] = {}
+        self._in_use: dict[ConnectionSlot, None] = {}
         self._in_use_by_host: Counter[str] = Counter()
-        self._idle: OrderedDict[Place, None] = OrderedDict()  # the one that is idle for longest is first
-        self._idle_by_host: dict[str, OrderedDict[Place, None]] = {}
+        self._idle: OrderedDict[ConnectionSlot, None] = (
+            OrderedDict()
+        )  # the one that is idle for longest is first
+        self._idle_by_host: dict[str, OrderedDict[ConnectionSlot, None]] = {}
 
     def __len__(self) -> int:
         """Connections."""
@@ -182,12 +194,12 @@ class Places:
         connect: Callable[[], Awaitable[Connection]],
         give_up: Callable[[], None],
         kind: Kind = Kind.NAMED,
-    ) -> Place:
+    ) -> ConnectionSlot:
         """Wait for the turn of this address, and connect.
 
         Args:
             connect: makes the connection, and has a deadline.
-            give_up: as `Place.idle`.
+            give_up: as `ConnectionSlot.idle`.
 
         Raises:
             HandshakeFailed: too many addresses wait.
@@ -217,14 +229,14 @@ class Places:
             raise
         else:
             self.proven.add(address)
-            return self._add(Place(self, host, connection, give_up))
+            return self._add(ConnectionSlot(self, host, connection, give_up))
         finally:
             turns.end(host)
             self._give_turns()
 
-    # For `Place`.
+    # For `ConnectionSlot`.
 
-    def set_idle(self, place: Place) -> None:
+    def set_idle(self, place: ConnectionSlot) -> None:
         if place not in self._in_use:
             return
         self._end_use(place)
@@ -234,19 +246,19 @@ class Places:
             self._take_idle(place.host)
         self._give_turns()
 
-    def set_in_use(self, place: Place) -> None:
+    def set_in_use(self, place: ConnectionSlot) -> None:
         if place in self._idle:
             self._end_idle(place)
             self._begin_use(place)
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: ConnectionSlot) -> None:
         if place in self._in_use:
             self._end_use(place)
             self._give_turns()
         elif place in self._idle:
             self._end_idle(place)
 
-    def _add(self, place: Place) -> Place:
+    def _add(self, place: ConnectionSlot) -> ConnectionSlot:
         if len(self) >= self.most:
             self._take_idle(place.host)
         self._begin_use(place)
@@ -269,17 +281,17 @@ class Places:
         about_to = sum(turns.connecting[host] for turns in self._turns.values())
         return has_share(self._in_use_by_host[host] + about_to, len(self._in_use), self.most)
 
-    def _begin_use(self, place: Place) -> None:
+    def _begin_use(self, place: ConnectionSlot) -> None:
         self._in_use[place] = None
         self._in_use_by_host[place.host] += 1
 
-    def _end_use(self, place: Place) -> None:
+    def _end_use(self, place: ConnectionSlot) -> None:
         del self._in_use[place]
         self._in_use_by_host[place.host] -= 1
         if not self._in_use_by_host[place.host]:
             del self._in_use_by_host[place.host]
 
-    def _end_idle(self, place: Place) -> None:
+    def _end_idle(self, place: ConnectionSlot) -> None:
         del self._idle[place]
         of_host = self._idle_by_host[place.host]
         del of_host[place]
