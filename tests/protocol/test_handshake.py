@@ -17,6 +17,7 @@ from kvferry.protocol.handshake import (
     MAX_RENEWALS,
     MAX_REQUEST_BYTES,
     EngineDescription,
+    Hello,
     LeaseName,
     PartsReceived,
     PartsSent,
@@ -59,12 +60,10 @@ HEX: list[object] = [..., None, "", "a" * 31, "A" * 32, "a" * 32 + "\n", 7]
 
 def test_the_bytes_of_a_hello_are_these() -> None:
     """Engines of two versions meet on these bytes; a change needs a new `CHANNEL_VERSION`."""
-    fields = b"\xa4type\xa5hello\xa7version\x02\xa9engine_id\xa9prefill-0\xa5asker\xa8decode-3"
-    assert encode(HELLO) == b"\x86" + fields + b"\xa4asks\xc2\xa2at\xc0"
-    assert decode_request(b"\x85" + fields + b"\xa4asks\xc2") == HELLO, (
-        "as an earlier version sends it"
-    )
-    assert decode_request(b"\x84" + fields) == HELLO, "that of an engine without questions"
+    fields = b"\xa4type\xa5hello\xa7version\x03\xa9engine_id\xa9prefill-0\xa9client_id\xa8decode-3"
+    assert encode(HELLO) == b"\x86" + fields + b"\xafqueries_prompts\xc2\xa2at\xc0"
+    assert decode_request(b"\x85" + fields + b"\xafqueries_prompts\xc2") == HELLO, "without `at`"
+    assert decode_request(b"\x84" + fields) == HELLO, "that of an engine without queries"
 
 
 def test_the_bytes_of_a_renewal_and_a_release_are_these() -> None:
@@ -105,6 +104,10 @@ def test_missing_fields_with_defaults_are_filled() -> None:
 def test_a_hello_of_another_version_is_understood_so_that_it_can_be_refused_by_name() -> None:
     later = msgspec.structs.replace(HELLO, version=CHANNEL_VERSION + 1)
     assert decode_request(encode(later)) == later
+    second = b"\x83\xa4type\xa5hello\xa7version\x02\xa9engine_id\xa9prefill-0"
+    hello = decode_request(second)
+    assert isinstance(hello, Hello)
+    assert hello.version == 2, "whose client has another field for its name"
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda message: type(message).__name__)
@@ -132,10 +135,10 @@ WRONG_REQUEST: dict[str, list[object]] = {
 WRONG_ASK: dict[str, list[object]] = {
     "client_id": TEXTS,
     "queries": [..., None, [], {}, "x", [7], [None]],
-    "questions.1.number": [..., None, -1, 2**53, 1.5, "7", True],
-    "questions.1.key": [..., None, "", 7, "x" * 257, "a\nb", "a\n", "\N{SNOWMAN}"],
-    "questions.1.num_tokens": [..., *SIZES],
-    "questions.1.digest": HEX,
+    "queries.1.number": [..., None, -1, 2**53, 1.5, "7", True],
+    "queries.1.key": [..., None, "", 7, "x" * 257, "a\nb", "a\n", "\N{SNOWMAN}"],
+    "queries.1.num_tokens": [..., *SIZES],
+    "queries.1.digest": HEX,
 }
 WRONG_ANSWERS: dict[str, list[object]] = {
     "answers": [..., None, {}, "x", [7], [None]],
@@ -177,7 +180,11 @@ WRONG_ENGINE: dict[str, list[object]] = {
 @pytest.mark.parametrize(
     ("decode", "valid", "wrong"),
     [
-        (decode_request, encode(HELLO), {"version": SIZES, "engine_id": TEXTS, "client_id": TEXTS}),
+        (
+            decode_request,
+            encode(HELLO),
+            {"version": SIZES, "engine_id": TEXTS, "client_id": TEXTS[1:]},
+        ),
         (decode_request, encode(REQUESTS[1]), WRONG_REQUEST),
         (decode_request, encode(REQUESTS[2]), WRONG_REQUEST),
         (decode_request, encode(ASKS[0]), WRONG_ASK),

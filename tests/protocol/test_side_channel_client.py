@@ -23,7 +23,14 @@ from kvferry.protocol.errors import (
     NothingListens,
     PeerRefused,
 )
-from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
+from kvferry.protocol.handshake import (
+    CHANNEL_VERSION,
+    EngineDescription,
+    Hello,
+    Refused,
+    decode_request,
+    encode,
+)
 from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection
@@ -107,7 +114,7 @@ GARBAGE = {
     "text": b"HTTP/1.1 400 Bad Request",
     "another message": encode(Hello(engine_id="a", client_id="b")),
     "a description of a later version": encode(
-        msgspec.structs.replace(make_description(), version=3)
+        msgspec.structs.replace(make_description(), version=CHANNEL_VERSION + 1)
     ),
     "half a description": encode(make_description())[:100],
     "deeply nested": b"\x91" * 100_000,

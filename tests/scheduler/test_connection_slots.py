@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from kvferry.protocol.errors import HandshakeFailed
-from kvferry.scheduler.side_channel import places as module
+from kvferry.scheduler.side_channel import connection_slots as module
 from kvferry.scheduler.side_channel.connection_slots import (
     PLACES_A_TURN,
     Address,

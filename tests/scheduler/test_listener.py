@@ -102,8 +102,8 @@ def test_before_the_workers_are_ready_a_hello_is_refused_as_starting(counters: C
 @pytest.mark.parametrize(
     ("engine_id", "version", "field", "value", "expected"),
     [
-        ("prefill-9", 2, "engine_id", "prefill-9", "prefill-0"),
-        ("prefill-0", 1, "version", "1", "2"),
+        ("prefill-9", 3, "engine_id", "prefill-9", "prefill-0"),
+        ("prefill-0", 1, "version", "1", "3"),
     ],
 )
 def test_an_unworkable_hello_is_refused_by_the_name_of_its_field(

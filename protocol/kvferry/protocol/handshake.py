@@ -56,7 +56,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     Attributes:
         version: of the side channel.
-        engine_id: the engine that the asker expects at this address, or `?` for any.
+        engine_id: the engine that the client expects at this address, or `?` for any.
         client_id: engine id of the sender, for the receiver's log.
         queries_prompts: whether the sender asks for prompts that are named without a ticket.
         at: for a sender that takes a long description in parts, the first byte of the next; None if it does not.
@@ -64,7 +64,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     version: Positive = CHANNEL_VERSION
     engine_id: Text
-    client_id: Text
+    # With a default: version 2 had another name for it, and its hello is refused by its version, not by this field.
+    client_id: Text = UNKNOWN_ENGINE
     queries_prompts: bool = False
     at: Annotated[int, Meta(ge=0, lt=MAX_REPLY_BYTES)] | None = None
 
