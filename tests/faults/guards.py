@@ -362,12 +362,12 @@ GUARDS = (
         "places",
         "no host that clients name gets more connections and turns to connect than are free",
         (5,),
-        "kvferry.scheduler.side_channel.places:has_share",
+        "kvferry.scheduler.side_channel.connection_slots:has_share",
         switches.always(True),
         (
-            "tests/scheduler/test_places.py::"
+            "tests/scheduler/test_connection_slots.py::"
             "test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_connected_before",
-            "tests/scheduler/test_places.py::test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others",
+            "tests/scheduler/test_connection_slots.py::test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others",
         ),
     ),
     Guard(
