@@ -68,7 +68,7 @@ GUARDS = (
         "progress",
         "a slot reports the tokens of a step when the device has finished it, not earlier",
         (1,),
-        "kvferry.worker.stream_rows:Stream.take_tokens",
+        "kvferry.worker.stream_rows:ServedStream.take_tokens",
         switches.report_at_once,
         (
             "tests/worker/test_stream_rows.py::test_tokens_are_reported_step_by_step_while_several_are_in_flight",
@@ -78,7 +78,7 @@ GUARDS = (
         "preempted",
         "a prompt that is preempted while it is read goes on under another epoch",
         (1, 2),
-        "kvferry.scheduler.producer.streams:Streams.restart",
+        "kvferry.scheduler.producer.streams:PublishedStreams.restart",
         switches.nothing,
         (
             "tests/faults/test_fence_attack.py::"
