@@ -458,7 +458,7 @@ GUARDS = (
         "weights",
         "prompts of updated weights share nothing with those of before",
         (1,),
-        "kvferry.connector.vllm_internals:RunningWeights.version",
+        "kvferry.connector.vllm.weights:RunningWeights.version",
         switches.always(""),
         (
             "tests/engine_core/test_engine_loop.py::"
