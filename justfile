@@ -21,6 +21,10 @@ test *arguments:
 quick *arguments:
     .venv/bin/python -m pytest -q -m "not slow" {{ arguments }}
 
+# two engines of vLLM's CUDA wheel on an emulated GPU (tests/gpu_emulation/README.md), all cases; arguments go to pytest
+gpu-emulation *arguments:
+    .venv/bin/python -m tests.gpu_emulation.run {{ arguments }}
+
 # the main job: two engines behind vllm-router against a single one
 accuracy:
     scripts/run_accuracy_test.sh

@@ -9,6 +9,9 @@ import multiprocessing
 import os
 from multiprocessing.context import ForkServerContext
 
+PRELOAD = ["tests.vllm_preload", "tests.harness.child"]
+"""Modules that the server imports when it starts; tests of another vLLM have others (tests/gpu_emulation)."""
+
 
 def forkserver() -> ForkServerContext:
     """The context of such processes. The server starts with the first of them and ends with this process.
@@ -17,5 +20,5 @@ def forkserver() -> ForkServerContext:
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.vllm_preload", "tests.harness.child"])
+    context.set_forkserver_preload(PRELOAD)
     return context

@@ -159,14 +159,18 @@ def hand_over_at_once(
 
 
 def hand_over(
-    producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], **more: Any
+    producer: ForkedEngine,
+    consumer: ForkedEngine,
+    prompt: Sequence[int],
+    tokens: int = 8,
+    **more: Any,
 ) -> tuple[Answer, int]:
     """A prompt prefilled by one and decoded by the other: the answer, and the bytes that were moved for it.
 
     NIXL counted as many as the plan says, nothing was computed, and the producer has its blocks back.
     """
     free, before = producer.free_blocks(), consumer.metrics()
-    answer = consumer.answer(prompt, producer.prefill(prompt, **more), **more)
+    answer = consumer.answer(prompt, producer.prefill(prompt, **more), tokens, **more)
     counted = consumer.metrics() - before
     reasons = counted.by_label("vllm:kvferry_local_recomputes_total", "reason")
     assert (reasons, counted.total("vllm:kvferry_loads_total")) == ({}, 1)

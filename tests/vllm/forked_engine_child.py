@@ -32,6 +32,7 @@ class EngineSpec:
         block_size: tokens; None for the engine's own choice.
         cores: of the workers, in their order.
         engine_args: more of vLLM's `EngineArgs`, or others in place of those chosen here.
+        environment: variables of its process.
     """
 
     name: str
@@ -44,6 +45,7 @@ class EngineSpec:
     cores: str = "0"
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, port: int) -> None:
         os.environ.update(_SETTINGS)
+        os.environ.update(spec.environment)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = spec.cores
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         import multiprocessing

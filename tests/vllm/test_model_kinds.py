@@ -170,12 +170,13 @@ def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
         producer, consumer = start(running, logs, specs)
         plain, adapted = consumer.answer(prompt), consumer.answer(prompt, lora=lora)
         assert plain.tokens != adapted.tokens
-        for more, expected in (
+        equals: list[tuple[dict[str, Any], Answer]] = [
             ({}, plain),
             ({"lora": lora}, adapted),
             ({"salt": "pepper"}, plain),
             ({"lora": lora, "salt": "pepper"}, adapted),
-        ):
+        ]
+        for more, expected in equals:
             found, read = hand_over(producer, consumer, prompt, **more)
             assert (difference(found, expected) < NOISE, read) == (True, LLAMA.needed(prompt)), more
         others: list[tuple[dict[str, Any], dict[str, Any], Answer]] = [

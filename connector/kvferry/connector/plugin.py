@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 
 def register() -> None:
     """Register the class. vLLM calls this at least once in every process; it must not raise."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # The second call in a process: vLLM refuses a name that is registered.
-    with contextlib.suppress(ValueError):
+    if "FerryConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "FerryConnector", "kvferry.connector", "FerryConnector"
         )

@@ -32,11 +32,6 @@ from kvferry.connector.engine.fingerprint import (
     local_weights_dir,
     read_json,
 )
-from kvferry.connector.vllm.model_config import (
-    config_revision,
-    model_class_name,
-    read_model_config,
-)
 from kvferry.protocol.handshake import MAX_SETTINGS, Setting
 
 if TYPE_CHECKING:
@@ -186,7 +181,7 @@ def _of_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[tuple[str
     yield from _flat("config", config, _IRRELEVANT | overruled)
     yield from _decided_by_length(model, vllm_config, config)
     yield from _flat("online_quantization", getattr(model, "quantization_config", None))
-    yield "model_class", model_class_name(model)
+    yield "model_class", getattr(model, "_architecture", None)
     yield from _flat("model_class.overrides", getattr(model, "model_class_overrides", None))
     if getattr(model, "multimodal_config", None) is not None:
         yield from _of_media(model, directory)
@@ -206,11 +201,38 @@ def resolved_config(model: ModelConfig, directory: Path | None) -> dict[str, Any
     """
     if directory is not None:
         try:
-            return read_model_config(model, directory)
+            return _read_as_vllm_does(model, directory)
         except Exception as error:  # noqa: BLE001 - any code of a model may run here, and must not stop the start
             logger.warning("the configuration of %s is taken from memory: %r", model.model, error)
     config: dict[str, Any] = model.hf_config.to_dict()
     return config
+
+
+def _read_as_vllm_does(model: ModelConfig, directory: Path) -> dict[str, Any]:
+    from vllm.transformers_utils.config import get_config
+
+    overrides = model.hf_overrides or {}
+    changes = None
+    flat: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    if callable(overrides):
+        changes = overrides
+    else:
+        for key, value in overrides.items():
+            (nested if isinstance(value, dict) else flat)[key] = value
+    config = get_config(
+        directory,
+        model.trust_remote_code,
+        None,
+        model.code_revision,
+        model.config_format,
+        hf_overrides_kw=flat,
+        hf_overrides_fn=changes,
+    )
+    if nested:
+        model._apply_dict_overrides(config, nested)  # vLLM's own rule, not a copy of it
+    plain: dict[str, Any] = config.to_dict()
+    return plain
 
 
 def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmConfig) -> Path | None:
@@ -219,7 +241,7 @@ def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmCon
     if path is None or path == model.model:
         found = directory
     else:
-        revision = config_revision(model)
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
         found = local_model_dir(path, revision, vllm_config.load_config.download_dir)
     has_config = found is not None and any(
         (found / name).is_file() for name in ("config.json", "params.json")

@@ -25,11 +25,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
 from kvferry.connector.scheduler_side.parking import Parking
-from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
+from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.scheduler.block_references import QuarantinedBlocks
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _MAX_COUNTED = 4096
 """Most lengths of requests whose number of blocks is remembered."""
@@ -220,7 +223,7 @@ class StallWatch:
         waiting = [
             request
             for request in self._requests.by_id.values()
-            if waits_for_blocks(request) and request.request_id not in asking
+            if request.status in _WAITING and request.request_id not in asking
         ]
         has_reason = not holding and not (waiting and self._blocks.num_free)
         if has_reason or self._idle.is_paused:
@@ -236,7 +239,8 @@ class StallWatch:
 
     def _is_over(self, request: Request) -> bool:
         """Whether its load has ended, while vLLM has not looked at it since."""
-        return waits_for_load(request) and self._loads.state(request.request_id) in (
+        is_waiting = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return is_waiting and self._loads.state(request.request_id) in (
             LoadState.LOADED,
             LoadState.FAILED,
         )

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.connector.vllm.requests import can_park, park, unpark
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_ASKED = 16
 """Most requests that wait for the same thing (answers; pinned blocks) and that vLLM looks at in a step."""
+
+_PARKED, _WAITING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING
 
 
 class Parking:
@@ -29,10 +31,11 @@ class Parking:
 
     def enter(self, request: Request) -> None:
         """A request waits. It is parked if enough others do, unless it waits for a grammar as well."""
-        if len(self._looked_at) < MAX_ASKED or not can_park(request):
+        has_grammar = request.structured_output_request is not None
+        if len(self._looked_at) < MAX_ASKED or has_grammar or request.status is not _WAITING:
             self._looked_at.add(request.request_id)
         else:
-            park(request)
+            request.status = _PARKED
             self._parked[request.request_id] = request
 
     def leave(self, request_id: str) -> None:
@@ -44,4 +47,5 @@ class Parking:
             self._looked_at.add(first.request_id)
             leaving.append(first)
         for request in leaving:
-            unpark(request)
+            if request.status is _PARKED:
+                request.status = _WAITING

@@ -1,0 +1,80 @@
+"""Imported by every Python of the environment before anything else: from here on there is a GPU.
+
+Modules are changed when they have been imported, so that a Python that needs none of them starts as quickly as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+_CHANGES = {
+    "torch": "aten",
+    "vllm._custom_ops": "vllm_ops",
+    "triton.runtime.interpreter": "triton_interpreter",
+    "nixl_cu12._bindings": "nixl_memory",
+    "nixl_cu13._bindings": "nixl_memory",
+}
+"""By module the one of this package whose `install` is called with it after its import."""
+
+_SETTINGS = {
+    "TRITON_INTERPRET": "1",
+    # vLLM takes flashinfer for granted on Hopper; it is not installed.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    # UCX would ask libcuda what memory is, and find functions there that the stand-in lacks.
+    "UCX_MODULES": "^cuda,gda",
+    "OMP_NUM_THREADS": "1",
+    # Counting GPUs by the runtime would forbid torch the device in processes that are forked later.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds modules as the others do, and has `install` called when one of them has been executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _CHANGES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec and spec.loader:
+                spec.loader = _Loader(spec.loader, _CHANGES[name])
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, own: importlib.abc.Loader, change: str) -> None:
+        self._own = own
+        self._change = change
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._own.exec_module(module)
+        importlib.import_module(f"tests.gpu_emulation.emulation.{self._change}").install(module)
+
+
+def _start() -> None:
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    libraries = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "lib"
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        # A library that is loaded is found under its own name by all who look for it later.
+        ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
+    sys.meta_path.insert(0, _AfterImport())
+
+
+_start()

@@ -1,0 +1,97 @@
+"""vLLM's own kernels that the cases need, in torch, as its documentation and its `forward_native` define them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+import torch
+
+from tests.gpu_emulation.emulation.aten import register
+
+
+def install(_module: ModuleType) -> None:
+    """Take the place of vLLM's kernels."""
+    for namespace, functions in _FUNCTIONS.items():
+        for name, function in functions.items():
+            register(namespace, name, function)
+
+
+def _rms_norm(
+    result: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+) -> None:
+    normed = _normed(hidden.float(), epsilon).to(hidden.dtype)
+    result.copy_(normed if weight is None else normed * weight)
+
+
+def _fused_add_rms_norm(
+    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+) -> None:
+    total = hidden.float() + residual.float()
+    residual.copy_(total)
+    normed = _normed(total, epsilon).to(hidden.dtype)
+    hidden.copy_(normed if weight is None else normed * weight)
+
+
+def _normed(hidden: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def _silu_and_mul(result: torch.Tensor, hidden: torch.Tensor) -> None:
+    gate, up = hidden.chunk(2, -1)
+    result.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    table: torch.Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    if rope_dim_offset or inverse:
+        raise NotImplementedError("of rotary_embedding: rope_dim_offset, inverse")
+    cos, sin = (part[:, None] for part in table[positions.flatten()].float().chunk(2, -1))
+    size = 2 * cos.shape[-1]
+    for states in (query, key):
+        if states is None:
+            continue
+        turned = states.view(positions.numel(), -1, head_size)[..., :size]
+        # Pairs are (i, i + half) in NeoX's style, (2i, 2i + 1) in GPT-J's.
+        first, second = turned.chunk(2, -1) if is_neox else (turned[..., ::2], turned[..., 1::2])
+        one, other = first.float().clone(), second.float().clone()
+        first.copy_(one * cos - other * sin)
+        second.copy_(other * cos + one * sin)
+
+
+def _reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache_dtype: str,
+    key_scale: torch.Tensor,
+    value_scale: torch.Tensor,
+) -> None:
+    if kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise NotImplementedError(f"of reshape_and_cache_flash: {kv_cache_dtype}")
+    block_size = key_cache.shape[1]
+    for states, cache in ((key, key_cache), (value, value_cache)):
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                cache[slot // block_size, slot % block_size] = states[token].to(cache.dtype)
+
+
+_FUNCTIONS: Mapping[str, Mapping[str, Callable[..., None]]] = {
+    "_C": {
+        "rms_norm": _rms_norm,
+        "fused_add_rms_norm": _fused_add_rms_norm,
+        "silu_and_mul": _silu_and_mul,
+        "rotary_embedding": _rotary_embedding,
+    },
+    "_C_cache_ops": {"reshape_and_cache_flash": _reshape_and_cache_flash},
+}

@@ -1,0 +1,31 @@
+/* What all stand-ins share: the device's memory, and how what is missing is told. */
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+
+enum kind { UNKNOWN, DEVICE, PINNED };
+
+#define TOTAL_MEMORY (80ull << 30)
+
+/* Zeroed memory of the host, 2 MiB aligned as CUDA's large allocations are; NULL if there is none. */
+void *memory_new(size_t bytes, enum kind kind);
+
+/* Gives memory back. False if `start` is not the start of such memory. */
+bool memory_delete(void *start);
+
+/* Counts host memory that is not ours as pinned (cudaHostRegister), and no longer. */
+bool memory_pin(void *start, size_t bytes);
+bool memory_unpin(void *start);
+
+/* Of any address within. */
+enum kind memory_kind(const void *address);
+
+/* The start and size of the memory that an address is in; false if it is in none. */
+bool memory_range(const void *address, void **start, size_t *bytes);
+
+/* Bytes of device memory in use. */
+size_t memory_used(void);
+
+/* Says on stderr, once a name, that something is asked for that has no stand-in; returns CUDA's 801 (not supported).
+ * Nothing returns success without its work: a wrong token would be looked for in kvferry. */
+int missing(const char *name);
