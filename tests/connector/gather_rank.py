@@ -143,7 +143,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
                     [one.agent for one in reported],
                     place,
                     key,
-                    FerryHandshake.of(place, reported),
+                    FerryHandshake.from_workers(place, reported),
                 ),
             )
         )

@@ -90,7 +90,7 @@ def test_options_that_change_what_an_adapter_does_are_part_of_it(
             lora_config=SimpleNamespace(**options),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
         )
-        found.append(content(path, Adapters.of(config)))
+        found.append(content(path, Adapters.from_vllm_config(config)))
     assert found[0] == found[1] != found[2]
 
 

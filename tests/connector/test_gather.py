@@ -89,7 +89,7 @@ def test_an_engine_with_more_tensors_than_another_reads_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = [make_worker(place=Place(tp=tp)) for tp in range(2)]
-    described = [FerryHandshake.of(worker.place, workers) for worker in workers]
+    described = [FerryHandshake.from_workers(worker.place, workers) for worker in workers]
     tensors = sum(len(worker.tensors) for worker in workers)
     monkeypatch.setattr(messages, "MAX_ENGINE_TENSORS", tensors)
     assert len(workers_of(described)) == 2

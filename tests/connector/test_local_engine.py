@@ -144,7 +144,9 @@ def test_scratch_blocks_behind_a_state_are_not_loaded_into(
 
 def both_roles(**config: Any) -> LocalEngine:
     made = vllm_config("NixlConnector", module="kvferry.connector", role="kv_both", **config)
-    return LocalEngine.of(made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True))
+    return LocalEngine.from_vllm_config(
+        made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True)
+    )
 
 
 def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
@@ -171,7 +173,10 @@ def test_two_engines_share_identifiers_of_images_only_where_vllm_hashes_what_is_
     monkeypatch.setattr(made.cache_config, "enable_prefix_caching", prefixes)
     images = SimpleNamespace(mm_processor_cache_gb=cache_gib)
     monkeypatch.setattr(made.model_config, "multimodal_config", images, raising=False)
-    one, other = (LocalEngine.of(made, config_of(group(full())), FerryConfig()) for _ in range(2))
+    one, other = (
+        LocalEngine.from_vllm_config(made, config_of(group(full())), FerryConfig())
+        for _ in range(2)
+    )
     assert (one.media_scope == other.media_scope) is is_hashed
 
 

@@ -91,7 +91,7 @@ samples = st.dictionaries(
 def stats(
     counted: dict[CounterKey, int], sampled: dict[str, list[float]] | None = None
 ) -> FerryStats:
-    return FerryStats.of_counts(counted, sampled or {}) or FerryStats()
+    return FerryStats.from_counts(counted, sampled or {}) or FerryStats()
 
 
 def counters_of(of: FerryStats) -> dict[CounterKey, int]:
@@ -122,7 +122,7 @@ def test_an_interval_is_the_sum_of_its_steps(
 
 
 def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
-    reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
+    reported = FerryStats.from_results(EVERYTHING, PeerLabels(8))
     assert reported is not None
     assert pickle.loads(pickle.dumps(reported)) == reported  # noqa: S301 - our own bytes
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(reported.to_dict()))
@@ -133,7 +133,7 @@ def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
 def test_of_a_gauge_the_latest_word_counts_and_the_log_gets_it(registry: Registry) -> None:
     whole = FerryStats()
     for blocks in (3.0, 9.0, 4.0):
-        reported = FerryStats.of_counts({}, {}, {"quarantined_blocks_now": blocks})
+        reported = FerryStats.from_counts({}, {}, {"quarantined_blocks_now": blocks})
         assert reported is not None
         assert not reported.is_empty()
         registry.metrics.observe(reported.to_dict(), 1)
@@ -146,7 +146,7 @@ def test_of_a_gauge_the_latest_word_counts_and_the_log_gets_it(registry: Registr
 
 def test_a_load_costs_the_step_little() -> None:
     labels, counted = PeerLabels(8), StepCount()
-    step = SimpleNamespace(tell=FerryStats.of_results)
+    step = SimpleNamespace(tell=FerryStats.from_results)
     counted.wrap(step, ["tell"])
     nothing = counted.median(lambda: step.tell(StepResults(), labels), 3)
     one = counted.median(lambda: step.tell(StepResults(load_records=[record()]), labels), 3)
@@ -155,7 +155,7 @@ def test_a_load_costs_the_step_little() -> None:
 
 
 def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> None:
-    reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
+    reported = FerryStats.from_results(EVERYTHING, PeerLabels(8))
     assert reported is not None
     assert counters_of(reported) == {
         **{("failed_loads", reason.value): 1 for reason in FAULTS},
@@ -220,7 +220,7 @@ def test_every_counter_and_label_is_there_from_the_start_at_zero(registry: Regis
 
 
 def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry) -> None:
-    reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
+    reported = FerryStats.from_results(EVERYTHING, PeerLabels(8))
     assert reported is not None
     registry.metrics.observe(reported.to_dict(), 1)
     for reason in FAULTS:

@@ -52,7 +52,7 @@ class FrontEnds:
         self._monkeypatch.setattr(
             values, "ValueClass", identified
         )  # for children that are made now
-        reported = FerryStats.of_counts(counts or {}, samples or {}, gauges)
+        reported = FerryStats.from_counts(counts or {}, samples or {}, gauges)
         assert reported is not None
         metrics.observe(reported.to_dict(), engine)
 

@@ -23,22 +23,22 @@ def peer(host: str, port: int = 5600, engine_id: str = "e", boot: str = "0" * 32
 
 def test_the_first_producers_have_names_and_keep_them() -> None:
     labels = PeerLabels(2)
-    assert [labels.of(peer(host), is_good=True) for host in ("a", "b", "c", "b", "a")] == [
+    assert [labels.label_of(peer(host), is_good=True) for host in ("a", "b", "c", "b", "a")] == [
         "a:5600",
         "b:5600",
         OTHER_PEERS,
         "b:5600",
         "a:5600",
     ]
-    assert labels.of(peer("a"), is_good=False) == "a:5600"
+    assert labels.label_of(peer("a"), is_good=False) == "a:5600"
 
 
 def test_a_producer_without_a_good_load_has_no_label_and_takes_up_none() -> None:
     labels = PeerLabels(1)
-    assert {labels.of(peer(f"made-up-{number}"), is_good=False) for number in range(100)} == {
+    assert {labels.label_of(peer(f"made-up-{number}"), is_good=False) for number in range(100)} == {
         OTHER_PEERS
     }
-    assert labels.of(peer("real"), is_good=True) == "real:5600"
+    assert labels.label_of(peer("real"), is_good=True) == "real:5600"
 
 
 @given(
@@ -49,9 +49,9 @@ def test_a_label_is_short_plain_and_one_of_few(
     loads: list[tuple[str, int, bool]], most: int
 ) -> None:
     labels = PeerLabels(most)
-    found = {labels.of(peer(host, port), is_good=is_good) for host, port, is_good in loads} - {
-        OTHER_PEERS
-    }
+    found = {
+        labels.label_of(peer(host, port), is_good=is_good) for host, port, is_good in loads
+    } - {OTHER_PEERS}
     assert len(found) <= most
     assert all(re.fullmatch(r"[A-Za-z0-9.:_\-]{1,128}", label) for label in found)
 

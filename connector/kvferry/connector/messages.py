@@ -58,7 +58,7 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
     is_child: bool = False
 
     @classmethod
-    def of(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:
+    def from_workers(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:
         """The handshake of the worker at `place`: it and its replicas, out of all workers of the engine."""
         return cls(
             tuple(

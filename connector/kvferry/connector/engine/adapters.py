@@ -1,17 +1,11 @@
 """LoRA adapters by their content.
 
-Two engines may have different versions of an adapter under one name, e.g. while a new version is rolled out. So what a
-prompt's digests contain of an adapter is a digest of its files, not its name.
+Two engines may have different versions of an adapter under one name, e.g. while a new version is rolled out. So a
+prompt's digests contain a digest of the adapter's files, not its name.
 
-The engine runs with what it has loaded, and does not tell when that was. It loads an adapter once under its number
-(`lora_int_id`), or before every step (`load_inplace`). And vLLM keeps blocks in its prefix cache by the adapter's name,
-whatever its content. So the content of the files is only known to be that of the blocks if
-
-- it is what was first seen under the number, unless the adapter is loaded in place, and
-- it is all that was seen under the name since the prefix cache was emptied.
-
-Otherwise the content is unknown, and no other engine shares a token of such a prompt: it is computed where it is
-decoded, which is slower and never wrong.
+The files need not be what the blocks were computed with: `Adapters.content_of` decides that. Where the content of the
+blocks is unknown, the prompt shares no token with any other engine. It is computed where it is decoded, which is slower
+and never wrong.
 """
 
 from __future__ import annotations
@@ -61,12 +55,13 @@ class Adapters:
         self._reported: set[tuple[str, str]] = set()
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> Adapters:
-        """Those of an engine."""
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> Adapters:
+        """The adapters of an engine with this configuration."""
         lora: Any = vllm_config.lora_config
         has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
         if lora is None:
             return cls(has_prefix_cache=has_prefix_cache)
+        # What a file's weights do to the model depends on these, so equal files under other options are other content.
         options = {
             "dtype": str(lora.lora_dtype),
             "target_modules": sorted(lora.target_modules or ()),
@@ -79,49 +74,77 @@ class Adapters:
     def content_of(self, request: LoRARequest | None) -> str | None:
         """A text that two engines share if they run with equal adapters; None without an adapter.
 
-        The files are only looked at (some 30 µs) where they are unchanged. New ones are read in part, as `fingerprint`
-        does, by the thread that calls this: vLLM too reads a new adapter within a step, and all of it.
+        Unchanged files are only looked at (some 30 µs). New ones are read in part, as `fingerprint` does, by the
+        calling thread. That is the engine's own: vLLM too reads a new adapter within a step, and all of it.
         """
         if request is None:
             return None
-        number, name = request.lora_int_id, request.lora_name
-        found = self._digest(request)
-        if found is None:
-            found = None if request.load_inplace else self._by_number.get(number)
-            if found is None:
-                return self._report(name, "its files are not on this machine, or cannot be read")
-        if not request.load_inplace and self._by_number.setdefault(number, found) != found:
-            return self._report(
-                name, "its files have changed since it was loaded; load it from another path"
-            )
-        if self._has_prefix_cache and self._by_name.setdefault(name, found) != found:
-            return self._report(
-                name, "it has changed, and blocks of before are cached; reset the prefix cache"
-            )
-        return found
+        number = request.lora_int_id
+        name = request.lora_name
+        content = self._content_of_files(request)
+        if content is None and not request.load_inplace:
+            # The files may be gone, e.g. after a roll-out: the engine still runs with what it has loaded.
+            content = self._by_number.get(number)
+        if content is None:
+            return self._report(name, "its files are not on this machine, or cannot be read")
+        if not request.load_inplace:
+            # The engine loads an adapter once under its number and does not tell when. So only the content that was
+            # first seen under a number is known to be loaded; with `load_inplace` it is loaded before every step.
+            loaded = self._by_number.setdefault(number, content)
+            if content != loaded:
+                return self._report(
+                    name, "its files have changed since it was loaded; load it from another path"
+                )
+        if self._has_prefix_cache:
+            # vLLM finds cached blocks by the adapter's name, whatever its content was. One name may have only one
+            # content until the cache is emptied, or blocks of the old one would be served under the new digest.
+            cached = self._by_name.setdefault(name, content)
+            if content != cached:
+                return self._report(
+                    name, "it has changed, and blocks of before are cached; reset the prefix cache"
+                )
+        return content
 
     def reset(self) -> None:
         """vLLM's prefix cache has been emptied, or is about to be."""
         self._by_name.clear()
         self._reported.clear()
 
-    def _digest(self, request: LoRARequest) -> str | None:
+    def _content_of_files(self, request: LoRARequest) -> str | None:
+        """The content of an adapter's files as they are now; None if they cannot be read."""
         path = request.lora_path
         directory = local_model_dir(os.path.expanduser(path), None, None)
+        if directory is None:
+            return None
         try:
-            stamp = _stamp(directory) if directory is not None else ()
-            if directory is None or not stamp:
-                return None
-            known = self._digests.get(path)
-            if known is None or known[0] != stamp:
-                known = stamp, _read(directory)
-                self._digests[path] = known
+            digest = self._digest(path, directory)
         except OSError as error:
             logger.debug("adapter %s: %r", path, error)
             return None
-        return f"{known[1]} {request.is_3d_lora_weight} {self._scope}"
+        if digest is None:
+            return None
+        return f"{digest} {request.is_3d_lora_weight} {self._scope}"
+
+    def _digest(self, path: str, directory: Path) -> str | None:
+        """The digest of an adapter's files, read again only if their stamp has changed; None without weights.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        stamp = _stamp(directory)
+        if not stamp:
+            return None
+        known = self._digests.get(path)
+        if known is not None:
+            known_stamp, known_digest = known
+            if known_stamp == stamp:
+                return known_digest
+        digest = _read(directory)
+        self._digests[path] = (stamp, digest)
+        return digest
 
     def _report(self, name: str, reason: str) -> str:
+        """Log once why an adapter's content is unknown. Returns a text that no other engine has."""
         if (name, reason) not in self._reported:
             self._reported.add((name, reason))
             logger.warning(
@@ -132,20 +155,24 @@ class Adapters:
 
 def _stamp(directory: Path) -> _Stamp:
     """What changes when a file is written or replaced; empty without weights."""
-    found = []
+    files = []
+    has_weights = False
     for name in (_CONFIG, *_WEIGHTS):
         try:
             status = os.stat(directory / name)
         except FileNotFoundError:
             continue
-        found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
-    has_weights = any(name in _WEIGHTS for name, *_ in found)
-    return tuple(found) if has_weights else ()
+        # With the inode, because a file that is moved into place may have the old size and time.
+        files.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+        has_weights = has_weights or name in _WEIGHTS
+    return tuple(files) if has_weights else ()
 
 
 def _read(directory: Path) -> str:
+    """The digest of an adapter's configuration and weights; some weights must be there."""
     config = read_json(directory / _CONFIG) or {}
-    weights = next(path for name in _WEIGHTS if (path := directory / name).is_file())
-    return fingerprint(
-        {key: value for key, value in config.items() if key not in _NOT_THE_ADAPTER}, weights
-    )
+    for key in _NOT_THE_ADAPTER:
+        config.pop(key, None)
+    candidates = (directory / name for name in _WEIGHTS)
+    weights = next(path for path in candidates if path.is_file())
+    return fingerprint(config, weights)

@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
     """Refuse at start the options that would corrupt caches later.
 
-    vLLM's `sleep` and `release_kv_cache_memory` work without sleep mode if the cumem allocator is on, and a connector
-    cannot refuse the call. So the allocator is refused.
-
     Raises:
         InvalidConfig: names the option and the change to make.
     """
@@ -36,17 +33,19 @@ def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
         raise InvalidConfig(
             "enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory"
         )
+    # With this allocator vLLM 0.32 carries out `sleep` and `release_kv_cache_memory` even without sleep mode: it checks
+    # no flag, and a connector cannot refuse the call. So the allocator itself is refused.
     if model.enable_cumem_allocator and not config.allow_cumem_allocator:
-        expected = (
+        raise InvalidConfig(
+            "enable_cumem_allocator",
+            True,
             "false: sleep and release_kv_cache_memory would remap cache pages under registered memory; "
-            "or true with allow_cumem_allocator, on an engine where neither is ever called"
+            "or true with allow_cumem_allocator, on an engine where neither is ever called",
         )
-        raise InvalidConfig("enable_cumem_allocator", True, expected)
     parallel = vllm_config.parallel_config
-    uses_ray = (
-        parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
-    )
-    if uses_ray and parallel.pipeline_parallel_size > 1:
+    uses_ray = parallel.distributed_executor_backend == "ray"
+    uses_first_ray_executor = uses_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    if uses_first_ray_executor and parallel.pipeline_parallel_size > 1:
         # This executor passes on only the last stage's reports, so no lease would ever end.
         raise InvalidConfig(
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "1 with several pipeline stages"
@@ -55,49 +54,58 @@ def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
 
 def uses_host_buffer(vllm_config: VllmConfig) -> bool:
     """Whether transfers go through host memory although the caches are on a device (`kv_buffer_device`)."""
-    transfer = vllm_config.kv_transfer_config
-    return bool(
-        transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
-    )
+    wants_host_buffer = vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
+    has_device = vllm_config.device_config.device_type != "cpu"
+    return bool(wants_host_buffer and has_device)
 
 
 def can_stream(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
 ) -> bool:
-    """Whether this engine's prompts can be read while they are being computed. Its scheduler and its workers decide
-    alike: the workers have rows for the scheduler's orders exactly if this is True.
+    """Whether this engine's prompts can be read while they are being computed.
 
-    Some cache must grow with the prompt: windows, chunks and states are read at its end, and a cache that depends on
-    the whole prompt spoils all others. A copy in host memory follows when the prompt is complete, and drafters write
-    after a chunk what they read of the next one.
+    The scheduler and the workers of an engine decide alike: the workers have rows for the scheduler's orders exactly if
+    this is True.
 
     Raises:
         InvalidConfig: a cache cannot be described.
     """
     groups = groups_of(kv_cache_config)
-    return (
-        config.streaming != "off"
-        and vllm_config.kv_transfer_config.is_kv_producer
-        and not uses_host_buffer(vllm_config)
-        and vllm_config.speculative_config is None
-        and any(group.holds_every_token for group in groups)
-        and not any(group.policy == "whole" for group in groups)
-    )
+    if config.streaming == "off":
+        return False
+    if not vllm_config.kv_transfer_config.is_kv_producer:
+        return False
+    # The copy in host memory is made when the prompt is complete: until then there is nothing to read.
+    if uses_host_buffer(vllm_config):
+        return False
+    # A drafter writes, after a chunk, entries that depend on the next chunk's tokens.
+    if vllm_config.speculative_config is not None:
+        return False
+    # With a non-causal layer every token's entries change until the prompt is complete.
+    if any(group.policy == "whole" for group in groups):
+        return False
+    # Windows, chunks and states are read at the prompt's end: some cache must grow with the prompt.
+    return any(group.holds_every_token for group in groups)
 
 
 def has_no_dp_siblings(vllm_config: VllmConfig) -> bool:
-    """Whether a step that computes nothing may take a moment: no other stage has a micro-batch for this one, and no
-    other data-parallel rank waits at the next collective operation."""
+    """Whether a step that computes nothing may take a moment.
+
+    It may where nobody waits for the step: no other pipeline stage has a micro-batch for this one, and no other
+    data-parallel rank waits at the next collective operation.
+    """
     parallel = vllm_config.parallel_config
     return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
 
 
 def sibling_ports(vllm_config: VllmConfig) -> tuple[int, ...]:
     """Side channels of this engine's other data-parallel ranks on this host."""
-    parallel, base = vllm_config.parallel_config, envs.VLLM_NIXL_SIDE_CHANNEL_PORT
-    first = parallel.data_parallel_index - (parallel.data_parallel_rank_local or 0)
-    ranks = range(first, first + parallel.data_parallel_size_local)
-    return tuple(base + rank for rank in ranks if rank != parallel.data_parallel_index)
+    parallel = vllm_config.parallel_config
+    base_port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    own_rank = parallel.data_parallel_index
+    first_rank = own_rank - (parallel.data_parallel_rank_local or 0)
+    ranks = range(first_rank, first_rank + parallel.data_parallel_size_local)
+    return tuple(base_port + rank for rank in ranks if rank != own_rank)
 
 
 def lease_slots(config: FerryConfig, vllm_config: VllmConfig) -> int:
@@ -155,19 +163,25 @@ def num_workers(topology: Topology) -> int:
 
 def sharding_of(vllm_config: VllmConfig, place: Place) -> Sharding:
     """The sharding of the KV heads of the model and its drafter over the tensor-parallel ranks."""
+    model = vllm_config.model_config
+    total_heads = model.get_total_num_kv_heads()
+    is_uniform = same_in_all_layers(total_heads, model.hf_text_config.to_dict())
     speculative = vllm_config.speculative_config
-    draft = speculative.draft_model_config if speculative is not None else None
-    models = [vllm_config.model_config, *([draft] if draft is not None else [])]
-    total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    draft = None
+    if speculative is not None:
+        draft = speculative.draft_model_config
+    if draft is not None:
+        # The drafter's layers are in the same caches: one with other heads makes the sharding of all uncertain.
+        is_uniform = (
+            is_uniform
+            and draft.get_total_num_kv_heads() == total_heads
+            and same_in_all_layers(total_heads, draft.hf_text_config.to_dict())
+        )
     return Sharding(
         total_heads=total_heads,
         rank=place.tp,
         size=vllm_config.parallel_config.tensor_parallel_size,
-        uniform=all(
-            model.get_total_num_kv_heads() == total_heads
-            and same_in_all_layers(total_heads, model.hf_text_config.to_dict())
-            for model in models
-        ),
+        uniform=is_uniform,
     )
 
 
@@ -175,12 +189,14 @@ def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
     """The facts that must be equal on both sides."""
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
-    cache_dtype = vllm_config.cache_config.cache_dtype
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype == "auto":
+        cache_dtype = dtype
     return ModelFacts(
         model=str(model.model)[:512],
         fingerprint=config.model_fingerprint or _fingerprint(vllm_config),
         dtype=dtype,
-        cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
+        cache_dtype=cache_dtype,
         quantization=str(model.quantization or "none"),
         max_model_tokens=model.max_model_len,
         speculative=draft_method(vllm_config),
@@ -190,11 +206,12 @@ def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
 
 def _fingerprint(vllm_config: VllmConfig) -> str:
     model = vllm_config.model_config
-    found = weights_of(model, vllm_config)
-    if found.startswith("config:") and str(vllm_config.load_config.load_format) != "dummy":
+    weights = weights_of(model, vllm_config)
+    has_no_files = weights.startswith("config:")
+    if has_no_files and str(vllm_config.load_config.load_format) != "dummy":
         logger.warning(
             "no weight files of %s are on this machine: engines with other weights of this configuration would be "
             "treated as equal; name the weights with model_fingerprint",
             model.model,
         )
-    return found
+    return weights

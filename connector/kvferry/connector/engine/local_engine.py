@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-_MODE = 0o644
+logger = logging.getLogger(__name__)
+
+_DESCRIPTION_MODE = 0o644
+"""Readable for all: a file of `mkstemp` is readable for its owner only."""
 
 
 def write_description(name: str, engine: EngineDescription) -> Path:
@@ -44,7 +47,8 @@ def write_description(name: str, engine: EngineDescription) -> Path:
     Raises:
         InvalidConfig: the file cannot be written; the text has the reason.
     """
-    path = Path(name.replace("{engine_id}", engine.engine_id.replace("/", "_")))
+    file_name = engine.engine_id.replace("/", "_")
+    path = Path(name.replace("{engine_id}", file_name))
     try:
         _replace(path, encode_engine_json(engine_json_of(engine)))
     except (OSError, ValueError) as refused:
@@ -55,20 +59,22 @@ def write_description(name: str, engine: EngineDescription) -> Path:
 
 
 def _replace(path: Path, content: bytes) -> None:
+    """Replace a file's content at once. If that fails, the old file stays and no other one is left.
+
+    Raises:
+        OSError: from the file system.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-            os.fchmod(stream.fileno(), _MODE)
+            os.fchmod(stream.fileno(), _DESCRIPTION_MODE)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class LocalEngine:
     mac_key: bytes = field(default_factory=new_mac_key, repr=False)
 
     @classmethod
-    def of(
+    def from_vllm_config(
         cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
     ) -> LocalEngine:
         """Create it from the configuration, with a new boot id and MAC key.
@@ -113,7 +119,8 @@ class LocalEngine:
         Raises:
             InvalidConfig: a cache cannot be described, or no decoder could reach the side channel's host.
         """
-        transfer, topology = vllm_config.kv_transfer_config, topology_of(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        topology = topology_of(vllm_config)
         groups = groups_of(kv_cache_config)
         has_turns = config.bidirectional_kv_xfer
         can_offer = has_turns and _can_offer_turns(groups, transfer.kv_load_failure_policy)
@@ -131,7 +138,7 @@ class LocalEngine:
             takes_turns=has_turns and transfer.is_kv_producer,
             offers_turns=can_offer and transfer.is_kv_consumer,
             media_scope=_media_scope(vllm_config, boot),
-            adapters=Adapters.of(vllm_config),
+            adapters=Adapters.from_vllm_config(vllm_config),
             boot=boot,
         )
         if local.is_read_from:
@@ -139,16 +146,13 @@ class LocalEngine:
         return local
 
     def is_named_by(self, source: RemotePrefill | NamedPrefill) -> bool:
-        """Whether params name this engine, in this life or an earlier one.
-
-        The boot tells engines apart, since ids are configured, and several may have one. In an earlier life it had the
-        same id and address.
-        """
-        is_here = (source.remote_host, source.remote_port) == (
-            self.host,
-            self.port,
-        ) and self.is_read_from
-        return source.boot == self.boot or (is_here and source.engine_id == self.engine_id)
+        """Whether params name this engine, in this life or an earlier one."""
+        if source.boot == self.boot:
+            return True
+        # Only the boot tells engines apart: ids are configured, and several engines may have the same one. In an
+        # earlier life this engine had another boot, but the same id and address.
+        is_here = source.remote_host == self.host and source.remote_port == self.port
+        return is_here and self.is_read_from and source.engine_id == self.engine_id
 
     @property
     def is_read_from(self) -> bool:
@@ -185,10 +189,11 @@ class LocalEngine:
             spans: per cache group the tokens of that engine's blocks.
             held_from: per cache group the first of `num_tokens` tokens that the producer holds.
         """
-        sides = zip(self.groups, spans, held_from, strict=False)
+        # Not strict: params may list the blocks of fewer groups than this model has.
+        held_by_group = zip(self.groups, spans, held_from, strict=False)
         return all(
-            reaches_back(group, span, first, num_tokens, prompt_tokens)
-            for group, span, first in sides
+            reaches_back(group, span, first_held, num_tokens, prompt_tokens)
+            for group, span, first_held in held_by_group
         )
 
     def without_scratch(
@@ -196,13 +201,17 @@ class LocalEngine:
     ) -> tuple[Sequence[int], ...]:
         """The blocks of a request per cache group; of a state, only those for the first `num_tokens` tokens, because
         vLLM's blocks after them are for the states of drafts."""
-        return tuple(
-            ids[: -(-num_tokens // span)] if group.policy == "state" else ids
-            for ids, group, span in zip(block_ids, self.groups, self.block_spans, strict=True)
-        )
+        kept = []
+        for ids, group, span in zip(block_ids, self.groups, self.block_spans, strict=True):
+            if group.policy == "state":
+                num_blocks = -(-num_tokens // span)
+                ids = ids[:num_blocks]
+            kept.append(ids)
+        return tuple(kept)
 
 
 def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> bool:
+    """Whether this model's answers can be read for the next turn; logs why not."""
     if failure_policy != "recompute":
         logger.warning(
             "kv_load_failure_policy=%s: a request whose last turn's offer has expired will fail; use recompute",
@@ -213,25 +222,25 @@ def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> boo
             "bidirectional_kv_xfer: answers are not offered, since this model's prompts are not causal"
         )
         return False
-    if not any(group.policy == "state" for group in groups):
-        return True
-    # A step in flight when a request stops has added one more token to the state, in place.
-    logger.warning(
-        "bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state"
-    )
-    return False
+    if any(group.policy == "state" for group in groups):
+        # A step in flight when a request stops has added one more token to the state, in place.
+        logger.warning(
+            "bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state"
+        )
+        return False
+    return True
 
 
 def _media_scope(vllm_config: VllmConfig, boot: BootId) -> str:
-    """A text that two engines share if vLLM's identifier of an image, audio or video means the same content on both.
-
-    vLLM hashes contents, unless both of its caches that need hashes are off. Then an identifier is the number of a
-    request, and equal for unequal images on two engines: so the scope is this boot.
-    """
+    """A text that two engines share if vLLM's identifier of an image, audio or video means the same content on both."""
     multimodal = vllm_config.model_config.multimodal_config
-    is_hashed = multimodal is None or multimodal.mm_processor_cache_gb > 0
-    if is_hashed or vllm_config.cache_config.enable_prefix_caching:
+    if multimodal is None:
         return ""
+    # vLLM hashes contents if one of the two caches that need the hashes is on.
+    if multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    # Otherwise an identifier is the number of a request: equal on two engines for unequal images. With this boot as the
+    # scope no other engine shares it.
     logger.warning(
         "prompts are computed here from their first image, audio or video on: vLLM hashes contents only with"
         " --enable-prefix-caching or with --mm-processor-cache-gb above 0"
@@ -240,39 +249,58 @@ def _media_scope(vllm_config: VllmConfig, boot: BootId) -> str:
 
 
 def tokens_left_out(vllm_config: VllmConfig, groups: Iterable[CacheGroup]) -> int:
-    """The number of a prompt's last tokens that a producer leaves to the consumer, which goes on from the loaded cache.
-
-    The consumer computes the prompt's last token itself, for its logits. It does not matter if the keys and values of
-    that token are loaded too. But a recurrent state must not include it, or the token would be applied twice. Each
-    module of a multi-token predictor looks one token further ahead; the entries that depend on tokens not yet certain
-    are left to the consumer too.
-    """
+    """The number of a prompt's last tokens that a producer does not compute; the consumer does."""
+    # The consumer computes the prompt's last token itself, for its logits. Keys and values of that token may be loaded
+    # too. But a recurrent state must not include it, or the token would be applied twice.
     has_states = any(group.policy == "state" for group in groups)
-    return max(int(has_states), int(vllm_config.num_prefill_lookahead_tokens) - 1)
+    of_states = 1 if has_states else 0
+    # Each module of a multi-token predictor looks one token further ahead. The entries that depend on tokens which are
+    # not yet certain are left to the consumer too.
+    of_predictors = int(vllm_config.num_prefill_lookahead_tokens) - 1
+    return max(of_states, of_predictors)
 
 
 def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
-    """Per transferred cache group, the tokens that a scheduler block covers. With `dcp` ranks, a block of `n` local
-    slots covers `n · dcp` tokens of the groups that vLLM shards by tokens."""
-    specs = (group.kv_cache_spec for group in kv_cache_config.transfer_groups)
-    return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
+    """Per transferred cache group, the tokens that a scheduler block covers.
+
+    With `dcp` ranks, a block of `n` local slots covers `n · dcp` tokens of the groups that vLLM shards by tokens.
+    """
+    spans = []
+    for group in kv_cache_config.transfer_groups:
+        spec = group.kv_cache_spec
+        ranks = dcp if spec.dcp_sharded else 1
+        spans.append(spec.block_size * ranks)
+    return tuple(spans)
 
 
 def row_blocks(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
 ) -> tuple[int, ...]:
-    """Per transferred cache group, the most blocks of one prompt that are listed: of a window or chunk those that
-    overlap its length, of a state one. Empty if no prompt can be read while it is computed."""
+    """Per transferred cache group, the most blocks of one prompt that its row lists.
+
+    Empty if no prompt can be read while it is computed.
+    """
     if not can_stream(vllm_config, kv_cache_config, config):
         return ()
+    groups = groups_of(kv_cache_config)
+    spans = block_spans(kv_cache_config, topology_of(vllm_config).dcp)
     longest = vllm_config.model_config.max_model_len
-    groups, spans = (
-        groups_of(kv_cache_config),
-        block_spans(kv_cache_config, topology_of(vllm_config).dcp),
-    )
     return tuple(
-        1
-        if group.policy == "state"
-        else min(-(-longest // span), -(-(group.window_tokens or longest) // span) + 2)
-        for group, span in zip(groups, spans, strict=True)
+        _most_listed_blocks(group, span, longest) for group, span in zip(groups, spans, strict=True)
     )
+
+
+def _most_listed_blocks(group: CacheGroup, span: int, longest: int) -> int:
+    """The most blocks of one prompt that a row lists for a group: all, or those that overlap the window or chunk.
+
+    Args:
+        span: the tokens that a block covers.
+        longest: the tokens of the longest prompt.
+    """
+    if group.policy == "state":
+        return 1
+    all_blocks = -(-longest // span)
+    window_tokens = group.window_tokens or longest
+    # A window begins and ends anywhere in a block.
+    window_blocks = -(-window_tokens // span) + 2
+    return min(all_blocks, window_blocks)

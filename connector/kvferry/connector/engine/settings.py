@@ -1,15 +1,11 @@
 """The settings that change the values of keys and values, as this engine runs with them.
 
 Two engines may hand caches over only if they compute the same function. The weights are covered by the fingerprint,
-types and sizes by the facts and the tensors. What is left is the model's configuration and a few options of vLLM.
+types and sizes by the facts and the tensors. What is left is the model's configuration and a few options of vLLM:
 
-It is not enough to read `config.json` beside the weights: vLLM can take the configuration from elsewhere
-(`--hf-config-path`), replaces parts of it (`--hf-overrides`), and decides some things only when the model is built, by
-the length of sequences or by the generation config. So the configuration is resolved here once more, by vLLM's own
-function, and what vLLM decides later is decided here by the same rule.
-
-The configuration in memory is not used: models change theirs while they are loaded, in the workers only, and some
-write sizes of this engine into it, so equal engines would differ.
+- the configuration, resolved once more by vLLM's own function (`resolved_config`);
+- what vLLM decides when the model is built, decided here by the same rule (`_decided_by_length`);
+- what the processor makes of media, and the model's own code.
 
 Settings that cannot change a value are left out, or equal engines would refuse each other: see `_IRRELEVANT`.
 `docs/compatibility.md` has the whole list, and a test compares it with the fields of vLLM's configuration.
@@ -75,7 +71,7 @@ _IRRELEVANT = frozenset(
         "pretraining_tp",
         "gradient_checkpointing",
         "router_aux_loss_coef",
-        # the length of tables, see `_depends_on_length`
+        # the length of tables, see `_decided_by_length`
         "max_position_embeddings",
     }
 )
@@ -118,39 +114,45 @@ _MAX_DEPTH = 16
 
 def settings_of(vllm_config: VllmConfig) -> tuple[Setting, ...]:
     """The settings of an engine, sorted by name; at most `MAX_SETTINGS`."""
-    found = dict(_of_model(vllm_config.model_config, vllm_config))
+    values = dict(_of_model(vllm_config.model_config, vllm_config))
     draft = draft_model_of(vllm_config)
     if draft is not None:
-        found |= {f"draft.{name}": value for name, value in _of_model(draft, vllm_config)}
-        found["draft.dtype"] = str(draft.dtype).removeprefix("torch.")
-        found["draft.quantization"] = draft.quantization
-        if draft.model != vllm_config.model_config.model:  # else the fingerprint covers them
-            found["draft.weights"] = weights_of(draft, vllm_config)
-    named = {
-        _printable(name): text
-        for name, value in found.items()
-        if (text := _text(value)) is not None
-    }
-    settings = [Setting(name=name, value=named[name]) for name in sorted(named)]
+        for name, value in _of_model(draft, vllm_config):
+            values[f"draft.{name}"] = value
+        values["draft.dtype"] = str(draft.dtype).removeprefix("torch.")
+        values["draft.quantization"] = draft.quantization
+        # A drafter within the model's own files is covered by their fingerprint.
+        if draft.model != vllm_config.model_config.model:
+            values["draft.weights"] = weights_of(draft, vllm_config)
+    texts: dict[str, str] = {}
+    for name, value in values.items():
+        text = _text(value)
+        if text is not None:
+            texts[_printable(name)] = text
+    settings = tuple(Setting(name=name, value=texts[name]) for name in sorted(texts))
     if len(settings) <= MAX_SETTINGS:
-        return tuple(settings)
+        return settings
+    # The wire takes no more. The rest is compared as one, so a difference in it is still found, but not named.
+    kept = settings[: MAX_SETTINGS - 1]
     rest = settings[MAX_SETTINGS - 1 :]
-    digest = _digest("".join(f"{one.name}={one.value};" for one in rest))
-    return (
-        *settings[: MAX_SETTINGS - 1],
-        Setting(name="others", value=f"{len(rest)} settings, {digest}"),
-    )
-
-
-def draft_method(vllm_config: VllmConfig) -> str:
-    """The draft method if its drafter has a cache, else `none`: n-grams, suffixes and heads without attention keep
-    nothing for a prompt, so engines that differ in them have equal caches."""
-    speculative = vllm_config.speculative_config
-    method = "none" if speculative is None else str(speculative.method)
-    return "none" if method in _DRAFTS_WITHOUT_CACHE else method
+    digest = _digest("".join(f"{setting.name}={setting.value};" for setting in rest))
+    return (*kept, Setting(name="others", value=f"{len(rest)} settings, {digest}"))
 
 
 _DRAFTS_WITHOUT_CACHE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""N-grams, suffixes and heads without attention keep nothing for a prompt: engines that differ in them have equal
+caches."""
+
+
+def draft_method(vllm_config: VllmConfig) -> str:
+    """The draft method if its drafter has a cache, else `none`."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return "none"
+    method = str(speculative.method)
+    if method in _DRAFTS_WITHOUT_CACHE:
+        return "none"
+    return method
 
 
 def draft_model_of(vllm_config: VllmConfig) -> ModelConfig | None:
@@ -174,11 +176,14 @@ def model_dir(model: ModelConfig, vllm_config: VllmConfig) -> Path | None:
 
 
 def _of_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
+    """The settings of one model, as (name, value); some values say nothing, see `_text`."""
     directory = model_dir(model, vllm_config)
     config = resolved_config(model, _config_dir(model, directory, vllm_config))
-    # Llama-4's is decided otherwise, see `_tunes_temperature`.
-    overruled = {"attn_temperature_tuning"} if config.get("model_type") in _LLAMA_4 else set()
-    yield from _flat("config", config, _IRRELEVANT | overruled)
+    left_out = _IRRELEVANT
+    if config.get("model_type") in _LLAMA_4:
+        # Not what the configuration says: `_tunes_temperature` decides it.
+        left_out = _IRRELEVANT | {"attn_temperature_tuning"}
+    yield from _flat("config", config, left_out)
     yield from _decided_by_length(model, vllm_config, config)
     yield from _flat("online_quantization", getattr(model, "quantization_config", None))
     yield "model_class", getattr(model, "_architecture", None)
@@ -199,6 +204,8 @@ def resolved_config(model: ModelConfig, directory: Path | None) -> dict[str, Any
         directory: where its `config.json` is on this machine; the network is not used. If it is not there, or is not
             read, the configuration in memory is taken.
     """
+    # The configuration in memory is not the first choice. Models change theirs while they are loaded, in the workers
+    # only, and some write sizes of this engine into it: equal engines would differ.
     if directory is not None:
         try:
             return _read_as_vllm_does(model, directory)
@@ -209,17 +216,21 @@ def resolved_config(model: ModelConfig, directory: Path | None) -> dict[str, Any
 
 
 def _read_as_vllm_does(model: ModelConfig, directory: Path) -> dict[str, Any]:
+    """Reading `config.json` alone is not enough: vLLM replaces parts of it (`--hf-overrides`)."""
     from vllm.transformers_utils.config import get_config
 
     overrides = model.hf_overrides or {}
-    changes = None
+    change = None
     flat: dict[str, Any] = {}
     nested: dict[str, Any] = {}
     if callable(overrides):
-        changes = overrides
+        change = overrides
     else:
         for key, value in overrides.items():
-            (nested if isinstance(value, dict) else flat)[key] = value
+            if isinstance(value, dict):
+                nested[key] = value
+            else:
+                flat[key] = value
     config = get_config(
         directory,
         model.trust_remote_code,
@@ -227,26 +238,32 @@ def _read_as_vllm_does(model: ModelConfig, directory: Path) -> dict[str, Any]:
         model.code_revision,
         model.config_format,
         hf_overrides_kw=flat,
-        hf_overrides_fn=changes,
+        hf_overrides_fn=change,
     )
     if nested:
-        model._apply_dict_overrides(config, nested)  # vLLM's own rule, not a copy of it
+        # A private function of vLLM's, because a copy of its rule would fall behind it.
+        model._apply_dict_overrides(config, nested)
     plain: dict[str, Any] = config.to_dict()
     return plain
 
 
 def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmConfig) -> Path | None:
-    """The folder of the `config.json` that the engine uses."""
+    """The folder of the `config.json` that the engine uses; None if it is not on this machine.
+
+    Args:
+        directory: the folder of the model.
+    """
+    # vLLM can take the configuration from elsewhere than the weights (`--hf-config-path`).
     path = getattr(model, "hf_config_path", None)
-    if path is None or path == model.model:
-        found = directory
-    else:
+    if path is not None and path != model.model:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
-        found = local_model_dir(path, revision, vllm_config.load_config.download_dir)
-    has_config = found is not None and any(
-        (found / name).is_file() for name in ("config.json", "params.json")
-    )
-    return found if has_config else None
+        directory = local_model_dir(path, revision, vllm_config.load_config.download_dir)
+    if directory is None:
+        return None
+    for name in ("config.json", "params.json"):
+        if (directory / name).is_file():
+            return directory
+    return None
 
 
 # What vLLM decides when the model is built.
@@ -256,51 +273,58 @@ def _decided_by_length(
     model: ModelConfig, vllm_config: VllmConfig, config: Any
 ) -> Iterator[tuple[str, Any]]:
     """Decisions by the longest sequence. Wherever there is none of these, engines may differ in `--max-model-len`."""
-    # A drafter is built with its own length or with the target's, which depends on the method.
-    lengths = [_length_at_load(one) for one in (vllm_config.model_config, model)]
-    length = lengths[0]
+    target_length = _length_at_load(vllm_config.model_config)
+    # A drafter is built with its own length or with the target's, which depends on the method. So both are compared.
+    lengths = (target_length, _length_at_load(model))
     ropes = list(_ropes(config))
     for path, rope, original in ropes:
         if _rope_type(rope) in _LONGROPE:
-            yield (
-                f"longrope.{path}",
-                "/".join(dict.fromkeys(_factors(one, original) for one in lengths)),
-            )
+            factors = dict.fromkeys(_factors(length, original) for length in lengths)
+            yield f"longrope.{path}", "/".join(factors)
     if any(_rope_type(rope) not in _ROPE_WITHOUT_LENGTH for _, rope, _ in ropes):
         for path, value in _flat("config", config):
-            if path.rpartition(".")[2] == "max_position_embeddings":
+            if _last_key(path) == "max_position_embeddings":
                 yield path, value
         if str(getattr(model, "_architecture", "")).startswith(_LENGTH_IS_OF_THE_ENGINE):
-            yield "max_model_len", length
+            yield "max_model_len", target_length
     if config.get("model_type") in _LLAMA_4:
-        yield "attention_temperature", _tunes_temperature(model, length)
+        yield "attention_temperature", _tunes_temperature(model, target_length)
 
 
 def _length_at_load(model: ModelConfig) -> int:
-    """The longest sequence when the model was built. With `--max-model-len auto` vLLM shortens it to the cache's size
-    only after that."""
+    """The longest sequence when the model was built."""
     length = model.max_model_len
     if getattr(model, "original_max_model_len", None) == -1:
+        # `--max-model-len auto`: vLLM shortens it to the cache's size after the model was built.
         length = max(length, model.get_and_verify_max_len(-1))
     return int(length)
+
+
+def _last_key(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _factors(length: int, original: Any) -> str:
     """LongRoPE has factors for short sequences and for long ones, and vLLM uses one kind for all of an engine's."""
     if not isinstance(original, int | float):
         return f"of a --max-model-len of {length}"
-    return "long" if length > original else "short"
+    if length > original:
+        return "long"
+    return "short"
 
 
 def _ropes(
     config: Any, path: str = "config", original: Any = None
 ) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Every rotary embedding in a configuration: its path, its parameters and its `original_max_position_embeddings`,
-    which may also be a key of the configuration around it."""
+    """Every rotary embedding in a configuration: its path, its parameters, and its `original_max_position_embeddings`.
+
+    Args:
+        original: that of the configuration around this one, where the key may be as well.
+    """
     if not isinstance(config, dict) or path.count(".") > _MAX_DEPTH:
         return
     original = config.get("original_max_position_embeddings", original)
-    is_rope = "rope_type" in config or path.rpartition(".")[2].startswith("rope")
+    is_rope = "rope_type" in config or _last_key(path).startswith("rope")
     if is_rope and _rope_type(config) is not None:
         yield path, config, original
         return
@@ -309,18 +333,18 @@ def _ropes(
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str | None:
-    found = rope.get("rope_type", rope.get("type"))
-    return found if isinstance(found, str) else None
+    rope_type = rope.get("rope_type", rope.get("type"))
+    return rope_type if isinstance(rope_type, str) else None
 
 
 def _tunes_temperature(model: ModelConfig, length: int) -> Any:
     """Whether Llama-4's attention is tuned: vLLM reads it from the generation config, not from the model's."""
     generation: dict[str, Any] = {}
     try:
-        generation = model.try_get_generation_config()
+        generation = dict(model.try_get_generation_config())
     except Exception as error:  # noqa: BLE001 - it may need the network; the model itself could not be loaded then
         logger.warning("the generation config of %s cannot be read: %r", model.model, error)
-    generation = {**generation, **(model.override_generation_config or {})}
+    generation.update(model.override_generation_config or {})
     return generation.get("attn_temperature_tuning", length > _TUNES_ABOVE_TOKENS)
 
 
@@ -337,21 +361,21 @@ def _of_media(model: ModelConfig, directory: Path | None) -> Iterator[tuple[str,
     if media.mm_encoder_attn_dtype is not None:
         yield "media.encoder_attention", media.mm_encoder_attn_dtype
         if media.mm_encoder_fp8_scale_path is not None:
-            yield from _flat(
-                "media.encoder_scales", read_json(Path(media.mm_encoder_fp8_scale_path))
-            )
+            scales = read_json(Path(media.mm_encoder_fp8_scale_path))
+            yield from _flat("media.encoder_scales", scales)
+    if directory is None:
+        return
     for name in _PROCESSOR_FILES:
-        if directory is not None:
-            yield from _flat(
-                f"processor.{name.removesuffix('.json')}", read_json(directory / name), {"auto_map"}
-            )
+        path = f"processor.{name.removesuffix('.json')}"
+        yield from _flat(path, read_json(directory / name), {"auto_map"})
 
 
 def _runs_own_code(model: ModelConfig) -> bool:
-    """Whether code beside the model computes keys and values: vLLM has no implementation, or the code prepares media.
-    For all others such code is only the class of the configuration, and that is compared as it was resolved."""
+    """Whether code beside the model computes keys and values."""
     if not model.trust_remote_code or not getattr(model.hf_config, "auto_map", None):
         return False
+    # Such code prepares media, or is the model itself where vLLM has no implementation. For all other models it is only
+    # the class of the configuration, and that is compared as it was resolved.
     return model.multimodal_config is not None or bool(model.using_transformers_backend())
 
 
@@ -372,7 +396,11 @@ def _digest_of_code(directory: Path | None) -> str | None:
 def _flat(
     path: str, value: Any, without: frozenset[str] | set[str] = frozenset()
 ) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested objects, each with its path. Keys that begin with an underscore are transformers' own."""
+    """The leaves of nested objects, each with its path.
+
+    Args:
+        without: keys that are left out, at any depth.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if not isinstance(value, Mapping) or path.count(".") > _MAX_DEPTH:
@@ -380,23 +408,27 @@ def _flat(
         return
     for key, inner in value.items():
         name = str(key)
-        if name not in without and not name.startswith("_") and "dropout" not in name:
-            yield from _flat(f"{path}.{name}", inner, without)
+        # Keys with an underscore are transformers' own; dropouts act in training only.
+        if name in without or name.startswith("_") or "dropout" in name:
+            continue
+        yield from _flat(f"{path}.{name}", inner, without)
 
 
 def _text(value: Any) -> str | None:
-    """A value as one line of text, equal for equal values: `10000.0` is `10000`. None for what says nothing: an option
-    that is absent in one release of a library is often empty in the next."""
+    """A value as one line of text, equal for equal values: `10000.0` is `10000`. None for what says nothing."""
     plain = _plain(value)
+    # An option that is absent in one release of a library is often empty in the next.
     if plain is None or plain in ([], {}):
         return None
     text = json.dumps(plain, sort_keys=True)
     if len(text) <= _MAX_VALUE:
         return text
-    return f"{text[: _MAX_VALUE // 2]}… ({len(text)} characters, {_digest(text)})"
+    beginning = text[: _MAX_VALUE // 2]
+    return f"{beginning}… ({len(text)} characters, {_digest(text)})"
 
 
 def _plain(value: Any) -> Any:
+    """A value of plain types, as JSON has them."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -410,14 +442,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return _plain(value.value)
     text = str(value)
-    # The address of an object is another one in every process.
-    return type(value).__qualname__ if " at 0x" in text else text
+    if " at 0x" in text:
+        # The address of an object is another one in every process.
+        return type(value).__qualname__
+    return text
 
 
 def _printable(name: str) -> str:
     """A name as the wire takes it: a configuration may have any text as a key."""
-    return "".join(one if one.isascii() and one.isprintable() else "?" for one in name[:_MAX_NAME])
+    characters = []
+    for character in name[:_MAX_NAME]:
+        is_accepted = character.isascii() and character.isprintable()
+        characters.append(character if is_accepted else "?")
+    return "".join(characters)
 
 
 def _digest(text: str) -> str:
+    # `surrogatepass`: a configuration may have lone surrogates in its texts.
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -35,7 +35,7 @@ class PeerLabels:
         self._most = most
         self._known: dict[tuple[str, int], str] = {}
 
-    def of(self, source: PeerKey, *, is_good: bool) -> str:
+    def label_of(self, source: PeerKey, *, is_good: bool) -> str:
         """The label of the producer of an ended load."""
         address = (source.host, source.port)
         known = self._known.get(address)
@@ -60,7 +60,7 @@ class FerryStats(KVConnectorStats):
     """
 
     @classmethod
-    def of_counts(
+    def from_counts(
         cls,
         counts: Mapping[CounterKey, float],
         samples: Mapping[str, list[float]],
@@ -76,7 +76,7 @@ class FerryStats(KVConnectorStats):
         return cls(data={"counters": counters, "samples": reported, "gauges": dict(gauges or {})})
 
     @classmethod
-    def of_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
+    def from_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
         """Statistics of a worker's step; None if there are none."""
         if not (results.load_records or results.failed or results.counts or results.handshake_s):
             return None
@@ -127,7 +127,7 @@ class FerryStats(KVConnectorStats):
 
 def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:
     """The increments of counters by an ended load."""
-    peer = labels.of(load.source, is_good=load.reason is None)
+    peer = labels.label_of(load.source, is_good=load.reason is None)
     if load.reason is FailureReason.ABORTED:
         return {}
     if load.reason is not None:

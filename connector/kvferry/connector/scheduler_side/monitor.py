@@ -67,7 +67,7 @@ class EngineMonitor:
         """Counters and samples since the last call, and gauges that have changed."""
         now = self._gauges()
         changed, self._reported = dict(now.items() - self._reported.items()), now
-        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), changed)
+        return FerryStats.from_counts(self.counters.take(), self.counters.take_samples(), changed)
 
     def poll(self) -> None:
         """Check integrity if a check is due. An error is counted each time, logged once and never raised: it is a bug

@@ -75,7 +75,7 @@ class SchedulerSide:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
     ) -> None:
         secrets = secrets_from_environment()
-        local = LocalEngine.of(vllm_config, kv_cache_config, config)
+        local = LocalEngine.from_vllm_config(vllm_config, kv_cache_config, config)
         self._local = local
         counters, workers = Counters(), num_workers(local.topology)
         self.blocks = EngineBlocks()

@@ -157,7 +157,7 @@ class WorkerSide:
         if self._has_reported:
             return None
         self._has_reported = True
-        return FerryStats.of_results(self._step, self._labels)
+        return FerryStats.from_results(self._step, self._labels)
 
     def take_metadata(self) -> FerryWorkerMetadata | None:
         """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
@@ -202,7 +202,7 @@ class WorkerSide:
         siblings = gather_workers(self._worker.description, groups)
         self._worker.add_siblings(siblings)
         place = self._worker.description.place
-        self._handshake = FerryHandshake.of(place, siblings)
+        self._handshake = FerryHandshake.from_workers(place, siblings)
         logger.info(
             "worker %s registered %d paged tensors in %.2f s",
             place,
