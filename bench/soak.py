@@ -6,8 +6,9 @@
 Three producers and three consumers with shards, block sizes and layouts of their own live in one process, each worker
 with a NIXL agent and a transfer thread. The seed gives the same requests with the same faults again; threads make what
 comes of them similar, not equal. It prints a line every ten seconds, tables at the end, writes `results/soak.json`, and
-exits with 1 if anything happened that must never happen, or memory, descriptors or threads grow. SIGTERM ends it early,
-with the tables.
+exits with 1 if anything happened that must never happen, or memory, descriptors or threads grow, with the requests or
+with the lives of engines: each engine is restarted once at the start and once in the second half. SIGTERM ends it
+early, with the tables.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from bench.figures import publish
 from bench.provenance import begin
 from bench.soak_fleet import Fleet
-from bench.soak_report import grown, results_of
+from bench.soak_report import GAUGES, grown, results_of
 from bench.soak_schedule import Fault
 
 STREAMED = 0.5
@@ -52,6 +53,7 @@ def soak(
         fleet.run(requests, seconds)
     finally:
         fleet.close()
+    added = {name: fleet.gauges.added(name) for name in GAUGES}
     counts, samples = fleet.counts, fleet.gauges.samples
     by_fault: dict[str, dict[str, int]] = {fault.value: {} for fault in Fault}
     for (fault, outcome), amount in sorted(counts.by_fault.items(), key=lambda one: -one[1]):
@@ -79,9 +81,10 @@ def soak(
                 "first": getattr(samples[0], name),
                 "last": getattr(samples[-1], name),
                 "most": max(getattr(one, name) for one in samples),
-                "per_1000_requests": fleet.gauges.slope(name),
+                "per_1000_requests": added[name][0],
+                "per_life": added[name][1],
             }
-            for name in ("rss_mb", "own_mb", "objects", "fds", "threads")
+            for name in GAUGES
         },
         "samples": [asdict(one) for one in samples],
         "violations": dict(counts.violations),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,9 @@ _IDLE_WITHIN_S = 60.0
 _POLL_S = 2.0
 _GRAVE_S = 3.0
 _NOT_READY_S = 0.3
+_ROUNDS = (0.0, 0.6)
+"""Parts of the soak after which every engine is restarted once. After the first round the allocators have what
+restarts take, whatever the seed draws; the second tells what lives add from what requests add."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,17 @@ class Fleet:
         self._frozen: dict[SoakEngine, float] = {}
         self._not_ready: dict[SoakEngine, float] = {}
         self._graves: list[tuple[SoakEngine, threading.Thread, float]] = []
+        self._due = deque(
+            (part, index) for part in _ROUNDS for index in range(len(PRODUCERS + CONSUMERS))
+        )
         self.moved: Counter[str] = Counter()
         self.producers = [self._start(f"P{index}", kind) for index, kind in enumerate(PRODUCERS)]
         self.consumers = [self._start(f"C{index}", kind) for index, kind in enumerate(CONSUMERS)]
 
     def run(self, requests: int | None, seconds: float | None) -> None:
         """So many requests, or so long, or until `stop` is set; then everything that is under way ends."""
-        end_s = None if seconds is None else time.monotonic() + seconds
+        start_s = time.monotonic()
+        end_s = None if seconds is None else start_s + seconds
         numbers: Iterator[int] = itertools.count() if requests is None else iter(range(requests))
         running: dict[Life, Script] = {}
         more = True
@@ -113,7 +120,10 @@ class Fleet:
                     running[life(self, drawn)] = drawn
             progress = self._resume(running)
             self.step()
-            self._poll(len(running))
+            over = self.counts.requests / requests if requests else 0.0
+            if seconds is not None:
+                over = max(over, (time.monotonic() - start_s) / seconds)
+            self._poll(len(running), over)
             if not progress:
                 time.sleep(0.0005)
 
@@ -165,7 +175,7 @@ class Fleet:
     def close(self) -> None:
         """Everything ends; what must not be left is counted under `violations`."""
         self._wait_until_idle()
-        self.gauges.poll(self.counts.requests, now=True)
+        self.gauges.poll(self.counts.requests, self.lives, now=True)
         for engine in self._engines():
             self._check_idle(engine)
             engine.kill().join(60.0)
@@ -199,9 +209,22 @@ class Fleet:
                 progress = True
         return progress
 
-    def _poll(self, running: int) -> None:
-        """Now and then: gauges, integrity, a line."""
-        self.gauges.poll(self.counts.requests)
+    def _restart_one(self, over: float) -> None:
+        """The next of the restarts that no fault asks for, if so much of the soak is over."""
+        if not self._due or over < self._due[0][0]:
+            return
+        part, index = self._due.popleft()
+        if index < len(PRODUCERS):
+            self.restart_producer(index, 0)
+        else:
+            self.restart_consumer(index - len(PRODUCERS))
+        if part == _ROUNDS[0]:
+            self.gauges.warm = len(self.gauges.samples)
+
+    def _poll(self, running: int, over: float) -> None:
+        """Now and then: gauges, a restart, integrity, a line."""
+        if self.gauges.poll(self.counts.requests, self.lives, calm=not self._graves):
+            self._restart_one(over)
         now_s = time.monotonic()
         if now_s > self._polled_s + _POLL_S:
             self._polled_s = now_s
@@ -233,7 +256,9 @@ class Fleet:
 
     def _wait_until_idle(self) -> None:
         end_s = time.monotonic() + _IDLE_WITHIN_S
-        while time.monotonic() < end_s and not all(_is_idle(engine) for engine in self._engines()):
+        while time.monotonic() < end_s and (
+            self._graves or not all(_is_idle(engine) for engine in self._engines())
+        ):
             self.step()
             time.sleep(0.002)
 

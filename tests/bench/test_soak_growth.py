@@ -1,4 +1,5 @@
-"""Limits of what a soak adds with every request: a leak fails it, and what goes up and down does not."""
+"""Limits of what a soak adds with every request and with every life of an engine: a leak of either fails it and is
+named, and what goes up and down does not."""
 
 from __future__ import annotations
 
@@ -6,40 +7,87 @@ from typing import Any
 
 import pytest
 from bench.soak_counts import Gauges, Sample
-from bench.soak_report import FEWEST_FOR_A_SLOPE, MOST_ADDED, grown
+from bench.soak_report import FEWEST_FOR_A_SLOPE, GAUGES, MOST_ADDED, MOST_PER_LIFE, grown
+
+_EVERY, _REQUESTS = 130, 5000
+_KINDS = {"per_1000_requests": MOST_ADDED, "per_life": MOST_PER_LIFE}
 
 
-def figures(requests: int, **added: float) -> dict[str, Any]:
-    """Of a soak; gauges without a number do not grow."""
+def samples(
+    mb_per_1000: float = 0.0,
+    mb_per_life: float = 0.0,
+    first_round_at: int = 200,
+    kills: tuple[int, ...] = (2200,),
+) -> list[Sample]:
+    """Of a soak of three minutes: every engine is restarted once from request `first_round_at` on and once from 3,000
+    on, and one at each of `kills`. The first six restarts take 20 MB."""
+    made = []
+    for at in range(0, _REQUESTS, _EVERY):
+        planned = sum(min(6, max(0, (at - begin) // 150)) for begin in (first_round_at, 3000))
+        lives = 6 + planned + sum(at >= kill for kill in kills)
+        swing = 2.0 * (at // _EVERY % 2)
+        mb = 420 + 20 * min(lives - 6, 6) / 6 + swing
+        mb += mb_per_1000 * at / 1000 + mb_per_life * lives
+        objects = 800_000 + 500 * at // 1000 + 3000 * (at // _EVERY % 2)
+        made.append(Sample(at / 28, at, lives, mb, mb - 170, objects, 680, 134))
+    return made
+
+
+def figures(made: list[Sample], warm: int | None = None) -> dict[str, Any]:
+    if warm is None:
+        warm = next(index for index, one in enumerate(made) if one.lives >= 12)
+    gauges = Gauges(made, warm)
+    added = {name: gauges.added(name) for name in GAUGES}
     return {
-        "requests": requests,
-        "gauges": {name: {"per_1000_requests": added.get(name, 0.0)} for name in MOST_ADDED},
+        "requests": _REQUESTS,
+        "gauges": {name: dict(zip(_KINDS, both, strict=True)) for name, both in added.items()},
     }
 
 
-@pytest.mark.parametrize("name", MOST_ADDED)
-def test_each_gauge_that_grows_by_more_than_its_limit_is_named(name: str) -> None:
-    most = MOST_ADDED[name]
-    assert grown(figures(FEWEST_FOR_A_SLOPE, **{name: most})) == []
-    (said,) = grown(figures(FEWEST_FOR_A_SLOPE, **{name: 1.1 * most}))
-    assert f"at most {most:g}" in said
-    assert grown(figures(FEWEST_FOR_A_SLOPE - 1, **{name: 1.1 * most})) == []
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("name", GAUGES)
+def test_each_gauge_that_grows_by_more_than_its_limit_is_named(name: str, kind: str) -> None:
+    most = _KINDS[kind][name]
+
+    def said(added: float, requests: int = FEWEST_FOR_A_SLOPE) -> list[str]:
+        gauges = {one: dict.fromkeys(_KINDS, 0.0) for one in GAUGES}
+        gauges[name][kind] = added
+        return grown({"requests": requests, "gauges": gauges})
+
+    assert said(most) == []
+    (text,) = said(1.1 * most)
+    assert GAUGES[name] in text
+    assert f"at most {most:g}" in text
+    assert said(1.1 * most, FEWEST_FOR_A_SLOPE - 1) == []
 
 
-def test_the_slope_is_that_of_a_leak_beneath_what_goes_up_and_down() -> None:
-    samples = [
-        Sample(
-            at / 10,
-            at,
-            100.0,
-            100.0 + 5 * (at // 100 % 2),
-            10 * at + 5000 * (at // 100 % 2),
-            50,
-            10,
-        )
-        for at in range(0, 5000, 50)
-    ]
-    gauges = Gauges(samples=samples)
-    assert gauges.slope("objects") == pytest.approx(10_000, rel=0.1)
-    assert abs(gauges.slope("own_mb")) < MOST_ADDED["own_mb"] / 4
-    assert gauges.slope("fds") == 0
+@pytest.mark.parametrize("kills", [(), (2200,), (1700, 4600), (4700, 4800, 4900)])
+def test_what_first_restarts_take_and_what_goes_up_and_down_is_no_growth(
+    kills: tuple[int, ...],
+) -> None:
+    assert grown(figures(samples(kills=kills))) == []
+
+
+def test_a_first_round_that_ends_late_does_not_count() -> None:
+    made = samples(first_round_at=1700, kills=())
+    assert grown(figures(made)) == []
+    assert grown(figures(made, warm=0))  # else it proves nothing
+
+
+@pytest.mark.parametrize("kills", [(), (1700, 4600), (4700, 4800, 4900)])
+def test_a_leak_of_some_kb_by_every_request_is_named_as_that(kills: tuple[int, ...]) -> None:
+    said = grown(figures(samples(mb_per_1000=6.0, kills=kills)))
+    assert len(said) == 2
+    assert all("MB" in one and "per 1,000 requests" in one for one in said)
+
+
+@pytest.mark.parametrize("kills", [(), (1700, 4600), (4700, 4800, 4900)])
+def test_a_leak_of_some_mb_by_every_life_is_named_as_that(kills: tuple[int, ...]) -> None:
+    said = grown(figures(samples(mb_per_life=2.5, kills=kills)))
+    assert len(said) == 2
+    assert all("MB" in one and "per life of an engine" in one for one in said)
+
+
+def test_a_soak_without_restarts_is_judged_by_its_requests() -> None:
+    made = [Sample(at / 28, at, 6, 6.0 * at / 1000, 0.0, 0, 0, 0) for at in range(0, 5000, 100)]
+    assert Gauges(made).added("rss_mb") == pytest.approx((6.0, 0.0))

@@ -18,7 +18,7 @@ from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
-from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup

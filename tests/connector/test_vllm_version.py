@@ -12,7 +12,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvferry.cli.doctor.versions import VLLM
-from kvferry.connector.vllm_internals import SUPPORTED, check_vllm_version, is_supported
+from kvferry.connector.vllm.version import SUPPORTED, check_vllm_version, is_supported
 from kvferry.protocol.errors import InvalidConfig, UnsupportedVllm
 
 TRANSFER = SimpleNamespace(

@@ -162,7 +162,7 @@ def test_a_ticket_that_cannot_be_used_costs_a_prefill(
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    asked = producer.engine.connector.scheduler_side._offers._asked
+    asked = producer.engine.connector.scheduler_side._offers._directory
     asked.ticket(prefill, ticket)
     until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)

@@ -16,7 +16,8 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvferry.connector.vllm_internals import EngineLoop, RunningWeights
+from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.weights import RunningWeights
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_params
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work

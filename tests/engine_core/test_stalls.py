@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.parking import MAX_ASKED
-from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.stalls import Life

@@ -68,7 +68,7 @@ GUARDS = (
         "progress",
         "a slot reports the tokens of a step when the device has finished it, not earlier",
         (1,),
-        "kvferry.worker.stream_rows:Stream.take_tokens",
+        "kvferry.worker.stream_rows:ServedStream.take_tokens",
         switches.report_at_once,
         (
             "tests/worker/test_stream_rows.py::test_tokens_are_reported_step_by_step_while_several_are_in_flight",
@@ -78,7 +78,7 @@ GUARDS = (
         "preempted",
         "a prompt that is preempted while it is read goes on under another epoch",
         (1, 2),
-        "kvferry.scheduler.producer.streams:Streams.restart",
+        "kvferry.scheduler.producer.streams:PublishedStreams.restart",
         switches.nothing,
         (
             "tests/faults/test_fence_attack.py::"
@@ -362,12 +362,12 @@ GUARDS = (
         "places",
         "no host that clients name gets more connections and turns to connect than are free",
         (5,),
-        "kvferry.scheduler.side_channel.places:has_share",
+        "kvferry.scheduler.side_channel.connection_slots:has_share",
         switches.always(True),
         (
-            "tests/scheduler/test_places.py::"
+            "tests/scheduler/test_connection_slots.py::"
             "test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_connected_before",
-            "tests/scheduler/test_places.py::test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others",
+            "tests/scheduler/test_connection_slots.py::test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others",
         ),
     ),
     Guard(
@@ -458,7 +458,7 @@ GUARDS = (
         "weights",
         "prompts of updated weights share nothing with those of before",
         (1,),
-        "kvferry.connector.vllm_internals:RunningWeights.version",
+        "kvferry.connector.vllm.weights:RunningWeights.version",
         switches.always(""),
         (
             "tests/engine_core/test_engine_loop.py::"

@@ -1,6 +1,6 @@
 """The soak, for three minutes: six engines with shards of their own, half of the prompts read while they are computed,
 5% of the requests with a fault. Every load is right byte for byte or reported failed, nothing is left, and what the
-process takes does not grow.
+process takes does not grow, neither with the requests nor with the lives of engines.
 
 `KVFERRY_FAULT_SOAK_MINUTES=30` makes it longer; a failure prints the seed that draws the same requests again.
 """

@@ -20,7 +20,7 @@ __all__ = ["FerryConnector", "NixlConnector"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from kvferry.connector.vllm_internals import check_vllm_version
+        from kvferry.connector.vllm.version import check_vllm_version
 
         check_vllm_version()
         from kvferry.connector.connector import FerryConnector

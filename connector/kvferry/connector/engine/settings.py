@@ -28,6 +28,11 @@ from kvferry.connector.engine.fingerprint import (
     local_weights_dir,
     read_json,
 )
+from kvferry.connector.vllm.model_config import (
+    config_revision,
+    model_class_name,
+    read_model_config,
+)
 from kvferry.protocol.handshake import MAX_SETTINGS, Setting
 
 if TYPE_CHECKING:
@@ -186,7 +191,7 @@ def _of_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[tuple[str
     yield from _flat("config", config, left_out)
     yield from _decided_by_length(model, vllm_config, config)
     yield from _flat("online_quantization", getattr(model, "quantization_config", None))
-    yield "model_class", getattr(model, "_architecture", None)
+    yield "model_class", model_class_name(model)
     yield from _flat("model_class.overrides", getattr(model, "model_class_overrides", None))
     if getattr(model, "multimodal_config", None) is not None:
         yield from _of_media(model, directory)
@@ -208,43 +213,11 @@ def resolved_config(model: ModelConfig, directory: Path | None) -> dict[str, Any
     # only, and some write sizes of this engine into it: equal engines would differ.
     if directory is not None:
         try:
-            return _read_as_vllm_does(model, directory)
+            return read_model_config(model, directory)
         except Exception as error:  # noqa: BLE001 - any code of a model may run here, and must not stop the start
             logger.warning("the configuration of %s is taken from memory: %r", model.model, error)
     config: dict[str, Any] = model.hf_config.to_dict()
     return config
-
-
-def _read_as_vllm_does(model: ModelConfig, directory: Path) -> dict[str, Any]:
-    """Reading `config.json` alone is not enough: vLLM replaces parts of it (`--hf-overrides`)."""
-    from vllm.transformers_utils.config import get_config
-
-    overrides = model.hf_overrides or {}
-    change = None
-    flat: dict[str, Any] = {}
-    nested: dict[str, Any] = {}
-    if callable(overrides):
-        change = overrides
-    else:
-        for key, value in overrides.items():
-            if isinstance(value, dict):
-                nested[key] = value
-            else:
-                flat[key] = value
-    config = get_config(
-        directory,
-        model.trust_remote_code,
-        None,
-        model.code_revision,
-        model.config_format,
-        hf_overrides_kw=flat,
-        hf_overrides_fn=change,
-    )
-    if nested:
-        # A private function of vLLM's, because a copy of its rule would fall behind it.
-        model._apply_dict_overrides(config, nested)
-    plain: dict[str, Any] = config.to_dict()
-    return plain
 
 
 def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmConfig) -> Path | None:
@@ -256,7 +229,7 @@ def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmCon
     # vLLM can take the configuration from elsewhere than the weights (`--hf-config-path`).
     path = getattr(model, "hf_config_path", None)
     if path is not None and path != model.model:
-        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        revision = config_revision(model)
         directory = local_model_dir(path, revision, vllm_config.load_config.download_dir)
     if directory is None:
         return None

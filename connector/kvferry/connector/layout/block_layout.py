@@ -15,7 +15,7 @@ import torch
 
 from kvferry.connector.layout.patterns import PATTERNS, Cells, is_indexer, is_mla
 from kvferry.connector.layout.sharding import Sharding
-from kvferry.connector.vllm_internals import cpu_attention_isa
+from kvferry.connector.vllm.attention import cpu_attention_isa
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Range
 

@@ -26,6 +26,7 @@ import torch
 
 from kvferry.connector.layout.block_layout import Part
 from kvferry.connector.layout.sharding import Sharding
+from kvferry.connector.vllm.attention import has_convolution_channels_first
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import PagedTensor, Range
 
@@ -147,10 +148,10 @@ def _kind_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
 
 def _orientation(shape: tuple[int, ...]) -> tuple[int, int, bool]:
     """Channels and columns of a convolution state, and whether a channel's columns are contiguous."""
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
     first, second = shape
-    return (first, second, True) if is_conv_state_dim_first() else (second, first, False)
+    if has_convolution_channels_first():
+        return first, second, True
+    return second, first, False
 
 
 def _projections(

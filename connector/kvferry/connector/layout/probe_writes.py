@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvferry.connector.layout.patterns import is_mla
+from kvferry.connector.vllm.attention import scale_of
 from kvferry.protocol.errors import InvalidConfig
 
 BLOCKS = 3
@@ -110,8 +111,11 @@ def scales_of(layer: Any, layer_name: str, spec: Any) -> dict[str, Scales]:
         )
     found: dict[str, Scales] = {}
     names = {"mla": "k"} if is_mla(spec) else {"k": "k", "v": "v"}
-    for place, suffix in (("tensors", "_scale"), ("numbers", "_scale_float")):
-        reported = {kind: getattr(layer, f"_{name}{suffix}", None) for kind, name in names.items()}
+    for place in ("tensors", "numbers"):
+        is_number = place == "numbers"
+        reported = {
+            kind: scale_of(layer, name, is_number=is_number) for kind, name in names.items()
+        }
         if None in reported.values():
             continue
         scales = {
@@ -243,7 +247,7 @@ class Backend:
                 scratch.view.squeeze(1),
                 slots,
                 self._layer.kv_cache_dtype,
-                self._layer._k_scale,
+                scale_of(self._layer, "k"),
             )
         else:
             self._impl.do_kv_cache_update(self._layer, given["k"], given["v"], scratch.view, slots)

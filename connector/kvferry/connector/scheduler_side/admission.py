@@ -25,12 +25,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
 from kvferry.connector.scheduler_side.parking import Parking
-from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
 from kvferry.scheduler.block_references import QuarantinedBlocks
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _MAX_COUNTED = 4096
 """Most lengths of requests whose number of blocks is remembered."""
@@ -223,7 +220,7 @@ class StallWatch:
         waiting = [
             request
             for request in self._requests.by_id.values()
-            if request.status in _WAITING and request.request_id not in asking
+            if waits_for_blocks(request) and request.request_id not in asking
         ]
         has_reason = not holding and not (waiting and self._blocks.num_free)
         if has_reason or self._idle.is_paused:
@@ -239,8 +236,7 @@ class StallWatch:
 
     def _is_over(self, request: Request) -> bool:
         """Whether its load has ended, while vLLM has not looked at it since."""
-        is_waiting = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        return is_waiting and self._loads.state(request.request_id) in (
+        return waits_for_load(request) and self._loads.state(request.request_id) in (
             LoadState.LOADED,
             LoadState.FAILED,
         )

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable
 from types import FrameType
 
-from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.scheduler.block_references import QuarantinedBlocks
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.ledger import ProducerLedger

@@ -12,7 +12,7 @@ from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_ou
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries, Settled, is_ticket
 from kvferry.connector.scheduler_side.sessions import Sessions
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
-from kvferry.connector.vllm_internals import report_cached_tokens
+from kvferry.connector.vllm.requests import report_cached_tokens
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams

@@ -12,11 +12,10 @@ import logging
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.idle import IdleState
-from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.requests import is_running, needs_blocks, waits_for_blocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -39,15 +38,6 @@ _COUNT_S = 10e-6
 
 _FIRST = 8
 """Number of waiting requests whose need is counted. vLLM admits in order, so later ones wait for these anyway."""
-
-_NEEDS_BLOCKS = frozenset(
-    (
-        RequestStatus.WAITING,
-        RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-        RequestStatus.PREEMPTED,
-    )
-)
-"""A request is also in one of these after a load, failed or not; while it loads, it has the blocks for that."""
 
 _Place = tuple[int, float, str]
 
@@ -102,8 +92,8 @@ class UnfinishedRequests:
         running = False
         for _, _, request_id in self._order:
             request = self.by_id[request_id]
-            running |= request.status is RequestStatus.RUNNING
-            if request.status in _NEEDS_BLOCKS:
+            running |= is_running(request)
+            if needs_blocks(request):
                 first.append(request)
                 if len(first) == _FIRST:
                     break
@@ -131,15 +121,12 @@ class UnfinishedRequests:
         """Whether a request may be waiting for blocks only: vLLM could run more requests, and no running one is being
         prefilled, which can use up every step. It reads all requests."""
         requests = self.by_id.values()
-        running = [request for request in requests if request.status is RequestStatus.RUNNING]
+        running = [request for request in requests if is_running(request)]
         if len(running) >= self._max_running or any(
             request.is_prefill_chunk for request in running
         ):
             return False
-        return any(
-            request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            for request in requests
-        )
+        return any(map(waits_for_blocks, requests))
 
     def lacking(self, blocks: EngineBlocks, request: Request) -> int:
         """Blocks that the whole sequence lacks, with its lookahead tokens."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from kvferry.connector.metrics.stats import FerryStats
-from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState

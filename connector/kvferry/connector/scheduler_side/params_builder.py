@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.vllm.requests import cut_prompt, has_ended_well
 from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.plan.tokens import first_needed, held_from
 from kvferry.protocol.digests import Media, Prompt, digest_chain
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NO_MAC = "0" * 64
-_ENDED_WELL = (
-    RequestStatus.FINISHED_LENGTH_CAPPED,
-    RequestStatus.FINISHED_STOPPED,
-    RequestStatus.FINISHED_REPETITION,
-)
 
 
 def leave_out(request: Request, num_tokens: int) -> bool:
@@ -50,13 +44,8 @@ def leave_out(request: Request, num_tokens: int) -> bool:
         for feature in request.mm_features
     ):
         return False
-    request.prompt_token_ids = request.prompt_token_ids[:rest]  # siblings may share the list
-    del request._all_token_ids[rest:]
-    request.num_prompt_tokens = rest
+    cut_prompt(request, rest)
     request.max_tokens = 1
-    # Drop hashes that include removed tokens: at most `num_tokens`, since a block has at least one token.
-    del request.block_hashes[max(0, len(request.block_hashes) - num_tokens) :]
-    request.update_block_hashes()
     return True
 
 
@@ -283,11 +272,6 @@ class ParamsBuilder:
         return tuple(
             tuple(ids[_leading_nulls(ids) :]) for ids in self.blocks_of(block_ids, num_tokens)
         )
-
-
-def has_ended_well(request: Request) -> bool:
-    """Whether a request that has ended was neither aborted nor has failed."""
-    return request.status in _ENDED_WELL
 
 
 def _leading_nulls(ids: Sequence[int]) -> int:

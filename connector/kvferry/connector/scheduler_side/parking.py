@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
+from kvferry.connector.vllm.requests import can_park, park, unpark
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_ASKED = 16
 """Most requests that wait for the same thing (answers; pinned blocks) and that vLLM looks at in a step."""
-
-_PARKED, _WAITING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING
 
 
 class Parking:
@@ -31,11 +29,10 @@ class Parking:
 
     def enter(self, request: Request) -> None:
         """A request waits. It is parked if enough others do, unless it waits for a grammar as well."""
-        has_grammar = request.structured_output_request is not None
-        if len(self._looked_at) < MAX_ASKED or has_grammar or request.status is not _WAITING:
+        if len(self._looked_at) < MAX_ASKED or not can_park(request):
             self._looked_at.add(request.request_id)
         else:
-            request.status = _PARKED
+            park(request)
             self._parked[request.request_id] = request
 
     def leave(self, request_id: str) -> None:
@@ -47,5 +44,4 @@ class Parking:
             self._looked_at.add(first.request_id)
             leaving.append(first)
         for request in leaving:
-            if request.status is _PARKED:
-                request.status = _WAITING
+            unpark(request)

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.connector.scheduler_side.parking import Parking
-from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.params import NamedPrefill
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key

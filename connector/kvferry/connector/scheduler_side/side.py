@@ -6,8 +6,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from kvferry.connector.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
@@ -31,7 +29,9 @@ from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
-from kvferry.connector.vllm_internals import EngineBlocks, EngineLoop
+from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.requests import has_ended_by_error
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -240,7 +240,7 @@ class SchedulerSide:
             long as they are held. So the lease has a reference of its own on each block. An aborted load's blocks are
             held by vLLM itself, except under a MultiConnector (`_children_hold`).
         """
-        by_error = request.status is RequestStatus.FINISHED_ERROR
+        by_error = has_ended_by_error(request)
         is_held = self.loads.finished(request.request_id, by_error=by_error) and self._children_hold
         self.channel.asking.finished(request.request_id)
         self.eviction.requests.remove(request.request_id)

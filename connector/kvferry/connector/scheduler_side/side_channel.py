@@ -21,7 +21,7 @@ from kvferry.connector.engine.facts import num_workers
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.load_notifier import LoadListener
 from kvferry.protocol.orders import Prewarm

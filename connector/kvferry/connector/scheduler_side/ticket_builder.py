@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, has_ended_well, prompt_of
+from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
 from kvferry.connector.scheduler_side.unsettled import UnsettledRequests, first_of
-from kvferry.connector.vllm_internals import EngineBlocks, cached_tokens_of, distinct_blocks
+from kvferry.connector.vllm.blocks import EngineBlocks, distinct_blocks
+from kvferry.connector.vllm.requests import cached_tokens_of, has_ended_well
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_early
