@@ -31,8 +31,8 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.protocol.handshake import EngineDescription, LeaseTable
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, PeerAgent, Region, TransferState

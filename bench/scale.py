@@ -21,8 +21,8 @@ from bench.figures import Chart, Results, Series, Table, publish
 from bench.provenance import begin
 from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RenewLease
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state import Counters
 
 _MEMORY = 1 << 16
 _LEASE_S = 30.0

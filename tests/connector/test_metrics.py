@@ -22,8 +22,8 @@ from kvferry.connector.metrics.prometheus import FerryPromMetrics
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.metrics.tables import COUNTERS, HISTOGRAMS, RECOMPUTE_REASONS, RELEASE_WAYS
 from kvferry.protocol.orders import FailureReason
+from kvferry.scheduler.counters import CounterKey
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.state import CounterKey
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.step_count import StepCount

@@ -23,9 +23,9 @@ from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.scheduler.state import Counters
 from tests.connector.test_local_engine import local_engine
 
 FULL, STATE = (

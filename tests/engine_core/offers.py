@@ -10,7 +10,7 @@ from kvferry.protocol.handshake import Release
 from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
-from kvferry.scheduler.state import Counters
+from kvferry.scheduler.counters import Counters
 from tests.harness.core.scheduler import BLOCK_TOKENS
 from tests.scheduler.channel import HOST, RecordingListener, free_port
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kvferry.connector.scheduler_side.idle import Drain
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens

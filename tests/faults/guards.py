@@ -190,7 +190,7 @@ GUARDS = (
         "pinned",
         "blocks that are named so are kept out of the pool",
         (2,),
-        "kvferry.scheduler.block_references:QuarantinedBlocks._pin",
+        "kvferry.scheduler.consumer.quarantine:QuarantinedBlocks._pin",
         switches.pin_nothing,
         (
             "tests/engine_core/test_quarantined_blocks.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",
@@ -480,7 +480,7 @@ GUARDS = (
         "recomputes",
         "a prompt that is computed locally instead is counted",
         (8,),
-        "kvferry.scheduler.state:Counters.add",
+        "kvferry.scheduler.counters:Counters.add",
         switches.count_no_recomputes,
         (
             "tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",

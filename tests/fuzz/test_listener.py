@@ -26,11 +26,11 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.prompt_queries import PromptQuery, Subscribe, Unsubscribe
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel import connections
 from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import MAX_WAITING_LEASES
 from tests.fuzz.test_targets import hostile_bytes
 from tests.protocol.samples import BOOT, EPOCH, make_description

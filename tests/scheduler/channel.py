@@ -19,8 +19,8 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 
 HOST = "127.0.0.1"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state import Counters
 from tests.scheduler import channel
 
 

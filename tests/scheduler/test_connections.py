@@ -14,9 +14,9 @@ import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, LeaseName, encode
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RemoteLease
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.connections import MAX_CONNECTIONS, Connections
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state import Counters
 from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.scheduler.channel import HOST, ask, client, listening
 from tests.waiting import wait_until

@@ -21,7 +21,7 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemoteLease,
     RenewLease,
 )
-from kvferry.scheduler.state import Counters
+from kvferry.scheduler.counters import Counters
 from tests.protocol.samples import make_ticket, params_of_length
 
 

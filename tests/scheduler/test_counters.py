@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvferry.scheduler.state import Counters
+from kvferry.scheduler.counters import Counters
 
 
 def test_nothing_is_lost_between_threads() -> None:

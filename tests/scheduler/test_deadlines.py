@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvferry.scheduler.producer.lease import SCAN_S, Deadlines, ProducerLease
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.producer.deadlines import SCAN_S, Deadlines
+from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 
 LEASES = 500
 LEASE_S = 30.0

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.scheduler.block_references import BlockReferences
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.heartbeats import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.eviction_order import Demand, Rank, candidates, evict, rank_of
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
 BLOCKS = 12
 

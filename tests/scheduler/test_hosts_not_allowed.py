@@ -13,10 +13,10 @@ from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from kvferry.protocol.side_channel import allowed_hosts
 from kvferry.scheduler.consumer.pending_queries import Producer, StartQuery
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RenewLease
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.side_channel.query_client import QueryClient
-from kvferry.scheduler.state import Counters
 from tests.scheduler.test_query_client import query
 from tests.scheduler.test_renewer import lease
 from tests.waiting import wait_until

@@ -37,9 +37,9 @@ from kvferry.protocol.prompt_queries import (
 )
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
 from tests.scheduler.channel import (
     HOST,
@@ -341,7 +341,7 @@ def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(counters: Coun
 def test_a_process_that_never_closes_it_still_ends() -> None:
     script = (
         "from kvferry.scheduler.side_channel.server import SideChannelListener\n"
-        "from kvferry.scheduler.state import Counters\n"
+        "from kvferry.scheduler.counters import Counters\n"
         f"kept = SideChannelListener('{HOST}', {free_port()}, Counters())\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)

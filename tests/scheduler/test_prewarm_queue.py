@@ -7,10 +7,11 @@ import pytest
 
 from kvferry.protocol.orders import Prewarm, decode_orders, encode_orders
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer import ledger as meetings
-from kvferry.scheduler.consumer.ledger import AGAIN_S, MAX_WAITING, ConsumerLedger, PrewarmQueue
+from kvferry.scheduler.consumer import prewarm_queue
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.prewarm_queue import AGAIN_S, MAX_WAITING, PrewarmQueue
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders
 from tests.protocol.samples import BOOT, make_params, make_ticket
 
@@ -75,7 +76,7 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clients choose the names. A producer left out is queued by the next request that needs it."""
-    monkeypatch.setattr(meetings, "MAX_NAMED", 100)
+    monkeypatch.setattr(prewarm_queue, "MAX_NAMED", 100)
     prewarms = PrewarmQueue()
     named = [
         Prewarm.of(make_params(remote_host=f"10.0.1.{number}")) for number in range(MAX_WAITING + 1)

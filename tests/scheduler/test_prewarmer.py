@@ -17,9 +17,9 @@ from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import watch
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel import prewarmer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
-from kvferry.scheduler.state import Counters
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.scheduler.channel import HOST, RecordingListener, free_port, threads_named

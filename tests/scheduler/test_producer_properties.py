@@ -13,9 +13,11 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
 from kvferry.protocol.notifications import Done
-from kvferry.scheduler.producer.lease import LeaseOrders, LeaseUse
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.heartbeats import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from kvferry.worker.leases import LeaseTable
 from tests.fakes.device_mark import FakeMark
 from tests.protocol.samples import BOOT

@@ -19,9 +19,9 @@ from kvferry.protocol.prompt_queries import (
     Unsubscribe,
 )
 from kvferry.scheduler.consumer.pending_queries import Producer, QueryCommand, StartQuery, StopQuery
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel import query_client as module
 from kvferry.scheduler.side_channel.query_client import QueryClient
-from kvferry.scheduler.state import Counters
 
 HOST, PORT, SIBLING = "127.0.0.1", 5600, 5601
 NEVER_S = 30.0

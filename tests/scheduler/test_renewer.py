@@ -20,9 +20,10 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemoteLease,
     RenewLease,
 )
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.side_channel import heartbeat
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from tests.engine_core.step_count import StepCount
 from tests.protocol.samples import BOOT
 from tests.protocol.secret_files import NEW, OLD

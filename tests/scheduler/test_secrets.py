@@ -25,9 +25,9 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_keys
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RemoteLease
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.connections import REASONS
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state import Counters
 from tests.harness.handshake import fetch_description
 from tests.protocol.samples import BOOT, make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER

@@ -17,10 +17,10 @@ from kvferry.protocol.side_channel.connection import Connection
 from kvferry.protocol.side_channel.hosts import Address
 from kvferry.protocol.side_channel.secrets import Secret
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RenewLease
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from tests.protocol.raw_listener import end_after_the_request
 from tests.protocol.samples import BOOT
 from tests.scheduler.channel import HOST, RecordingListener, free_port, listening

@@ -10,9 +10,10 @@ from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler import step as lease_inbox
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from kvferry.scheduler.step import LeaseInbox, ReceivedLease, next_orders, receive_messages
 from tests.protocol.samples import BOOT, EPOCH
 from tests.scheduler.channel import free_port

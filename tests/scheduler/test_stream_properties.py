@@ -16,10 +16,11 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch
 from kvferry.protocol.orders import LeaseProgress
-from kvferry.scheduler.producer.lease import LeaseOrders, LeaseUse, ProducerLease
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.streams import PublishedStreams
-from kvferry.scheduler.state import Counters
 from tests.fakes.device_mark import FakeMark
 from tests.scheduler.test_producer_properties import SLOTS, Modelled, ProducerHistories
 

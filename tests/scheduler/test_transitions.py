@@ -12,9 +12,9 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 from tests.protocol.samples import make_params
 
 

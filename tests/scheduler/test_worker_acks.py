@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 
 
 def held(workers: int, names: str = "a") -> ProducerLedger:

@@ -34,11 +34,11 @@ from kvferry.protocol.side_channel.hosts import check_announced
 from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import NixlFabric

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 
 LeaseMessage = Renew | Release
 

@@ -18,8 +18,8 @@ from kvferry.cli.plan.short_form import read_short_form
 from kvferry.protocol.description_json import decode_engine_json, engine_json_of, engine_of
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
 from kvferry.protocol.side_channel.secrets import VARIABLE
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from tests.cli.command import refused, run
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
 from tests.protocol.secret_files import NEW, OLD, listing, write

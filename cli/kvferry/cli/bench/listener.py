@@ -34,8 +34,8 @@ from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.host_names import listening_address
 from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
-from kvferry.scheduler.state import Counters
 
 SILENT_S = 20.0
 """A client that is silent for so long is gone; it sends a message every 2 s."""

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kvferry.connector.metrics.tables import OTHER_PEERS
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.state import CounterKey
+from kvferry.scheduler.counters import CounterKey
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey
 

@@ -30,12 +30,12 @@ from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
 from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
-from kvferry.scheduler.block_references import QuarantinedBlocks
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
+from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
 from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 from kvferry.connector.vllm.loop import EngineLoop
-from kvferry.scheduler.block_references import QuarantinedBlocks
+from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.ledger import ProducerLedger
 

@@ -30,10 +30,10 @@ from kvferry.protocol.params import (
 from kvferry.protocol.prompt_queries import request_key
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.scheduler.state import Counters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -15,9 +15,9 @@ from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters
 from kvferry.worker.loads.results import WorkerGauges
 
 logger = logging.getLogger(__name__)

@@ -36,10 +36,10 @@ from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:

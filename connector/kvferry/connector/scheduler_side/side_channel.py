@@ -29,13 +29,13 @@ from kvferry.protocol.prompt_queries import announced_id
 from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, host_port
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.side_channel.query_client import QueryClient
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import receive_messages
 
 logger = logging.getLogger(__name__)

@@ -32,11 +32,10 @@ from kvferry.connector.vllm.requests import cached_tokens_of, has_ended_well
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_early
-from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease, PublishedStream
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.scheduler.producer.streams import PublishedStream
-from kvferry.scheduler.state import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

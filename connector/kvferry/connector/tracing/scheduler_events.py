@@ -15,9 +15,10 @@ from kvferry.connector.tracing.worker_events import has_opentelemetry_on, open_t
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
+from kvferry.scheduler.consumer.ledger import LoadObserver
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RemotePrompt
 from kvferry.scheduler.producer.lease import ProducerLease
-from kvferry.scheduler.state import Observer
+from kvferry.scheduler.producer.ledger import LeaseObserver
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
@@ -46,7 +47,7 @@ _LONGEST_NAME = 4096
 _LONGEST_TRACEPARENT = 256
 
 
-class SchedulerTracing(Observer):
+class SchedulerTracing(LeaseObserver, LoadObserver):
     """Records the events of one engine's scheduler. All methods are called by the step thread; none raises or waits.
 
     Args:

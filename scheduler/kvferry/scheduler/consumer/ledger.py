@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-
-import msgspec
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.side_channel.hosts import one_spelling
-from kvferry.scheduler.block_references import BlockPool, QuarantinedBlocks
+from kvferry.scheduler.block_pool import BlockPool
+from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
+from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
 from kvferry.scheduler.consumer.remote_prompt import (
     CLAIMING,
     IN_FLIGHT,
@@ -28,54 +26,15 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemotePrompt,
     RenewLease,
 )
-from kvferry.scheduler.state import Counters, Observer, has_share, next_state
-
-AGAIN_S = 10.0
-"""Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""
-MAX_NAMED = 4096
-"""Most producers remembered; the least recently named is dropped. Clients choose what params name."""
-MAX_WAITING = 64
-"""Most prewarms in the orders of one step, static peers apart; of one host no more than are free, so that others get
-some. Loads from producers that are left out begin with a handshake."""
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.transitions import next_state
 
 
-class PrewarmQueue:
-    """Producers that the workers prewarm before the first load from them is ordered.
+class LoadObserver:
+    """What `ConsumerLedger` reports to; no-ops. Overrides must neither raise nor wait."""
 
-    The handshake (a description, a plan, a first read) then proceeds while the request waits. A worker that drops a
-    producer does not report it here: so the next request that names it queues it again after `AGAIN_S`, or after a load
-    from it has failed.
-    """
-
-    def __init__(self) -> None:
-        self._named_s: dict[Prewarm, float] = {}  # the one named last is last
-        self._waiting: list[Prewarm] = []
-        self._by_host: Counter[str] = Counter()  # of those that are not static
-
-    def expect(self, producer: Prewarm, now_s: float) -> None:
-        """A request will read from this producer, or a static peer has answered. `now_s` is of any monotonic clock."""
-        named = msgspec.structs.replace(producer, is_static=False)
-        is_known = now_s < self._named_s.get(named, -AGAIN_S) + AGAIN_S
-        if not producer.is_static:
-            host = one_spelling(producer.host)
-            if is_known or not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
-                return
-            self._by_host[host] += 1
-        self._waiting.append(producer)
-        self.forget(named)
-        self._named_s[named] = now_s
-        if len(self._named_s) > MAX_NAMED:
-            del self._named_s[next(iter(self._named_s))]
-
-    def forget(self, producer: Prewarm) -> None:
-        """The workers may have lost it: the next request names it again."""
-        self._named_s.pop(producer, None)
-
-    def take(self) -> tuple[Prewarm, ...]:
-        """The producers to prewarm since the last call."""
-        waiting, self._waiting = self._waiting, []
-        self._by_host.clear()
-        return tuple(waiting)
+    def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
+        """An offered prompt is computed here; `reason` is the label of `local_recomputes`."""
 
 
 class ConsumerLedger:
@@ -117,7 +76,7 @@ class ConsumerLedger:
         self._commands: list[LeaseCommand] = []
         self.in_flight = self.loading = 0
         self.quarantine = QuarantinedBlocks(pool)
-        self.observer = Observer()
+        self.observer = LoadObserver()
 
     def __len__(self) -> int:
         """The number of requests that are not over."""

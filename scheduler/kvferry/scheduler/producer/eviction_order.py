@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.scheduler.block_references import BlockReferences
+from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 

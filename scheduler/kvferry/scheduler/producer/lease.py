@@ -1,4 +1,4 @@
-"""A lease, one request's claim on a slot: its transition table, which `ledger.py` executes, its record, its orders.
+"""A lease, one request's claim on a slot: its transition table, which `ledger.py` executes, and its record.
 
             open                complete         end (expiry, release)           sent
  INTENDED ───────→ COMPUTING ───────────→ HELD ────────────────────→ ENDING ───────────→ (gone)
@@ -12,19 +12,13 @@ The blocks of a request are freed when every worker has acknowledged the end of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, epoch_to_text
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
+from kvferry.protocol.orders import LeaseEnd, LeaseHold
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.producer.streams import PublishedStream
-from kvferry.scheduler.state import TableEnum
-
-SCAN_S = 10e-6
-"""Wait per held lease until deadlines are checked again: a hundred times what the check costs."""
+from kvferry.scheduler.transitions import TableEnum
 
 
 class LeaseState(TableEnum):
@@ -69,6 +63,27 @@ class LeaseUse(TableEnum):
     """A prompt that was prefilled here, for the engine that decodes it: read soon, or never."""
     TURN = "turns"
     """A prompt and its answer decoded here, for the prefill of the conversation's next turn: at an unknown time."""
+
+
+@dataclass(slots=True, eq=False)
+class PublishedStream:
+    """The part of one lease's prompt that was published under its present epoch.
+
+    Attributes:
+        row: where they list its blocks.
+        tokens: leading tokens that they have reported as complete, or will.
+        blocks: per cache group the blocks in the row.
+    """
+
+    row: int
+    tokens: int = 0
+    blocks: tuple[Sequence[int], ...] = ()
+
+    def goes_on_with(self, blocks: Sequence[Sequence[int]]) -> bool:
+        """Whether these blocks of the request, per cache group, begin with the published ones."""
+        return all(
+            now[: len(known)] == known for known, now in zip(self.blocks, blocks, strict=False)
+        )
 
 
 _NO_SLOT = LeaseName(slot=-1, epoch="")
@@ -126,126 +141,3 @@ class ProducerLease:
 
     def __str__(self) -> str:
         return f"req={self.request_id} slot={self.slot}"
-
-
-@dataclass(slots=True)
-class LeaseOrders:
-    """Lease orders of one step, for the workers."""
-
-    opens: list[LeaseOpen] = field(default_factory=list)
-    holds: list[LeaseHold] = field(default_factory=list)
-    progress: list[LeaseProgress] = field(default_factory=list)
-    completions: list[LeaseHold] = field(default_factory=list)
-    ends: list[LeaseEnd] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.opens or self.holds or self.progress or self.completions or self.ends)
-
-    def take(self) -> LeaseOrders:
-        """All orders; this object is empty then."""
-        taken = LeaseOrders(self.opens, self.holds, self.progress, self.completions, self.ends)
-        self.opens, self.holds, self.progress, self.completions, self.ends = [], [], [], [], []
-        return taken
-
-    def withdraw(self, slot: int) -> bool:
-        """Drop what is not sent for the lease of a slot, which is over. Returns whether the workers know of the lease
-        all the same, or will: then they must end it."""
-        self.progress = [order for order in self.progress if order.slot != slot]
-        # A lease's first open has no row. Before it may be those of the slot's earlier lease, which the workers end.
-        own = [
-            at for at, order in enumerate(self.opens) if order.slot == slot and order.row is None
-        ]
-        if not own:
-            return True
-        self.opens = [
-            order for at, order in enumerate(self.opens) if order.slot != slot or at < own[-1]
-        ]
-        return False
-
-
-class LeaseSlots:
-    """The slots of the lease table: each is free or belongs to exactly one lease. `in` may be used on any thread.
-
-    Args:
-        draw_epoch: fresh epochs.
-    """
-
-    def __init__(self, count: int, draw_epoch: Callable[[], Epoch]) -> None:
-        self.count = count
-        self._draw_epoch = draw_epoch
-        self._free = list(range(count - 1, -1, -1))
-        self._by_name: dict[LeaseName, ProducerLease] = {}
-
-    def __contains__(self, name: LeaseName) -> bool:
-        return name in self._by_name
-
-    @property
-    def free(self) -> int:
-        """The number of slots without a lease."""
-        return len(self._free)
-
-    def find(self, name: LeaseName) -> ProducerLease | None:
-        """The lease of this name, if there is one."""
-        return self._by_name.get(name)
-
-    def take(self, lease: ProducerLease) -> LeaseOpen:
-        """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
-        lease.name = lease.origin = self._name(self._free.pop())
-        self._by_name[lease.name] = lease
-        return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)
-
-    def renew_epoch(self, lease: ProducerLease) -> None:
-        """Give a lease a fresh epoch in its slot. Its first name finds it as well; names in between, which consumers
-        have never had, do not."""
-        if lease.name != lease.origin:
-            del self._by_name[lease.name]
-        lease.name = self._name(lease.slot)
-        self._by_name[lease.name] = lease
-
-    def give_back(self, lease: ProducerLease) -> None:
-        """The lease is over."""
-        for name in {lease.name, lease.origin}:
-            del self._by_name[name]
-        self._free.append(lease.slot)
-
-    def check_integrity(self) -> None:
-        """Raises `LocalProtocolError` if a slot is neither free nor leased, or both."""
-        leases = set(self._by_name.values())
-        if sorted([lease.slot for lease in leases] + self._free) != list(range(self.count)):
-            raise LocalProtocolError(
-                f"lease table: {len(leases)} leased and {len(self._free)} free of {self.count} slots"
-            )
-
-    def _name(self, slot: int) -> LeaseName:
-        return LeaseName(slot=slot, epoch=epoch_to_text(self._draw_epoch()))
-
-
-class Deadlines:
-    """Deadlines of held leases whose requests have ended.
-
-    Args:
-        lease_s: lifetime of a held lease without a renewal.
-        turn_s: the same for a turn's lease.
-    """
-
-    def __init__(self, lease_s: float, turn_s: float) -> None:
-        self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: turn_s}
-        self._next_due_s = math.inf
-
-    def start(self, lease: ProducerLease, clock_s: float) -> None:
-        """The time of a lease begins."""
-        lease.held_s = clock_s
-        lease.deadline_s = max(lease.claimed_until_s, clock_s + self._first_s[lease.use])
-        self._next_due_s = min(self._next_due_s, lease.deadline_s)
-
-    def may_be_due(self, clock_s: float) -> bool:
-        """Whether a deadline may have passed; its lease may have been renewed or ended since."""
-        return clock_s >= self._next_due_s
-
-    def due(self, held: Iterable[ProducerLease], clock_s: float) -> list[ProducerLease]:
-        """The held leases whose deadline has passed. A renewal only adds time, so none of the others is due before the
-        earliest deadline that is found here."""
-        leases = list(held)
-        earliest_s = min((x.deadline_s for x in leases if x.deadline_s > clock_s), default=math.inf)
-        self._next_due_s = max(earliest_s, clock_s + len(leases) * SCAN_S)
-        return [lease for lease in leases if lease.deadline_s <= clock_s]

@@ -12,19 +12,32 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, new_epoch
 from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.block_references import BlockPool, BlockReferences
+from kvferry.scheduler.block_pool import BlockPool
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.heartbeats import heartbeat_s
+from kvferry.scheduler.producer.block_references import BlockReferences
+from kvferry.scheduler.producer.deadlines import Deadlines
 from kvferry.scheduler.producer.lease import (
     LEASE_TRANSITIONS,
-    Deadlines,
     LeaseEvent,
-    LeaseOrders,
-    LeaseSlots,
     LeaseState,
     LeaseUse,
     ProducerLease,
 )
+from kvferry.scheduler.producer.lease_orders import LeaseOrders
+from kvferry.scheduler.producer.lease_slots import LeaseSlots
 from kvferry.scheduler.producer.streams import PublishedStreams
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters, Observer, next_state
+from kvferry.scheduler.transitions import next_state
+
+
+class LeaseObserver:
+    """What `ProducerLedger` reports to; no-ops. Overrides must neither raise nor wait."""
+
+    def lease_opened(self, lease: ProducerLease) -> None:
+        """A request has got a slot."""
+
+    def lease_over(self, lease: ProducerLease, how: str) -> None:
+        """Its blocks are freed, or were never held; `how` is the label of `leases_released` or `turns_released`."""
 
 
 class ProducerLedger:
@@ -61,8 +74,8 @@ class ProducerLedger:
         self.slots = LeaseSlots(slots, draw_epoch)
         self.lease_s = lease_s
         self.block_references = BlockReferences(pool)
-        self.clock = AwakeClock(lease_s / HEARTBEATS_PER_LEASE)
-        self.observer = Observer()
+        self.clock = AwakeClock(heartbeat_s(lease_s))
+        self.observer = LeaseObserver()
         self._deadlines = Deadlines(lease_s, lease_s if turn_s is None else turn_s)
         self._workers = range(workers)
         self._counters = counters

@@ -8,37 +8,14 @@ its first epoch, which stays its name until it is over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LeaseOpen, LeaseProgress
 from kvferry.protocol.stream_rows import STREAM_ROWS
-
-if TYPE_CHECKING:
-    from kvferry.scheduler.producer.lease import LeaseOrders, LeaseSlots, ProducerLease
-    from kvferry.scheduler.state import Counters
-
-
-@dataclass(slots=True, eq=False)
-class PublishedStream:
-    """The part of one lease's prompt that was published under its present epoch.
-
-    Attributes:
-        row: where they list its blocks.
-        tokens: leading tokens that they have reported as complete, or will.
-        blocks: per cache group the blocks in the row.
-    """
-
-    row: int
-    tokens: int = 0
-    blocks: tuple[Sequence[int], ...] = ()
-
-    def goes_on_with(self, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether these blocks of the request, per cache group, begin with the published ones."""
-        return all(
-            now[: len(known)] == known for known, now in zip(self.blocks, blocks, strict=False)
-        )
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.producer.lease import ProducerLease, PublishedStream
+from kvferry.scheduler.producer.lease_orders import LeaseOrders
+from kvferry.scheduler.producer.lease_slots import LeaseSlots
 
 
 class PublishedStreams:

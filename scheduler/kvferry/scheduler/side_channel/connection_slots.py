@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.side_channel.connection import Connection
 from kvferry.protocol.side_channel.hosts import one_spelling
-from kvferry.scheduler.state import has_share
+from kvferry.scheduler.fair_share import has_share
 
 Address = tuple[str, int]
 """Host and port of a side channel."""

@@ -21,7 +21,7 @@ from kvferry.protocol.handshake import MAX_REQUEST_BYTES
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.sockets import REQUESTS_QUEUED, unpack_event, watch
 from kvferry.protocol.side_channel.tcp import RECEIVE_BUFFER_BYTES, Arrivals, TcpConnection
-from kvferry.scheduler.state import Counters
+from kvferry.scheduler.counters import Counters
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.protocol.side_channel.tcp import LOOK_S
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.connections import Connections
 from kvferry.scheduler.side_channel.curve_auth import CurveAuth
-from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
 

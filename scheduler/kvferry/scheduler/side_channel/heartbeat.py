@@ -27,9 +27,10 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemoteLease,
     RenewLease,
 )
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.heartbeats import heartbeat_s
 from kvferry.scheduler.side_channel.connection_slots import ProvenAddresses
 from kvferry.scheduler.side_channel.sender import Endpoint, Message, PeerSender
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class _Producer:
 
 
 def _interval_s(lease: RemoteLease) -> float:
-    return max(lease.lease_s, _SHORTEST_PACE_S) / HEARTBEATS_PER_LEASE
+    return heartbeat_s(max(lease.lease_s, _SHORTEST_PACE_S))
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:

@@ -37,13 +37,14 @@ from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port, one_spelling
 from kvferry.scheduler.consumer.pending_queries import SETTLING, Producer, QueryCommand, StartQuery
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.fair_share import has_share
 from kvferry.scheduler.side_channel.connection_slots import (
     ConnectionSlot,
     ConnectionSlots,
     Kind,
     ProvenAddresses,
 )
-from kvferry.scheduler.state import Counters, has_share
 
 logger = logging.getLogger(__name__)
 

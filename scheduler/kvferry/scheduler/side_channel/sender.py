@@ -17,12 +17,12 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.connection_slots import (
     ConnectionSlot,
     ConnectionSlots,
     ProvenAddresses,
 )
-from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from kvferry.protocol.prompt_queries import MAX_QUERIES, Answer, Answers, Subscr
 from kvferry.protocol.side_channel.host_names import listening_address
 from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
-from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 
 logger = logging.getLogger(__name__)

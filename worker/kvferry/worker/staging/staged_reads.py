@@ -6,20 +6,17 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
 from kvferry.worker.device import DeviceMark
-from kvferry.worker.fabric.port import Transfer, TransferState
+from kvferry.worker.fabric.port import Transfer, TransferState, TransferTelemetry
 from kvferry.worker.fabric.reads import FabricReader, Reads
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_of
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave
-
-if TYPE_CHECKING:
-    from kvferry.worker.loads.results import LoadRecord
 
 _MAX_UNITS = 32768
 """Units of one wave: its table has a row for each."""
@@ -27,6 +24,20 @@ _MAX_UNITS = 32768
 MAX_WAVE_BYTES = 32 << 20
 """Most bytes of one wave, however large the pool is, unless a single run has more: a wave's table has a row for every
 tile, and the size of tables is limited."""
+
+
+class StagedFigures(Protocol):
+    """What staged reads add to the record of their load: `LoadRecord`, which is a layer above them."""
+
+    request_id: str
+    planned_bytes: int
+    planned_descriptors: int
+    staged_bytes: int
+    waves: int
+    relayout_s: float
+
+    def count(self, telemetry: TransferTelemetry | None) -> None:
+        """Add what the fabric has measured of a read that has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +116,7 @@ class StagedReads:
     """
 
     def __init__(
-        self, reader: FabricReader, staging: Staging, record: LoadRecord, peer: str
+        self, reader: FabricReader, staging: Staging, record: StagedFigures, peer: str
     ) -> None:
         self.changes = 0
         self._reader = reader

@@ -1,4 +1,4 @@
-"""References on the engine's blocks: those of leases whose requests have ended, and those of failed loads.
+"""References of leases on the engine's blocks, after the end of their requests.
 
 A block may belong to several leases and to running requests: prompts share prefixes. Ending a lease frees only the
 blocks without other references. So references of leases are counted here and compared with the block pool's count.
@@ -7,29 +7,11 @@ blocks without other references. So references of leases are counted here and co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
 
 from kvferry.protocol.errors import LocalProtocolError
-
-if TYPE_CHECKING:
-    from kvferry.scheduler.producer.lease import ProducerLease
-
-
-class BlockPool(Protocol):
-    """The port to the engine's block pool, by block id. Blocks without references are free for requests."""
-
-    def keep(self, blocks: Sequence[int]) -> None:
-        """Add a reference on each block."""
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each block of a sequence; its end is reused before its beginning."""
-
-    def reference_count(self, block: int) -> int:
-        """The number of references on a block, of leases, of quarantined loads and of running requests."""
-
-    def loaded_into(self, request_id: str) -> tuple[int, ...]:
-        """The blocks that a load of this request writes, each once."""
+from kvferry.scheduler.block_pool import BlockPool
+from kvferry.scheduler.producer.lease import ProducerLease
 
 
 class BlockReferences:
@@ -141,72 +123,3 @@ def _take(counts: Counter[int], blocks: Sequence[int]) -> None:
         counts.update(
             {block: count - 1 for block, count in zip(blocks, found, strict=True) if count > 1}
         )
-
-
-class QuarantinedBlocks:
-    """Pins the blocks of failed loads, by request, until no worker reports that they may still be written.
-
-    vLLM frees a failed request's blocks at once. So one more reference is taken on each block before that.
-
-    Args:
-        pool: the engine's; without it nothing is pinned.
-    """
-
-    def __init__(self, pool: BlockPool | None) -> None:
-        self._pool = pool
-        self._alive: dict[int, frozenset[str]] = {}
-        self._pinned: dict[
-            str, tuple[tuple[int, ...], float]
-        ] = {}  # blocks, and since when; the oldest is first
-
-    def __len__(self) -> int:
-        """The number of requests whose blocks are pinned."""
-        return len(self._pinned)
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of pinned blocks."""
-        return sum(len(blocks) for blocks, _ in self._pinned.values())
-
-    def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
-        """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
-        if not alive or self._pool is None:
-            return
-        self._alive.update(alive)
-        named = frozenset().union(*self._alive.values())
-        for request_id in named - self._pinned.keys():
-            self._pin(self._pool, request_id, now_s)
-        for request_id in self._pinned.keys() - named:
-            self._pool.give_back(self._pinned.pop(request_id)[0])
-
-    def gauges(self, now_s: float) -> dict[str, float]:
-        """The gauges of pinned requests and blocks."""
-        return {
-            "quarantined_requests_now": len(self._pinned),
-            "quarantined_blocks_now": self.num_blocks,
-            "oldest_quarantine_s": next(
-                (now_s - since_s for _, since_s in self._pinned.values()), 0.0
-            ),
-        }
-
-    def check_integrity(self) -> None:
-        """Check that no pinned block is free.
-
-        Raises:
-            LocalProtocolError: with the counts that disagree.
-        """
-        pinned = [block for blocks, _ in self._pinned.values() for block in blocks]
-        given = [
-            block
-            for block in pinned
-            if self._pool is not None and self._pool.reference_count(block) < 1
-        ]
-        if given:
-            raise LocalProtocolError(
-                f"quarantine: {len(given)} of {len(pinned)} pinned blocks are in the pool"
-            )
-
-    def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
-        blocks = pool.loaded_into(request_id)
-        pool.keep(blocks)
-        self._pinned[request_id] = blocks, now_s

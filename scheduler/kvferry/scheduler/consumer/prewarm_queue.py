@@ -1,0 +1,58 @@
+"""Producers that the workers shake hands with before the first load from them is ordered."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from kvferry.protocol.orders import Prewarm
+from kvferry.protocol.side_channel.hosts import one_spelling
+from kvferry.scheduler.fair_share import has_share
+
+AGAIN_S = 10.0
+"""Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""
+MAX_NAMED = 4096
+"""Most producers remembered; the least recently named is dropped. Clients choose what params name."""
+MAX_WAITING = 64
+"""Most prewarms in the orders of one step, static peers apart; of one host no more than are free, so that others get
+some. Loads from producers that are left out begin with a handshake."""
+
+
+class PrewarmQueue:
+    """Producers that the workers prewarm before the first load from them is ordered.
+
+    The handshake (a description, a plan, a first read) then proceeds while the request waits. A worker that drops a
+    producer does not report it here: so the next request that names it queues it again after `AGAIN_S`, or after a load
+    from it has failed.
+    """
+
+    def __init__(self) -> None:
+        self._named_s: dict[Prewarm, float] = {}  # the one named last is last
+        self._waiting: list[Prewarm] = []
+        self._by_host: Counter[str] = Counter()  # of those that are not static
+
+    def expect(self, producer: Prewarm, now_s: float) -> None:
+        """A request will read from this producer, or a static peer has answered. `now_s` is of any monotonic clock."""
+        named = msgspec.structs.replace(producer, is_static=False)
+        is_known = now_s < self._named_s.get(named, -AGAIN_S) + AGAIN_S
+        if not producer.is_static:
+            host = one_spelling(producer.host)
+            if is_known or not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
+                return
+            self._by_host[host] += 1
+        self._waiting.append(producer)
+        self.forget(named)
+        self._named_s[named] = now_s
+        if len(self._named_s) > MAX_NAMED:
+            del self._named_s[next(iter(self._named_s))]
+
+    def forget(self, producer: Prewarm) -> None:
+        """The workers may have lost it: the next request names it again."""
+        self._named_s.pop(producer, None)
+
+    def take(self) -> tuple[Prewarm, ...]:
+        """The producers to prewarm since the last call."""
+        waiting, self._waiting = self._waiting, []
+        self._by_host.clear()
+        return tuple(waiting)
