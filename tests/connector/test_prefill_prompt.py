@@ -168,7 +168,7 @@ def intake_of(
     )
     leases, asking = (
         ProducerLedger(4, 30.0, counters),
-        PromptQueries(EngineLoop(), may_wait=False, recomputes=True),
+        PromptQueries(EngineLoop(), recomputes=True),
     )
     intake = RequestIntake(
         local, leases, loads, counters, TRUSTED, SchedulerTracing(), asking, PromptDirectory()

@@ -68,15 +68,15 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     sleeps: list[float] = []
     monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
     engine = make_engine("kv_consumer", overlap=overlap)
-    channel = engine.connector.scheduler_side.channel
+    side = engine.connector.scheduler_side
     engine.add("d", PROMPT, offer(PROMPT))
     for _ in range(3):
         engine.step()
     assert not sleeps, "only a step shows that a load has ended"
     rope = LoadNotifier(0)
-    rope.tie(channel.local.boot)
+    rope.tie(side.channel.local.boot)
     rope.ring()
-    wait_until(lambda: channel._bell.is_proven, "the ring is not heard")
+    wait_until(lambda: side.steps.load_listener.is_proven, "the ring is not heard")
     for _ in range(depth):
         engine.step()
     assert not sleeps, "what has rung is in the first one's report, and steps overlap"
@@ -96,7 +96,7 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     sleeps: list[float] = []
     monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
     engine = make_engine("kv_consumer")
-    channel = engine.connector.scheduler_side.channel
+    side = engine.connector.scheduler_side
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
     engine.abort("d")
@@ -108,10 +108,10 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     engine.add("asks", PROMPT, {"do_remote_prefill": True, "do_remote_decode": False, **named})
     engine.step()
     assert not sleeps, "only a step shows that the load has ended"
-    monkeypatch.setattr(channel._bell, "_unproven", set())
+    monkeypatch.setattr(side.steps.load_listener, "_unproven", set())
     engine.step()
     assert len(sleeps) == 1, "the workers ring"
-    channel._bell._has_rung = True
+    side.steps.load_listener._has_rung = True
     engine.step()
     assert len(sleeps) == 1
     engine.step(loaded={"d"})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.scheduler_side.idle import Drain
+from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from tests.engine_core.offers import Eavesdropper, offer
@@ -32,7 +32,7 @@ DRAINS: dict[str, Any] = {"shutdown_timeout": 60, "extra": {"kv_lease_duration":
 def terminate(node: Node | Engine) -> None:
     """The effect of SIGTERM on the connector, without the engine's own part."""
     engine = node.engine if isinstance(node, Node) else node
-    engine.connector.scheduler_side._idle.drain.is_requested = True
+    engine.connector.scheduler_side.steps.drain.is_requested = True
 
 
 def may_end(node: Node) -> bool:

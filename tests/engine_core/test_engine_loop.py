@@ -128,7 +128,7 @@ def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_
 def test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests(
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", LEASE_S / 6)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", LEASE_S / 6)
     node = make("kv_producer", extra={"kv_lease_duration": LEASE_S})
     prefill(node, "p", tokens(100))
     core = make_core(node.engine.scheduler)
@@ -212,8 +212,8 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
         make("kv_consumer", overlap=overlap),
     )
     consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
-    channel = consumer.engine.connector.scheduler_side.channel
-    wait_until(lambda: channel._bell.is_proven, "no ring has arrived")
+    side = consumer.engine.connector.scheduler_side
+    wait_until(lambda: side.steps.load_listener.is_proven, "no ring has arrived")
     runner = ferry_of(consumer.workers[0]).worker_side._worker._thread.runner
     prefilled, decoded = ids("x")
     happened: list[str] = []
@@ -225,9 +225,11 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
             happened.append("waits in vain")
         elif runner.parked():
             producer.answer(prefilled)
-            wait_until(lambda: not channel._bell.is_silent, "the load has not ended")
+            wait_until(lambda: not side.steps.load_listener.is_silent, "the load has not ended")
             happened.append("rings")
-        elif not happened and any(x.known_by for x in channel.asking.queries._by_number.values()):
+        elif not happened and any(
+            x.known_by for x in side.channel.asking.queries._by_number.values()
+        ):
             producer.step()
             happened.append("is begun")
         return True
@@ -243,7 +245,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
 
 def test_news_that_come_before_a_wait_end_it(make_core: Any) -> None:
     core, loop = make_core(), EngineLoop()
-    loop.wake()
+    loop.notify()
     began_s = time.monotonic()
     assert loop.wait(300.0)
     assert time.monotonic() < began_s + 60.0

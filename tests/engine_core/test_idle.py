@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test is so slow, on any machine, that the engine would take a step by itself."""
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 3600.0)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
 
 
 def work(node: Node, most: int = 50) -> int:
@@ -149,7 +149,7 @@ def test_a_call_to_an_engine_that_was_idle_for_long_gets_one_step(
     params = prefill(producer, "p", PROMPT)
     consumer.decode("d", PROMPT, params)
     wait_until_reported(producer)
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 0.5)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 0.5)
     time.sleep(0.6)
     assert producer.must_step
     producer.step()

@@ -16,7 +16,7 @@ REMOTE_DECODE = {"do_remote_decode": True}
 @pytest.fixture(autouse=True)
 def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test is so slow, on any machine, that the engine would take a step by itself."""
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 3600.0)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
 
 
 def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engine: Any) -> None:

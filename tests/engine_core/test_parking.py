@@ -50,7 +50,7 @@ def looked_at(consumer: Node, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call(request, num_computed_tokens)
 
     with monkeypatch.context() as changed:
-        changed.setattr(connector.scheduler_side.channel.asking, "_may_wait", False)
+        changed.setattr(connector.scheduler_side.steps, "may_wait", False)
         changed.setattr(connector, "get_num_new_matched_tokens", note)
         consumer.step()
     return asked

@@ -115,6 +115,6 @@ def test_an_engine_that_ends_does_not_wait_for_blocks_in_quarantine(make_engine:
     engine.step(worker=report("d", w0={"d"}))
     engine.step()
     assert engine.scheduler.has_requests(), "while it serves, it steps until they are back"
-    engine.connector.scheduler_side._idle.drain.is_requested = True
+    engine.connector.scheduler_side.steps.drain.is_requested = True
     engine.step()
     assert not engine.scheduler.has_requests()

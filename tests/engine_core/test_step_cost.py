@@ -126,8 +126,9 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
     producer = TimedNode("kv_producer", "memory", network, _BLOCKS, 256)
     consumer = TimedNode("kv_consumer", "memory", network, _BLOCKS, 256)
     nodes += [producer, consumer]
-    asking = consumer.engine.connector.scheduler_side.channel.asking
-    asking._may_wait = False
+    side = consumer.engine.connector.scheduler_side
+    side.steps.may_wait = False
+    asking = side.channel.asking
     queries = asking.queries._by_number
 
     def open_more(count: int) -> None:

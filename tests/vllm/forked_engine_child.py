@@ -130,9 +130,9 @@ class Engine:
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(spec.engine_args)))
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
-        from kvferry.connector.scheduler_side import idle
+        from kvferry.connector.scheduler_side import steps
 
-        idle.MAX_IDLE_S = 0.05  # `free_blocks` is to know soon what is free
+        steps.MAX_IDLE_S = 0.05  # `free_blocks` is to know soon what is free
         self._asked = 0
 
     def serve(self, pipe: Connection) -> None:

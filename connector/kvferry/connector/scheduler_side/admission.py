@@ -25,9 +25,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
 from kvferry.connector.scheduler_side.parking import Parking
+from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -188,14 +188,14 @@ class StallWatch:
         blocks: EngineBlocks,
         leases: ProducerLedger,
         loads: ConsumerLedger,
-        idle: IdleState,
+        steps: Steps,
         counters: Counters,
     ) -> None:
         self._requests = requests
         self._blocks = blocks
         self._leases = leases
         self._loads = loads
-        self._idle = idle
+        self._steps = steps
         self._counters = counters
         self._since_s: float | None = None
         self._heartbeats = 0
@@ -223,7 +223,7 @@ class StallWatch:
             if waits_for_blocks(request) and request.request_id not in asking
         ]
         has_reason = not holding and not (waiting and self._blocks.num_free)
-        if has_reason or self._idle.is_paused:
+        if has_reason or self._steps.is_paused:
             self._since_s = None
             self._heartbeats = 0
             return

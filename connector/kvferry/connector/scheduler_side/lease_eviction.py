@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.scheduler_side.idle import IdleState
+from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.requests import is_running, needs_blocks, waits_for_blocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
@@ -158,14 +158,14 @@ class LeaseEviction:
         config: VllmConfig,
         local: LocalEngine,
         leases: ProducerLedger,
-        idle: IdleState,
+        steps: Steps,
         blocks: EngineBlocks,
         max_leased_fraction: float,
     ) -> None:
         self.requests = UnfinishedRequests(config)
         self._local = local
         self._leases = leases
-        self._idle = idle
+        self._steps = steps
         self._fraction = max_leased_fraction
         self._blocks = blocks
         self._is_disabled = False
@@ -180,7 +180,7 @@ class LeaseEviction:
         If a worker's transfer thread is stuck they do not return, and vLLM must not wait for them for ever. It is also
         True while the engine wakes: it does not know yet which leases ended while it slept.
         """
-        if self._idle.is_waking:
+        if self._steps.is_waking:
             return True
         if self._leases.clock_s > self._first_coming[1] + self._leases.clock.heartbeat_s:
             return False
@@ -192,7 +192,7 @@ class LeaseEviction:
         It reads vLLM's internals. If that fails, eviction is disabled: the engine goes on, and leases live until they
         expire. While the engine wakes no lease is ended, since it is not known yet which are over.
         """
-        if self._idle.is_waking or self._is_disabled:
+        if self._steps.is_waking or self._is_disabled:
             return
         try:
             self._evict()

@@ -1,10 +1,8 @@
 """Requests whose prompts are prefilled on another engine at this moment: they wait for the answers to their questions.
 
 vLLM asks a connector again in every step how many tokens it can load for a waiting request, as long as the answer is
-that it is not known yet, except for parked ones (`parking.py`).
-
-A step in which nothing else happens costs vLLM's workers a second of spinning each. So when all requests of an engine
-wait for answers, its loop waits too, until an answer or input arrives.
+that it is not known yet, except for parked ones (`parking.py`). When all requests of an engine wait for answers, its
+loop waits too (`steps.py`).
 """
 
 from __future__ import annotations
@@ -34,10 +32,6 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 32
 """Most answers, and most questions that are given up, in one call of `take`; the others are for the next calls. Clients
 choose how many questions are open, and a producer can answer all of them at any moment."""
-
-LONGEST_WAIT_S = 15.0
-"""Longest time that the engine's loop waits for answers between two steps; the connector's other work in an idle engine
-can wait that long."""
 
 
 class Settled(NamedTuple):
@@ -102,7 +96,7 @@ class PromptQueries:
     """The questions of one engine.
 
     Args:
-        may_wait: whether the engine's loop may wait: not if other engines or pipeline stages step with it.
+        loop: of this engine; it is notified of answers.
         recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
         streams: see `PendingQueries`.
 
@@ -111,17 +105,13 @@ class PromptQueries:
         failing: requests that fail as soon as vLLM has given them a block, because their prefill has failed.
     """
 
-    def __init__(
-        self, loop: EngineLoop, *, may_wait: bool, recomputes: bool, spans: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, loop: EngineLoop, *, recomputes: bool, spans: tuple[int, ...] = ()) -> None:
         self.queries = PendingQueries(spans)
         self.recomputes = recomputes
         self.failing: set[str] = set()
         self._fails: list[str] = []
         self._loop = loop
-        self._may_wait = may_wait
         self._parking = Parking()
-        self._wait_until_s: float | None = None
         self._lock = threading.Lock()
         self._answers = _Answers()
 
@@ -136,7 +126,7 @@ class PromptQueries:
             is_first = not self._answers
             self._answers.put(producer, answer)
         if is_first:
-            self._loop.wake()
+            self._loop.notify()
 
     def ask(self, request: Request, source: NamedPrefill, prompt: Prompt) -> bool:
         """Ask for the whole prompt of a request. False if too many questions are open."""
@@ -167,31 +157,8 @@ class PromptQueries:
 
     def begin_step(self) -> tuple[str, ...]:
         """A step begins. Returns the requests for the workers to report as failed in it."""
-        self._wait_until_s = None
         fails, self._fails = self._fails, []
         return tuple(fails)
-
-    def wait(self, num_requests: int) -> bool:
-        """Wait for news, if all of these requests wait for answers.
-
-        Args:
-            num_requests: that have not ended, without those that wait for loads.
-
-        Returns:
-            Whether there may be something to `take`. If not, the engine must step.
-        """
-        if not self._may_wait or num_requests > len(self.queries):
-            return False
-        now_s = time.monotonic()
-        if self._wait_until_s is None:
-            self._wait_until_s = now_s + LONGEST_WAIT_S
-        if now_s >= self._wait_until_s:
-            return False
-        next_s = self.queries.next_s()
-        timeout_s = (
-            self._wait_until_s if next_s is None else min(self._wait_until_s, next_s)
-        ) - now_s
-        return bool(self._answers) or timeout_s <= 0 or self._loop.wait(timeout_s)
 
     def take(self) -> Iterator[Settled]:
         """The questions that were settled since the last call, or the first of them: a step is not to take longer the

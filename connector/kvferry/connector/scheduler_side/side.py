@@ -20,18 +20,20 @@ from kvferry.connector.engine.facts import (
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission, StallWatch
-from kvferry.connector.scheduler_side.idle import Drain, IdleState
+from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.side_channel import SideChannel
+from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.requests import has_ended_by_error
+from kvferry.protocol.load_notifier import LoadListener
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -64,6 +66,7 @@ class SchedulerSide:
         leases, loads: the two ledgers.
         blocks: the engine's, once vLLM has bound its KV cache manager.
         eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
+        steps: when the engine steps, waits and wakes.
         monitor: the metrics and the integrity check.
         channel: the side channel, which publishes the workers' descriptions.
 
@@ -99,12 +102,8 @@ class SchedulerSide:
         allowed = allowed_hosts_of(config.allowed_hosts, secrets, local.host)
         trusted = TrustedHosts(allowed, has_list=config.allowed_hosts is not None)
         spans = local.block_spans if config.streaming == "auto" else ()
-        asking = PromptQueries(
-            EngineLoop(),
-            may_wait=has_no_dp_siblings(vllm_config),
-            recomputes=recomputes,
-            spans=spans,
-        )
+        loop = EngineLoop()
+        asking = PromptQueries(loop, recomputes=recomputes, spans=spans)
         directory = PromptDirectory(sibling_ports(vllm_config))
         self._intake = RequestIntake(
             local, self.leases, self.loads, counters, trusted, self.tracing, asking, directory
@@ -123,15 +122,21 @@ class SchedulerSide:
             streams=streams,
         )
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
-        self._idle = IdleState(
+        load_listener: LoadListener | None = None
+        if local.reads:
+            load_listener = LoadListener(local.boot, workers, loop.wake, depth)
+        self.steps = Steps(
             self.leases,
-            self.loads.quarantine,
+            self.loads,
+            asking,
             workers,
-            drain,
-            has_no_dp_siblings=has_no_dp_siblings(vllm_config),
+            drain=drain,
+            loop=loop,
+            load_listener=load_listener,
+            may_wait=has_no_dp_siblings(vllm_config),
         )
         self.eviction = LeaseEviction(
-            vllm_config, local, self.leases, self._idle, self.blocks, config.max_leased_fraction
+            vllm_config, local, self.leases, self.steps, self.blocks, config.max_leased_fraction
         )
         self._admission = Admission(self.eviction.requests, self.blocks, self.loads.quarantine)
         # Another child of a MultiConnector may hold the blocks of a request that is aborted while it is loaded. vLLM
@@ -139,7 +144,7 @@ class SchedulerSide:
         # So this connector holds them too, and reports the end as that child does: MultiConnector waits for both.
         self._children_hold = False
         self._stalls = StallWatch(
-            self.eviction.requests, self.blocks, self.leases, self.loads, self._idle, counters
+            self.eviction.requests, self.blocks, self.leases, self.loads, self.steps, counters
         )
         self.monitor = EngineMonitor(
             self.leases,
@@ -151,7 +156,6 @@ class SchedulerSide:
         )
         facts = facts_of(vllm_config, config)
         try:
-            run_due = self._idle.poll
             self.channel = SideChannel(
                 local,
                 facts,
@@ -161,12 +165,14 @@ class SchedulerSide:
                 self.leases,
                 self.loads,
                 counters,
-                run_due,
+                self.steps.poll,
                 asking,
                 directory,
-                depth,
+                wake=self.steps.wake,
+                load_listener=load_listener,
             )
         except BaseException:
+            self.steps.close()
             self.tracing.close()
             raise
 
@@ -184,14 +190,17 @@ class SchedulerSide:
         asking = self.channel.asking
         if request.request_id in asking.queries:
             self._take_answers()
-            while request.request_id in asking.queries and self._wait_for_answers():
+            num_requests = len(self.eviction.requests.by_id)
+            while request.request_id in asking.queries and self.steps.wait_for_answers(
+                num_requests
+            ):
                 self._take_answers()
             if request.request_id in asking.queries:
                 return None
         if request.request_id in asking.failing:
             return 1
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
-        if is_intended and not self.leases.slots.free and self._idle.may_report_ended_leases:
+        if is_intended and not self.leases.slots.free and self.steps.may_report_ended_leases:
             return None
         may_load = self._children_hold or self.loads.state(request.request_id) is LoadState.OFFERED
         if self._admission.must_wait(request, may_load=may_load):
@@ -249,7 +258,7 @@ class SchedulerSide:
         self._intake.finished(request)
         self.channel.flush()
         lease = self.leases.running(request.request_id)
-        if lease is not None and lease.use is LeaseUse.TURN and self._idle.drain.has_begun:
+        if lease is not None and lease.use is LeaseUse.TURN and self.steps.drain.has_begun:
             self.leases.abandon(request.request_id)
         offer = self._offers.finished(request, block_ids)
         if offer is None:
@@ -282,10 +291,10 @@ class SchedulerSide:
         self._offers.scheduled(num_tokens, preempted, loads=loads)
         self._take_answers()
         self.channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
-        wants_report = self._idle.begin_step()
+        wants_report = self.steps.begin()
         self.eviction.evict()
         may_expire = (
-            not self._idle.is_waking
+            not self.steps.is_waking
         )  # otherwise leases that were read while idle would count as expired
         boot, now_s = self.channel.local.boot, time.monotonic()
         fails = self.channel.asking.begin_step()
@@ -300,9 +309,9 @@ class SchedulerSide:
             metadata = FerryMetadata(
                 encode_head(orders), encode_orders(orders)
             )  # once for all workers
-        is_idle = not num_tokens and self._idle.has_no_dp_siblings
-        if is_idle and not orders and not wants_report and not self._idle.must_step():
-            self.channel.wait_for_loads(len(self.eviction.requests.by_id))
+        is_idle = not num_tokens and self.steps.may_wait
+        if is_idle and not orders and not wants_report:
+            self.steps.wait_for_loads(len(self.eviction.requests.by_id))
         return (
             FerryMetadata(metadata.head, metadata.frame, wants_report, is_idle)
             if wants_report or is_idle
@@ -319,7 +328,7 @@ class SchedulerSide:
             for worker, over in report.over.items():
                 for request_id in self.leases.acknowledge(worker, over):
                     logger.debug("req=%s: its blocks are free", request_id)
-            self._idle.reported(report.over)
+            self.steps.reported(report.over)
         if output.invalid_block_ids:
             self._offers.taken_back(output.invalid_block_ids, self.eviction.requests.by_id)
         failed = output.failed_recving or set()
@@ -353,7 +362,7 @@ class SchedulerSide:
         """
         self._local.weights.watch()
         self._take_answers()
-        return self.channel.poll() or self.channel.asking.has_answers or self._idle.must_step()
+        return self.steps.must_step(has_producers=self.channel.poll())
 
     def described(self, handshakes: Collection[KVConnectorHandshakeMetadata]) -> None:
         """The workers have described themselves. Raises as `SideChannel.publish`."""
@@ -385,14 +394,10 @@ class SchedulerSide:
         """Release the leases of other engines, and stop the threads. Idempotent."""
         self.loads.give_all_back()
         self.channel.close()
+        self.steps.close()
         self.tracing.close()
 
     # Helpers.
-
-    def _wait_for_answers(self) -> bool:
-        """Wait for answers while the engine has nothing else to do. Returns False if it must step."""
-        must_step = self._idle.must_step() or self.channel.expects_reports
-        return not must_step and self.channel.asking.wait(len(self.eviction.requests.by_id))
 
     def _take_answers(self) -> None:
         """Apply the answers to questions: their requests load with the ticket, or are computed here."""

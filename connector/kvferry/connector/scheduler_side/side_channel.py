@@ -17,11 +17,9 @@ from collections.abc import Callable, Iterable
 from kvferry.connector.allowed_hosts import AllowedHosts, warn_of_trust
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.config_values import address_of
-from kvferry.connector.engine.facts import num_workers
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.load_notifier import LoadListener
 from kvferry.protocol.orders import Prewarm
@@ -48,7 +46,8 @@ class SideChannel:
         facts: of this engine, for its description.
         allowed: hosts that this engine may connect to.
         run_due: called by the listener's thread, twice a second or more.
-        depth: steps that the engine begins before it has the report of the first of them.
+        wake: has the engine's loop look for reasons to step; thread-safe.
+        load_listener: hears this engine's workers ring; this channel's thread takes the rings.
 
     Attributes:
         local: this engine.
@@ -73,7 +72,9 @@ class SideChannel:
         run_due: Callable[[], None],
         asking: PromptQueries,
         directory: PromptDirectory,
-        depth: int,
+        *,
+        wake: Callable[[], None],
+        load_listener: LoadListener | None,
     ) -> None:
         self.local = local
         self._facts = facts
@@ -84,9 +85,8 @@ class SideChannel:
         self.asking = asking
         self._streams = config.streaming == "auto"
         self._query_client: QueryClient | None = None
-        self._bell: LoadListener | None = None
         self._found: collections.deque[Prewarm] = collections.deque()
-        self._loop = EngineLoop()
+        self._wake = wake
         self._is_searching = False
         self.listener = self._listen(secrets, run_due, directory) if local.is_read_from else None
         try:
@@ -98,10 +98,8 @@ class SideChannel:
         self._prewarmer: PeerPrewarmer | None = None
         if self.renewer is not None:
             warn_of_trust(allowed, secrets)
-            self._bell = LoadListener(
-                local.boot, num_workers(local.topology), self._loop.wake, depth
-            )
-            self.renewer.client.watch(self._bell.fileno(), self._bell.take_rings)
+            if load_listener is not None:
+                self.renewer.client.watch(load_listener.fileno(), load_listener.take_rings)
             own_id = announced_id(local.boot, local.engine_id)
             self._query_client = QueryClient(
                 self.renewer.client, own_id, counters, asking.on_answer, self.renewer.proven
@@ -159,26 +157,6 @@ class SideChannel:
         while self._found:
             self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
 
-    @property
-    def expects_reports(self) -> bool:
-        """Whether the next step may report the end of a load, an aborted one included."""
-        is_silent = self._bell is not None and self._bell.is_proven and self._bell.is_silent
-        return self._loads.in_flight > 0 and not is_silent
-
-    def wait_for_loads(self, num_requests: int) -> None:
-        """Wait for news if all requests wait for loads or answers, and workers ring when a load has ended. Otherwise
-        only a step shows it: then the workers wait in the step, for a moment.
-
-        Args:
-            num_requests: that have not ended.
-        """
-        if self._bell is None or not self._bell.is_proven:
-            return
-        loading = self._loads.loading
-        if loading and self._bell.is_silent:
-            self.asking.wait(num_requests - loading)
-        self._bell.begin_step()
-
     def flush(self) -> None:
         """Pass commands and questions to the thread that sends them."""
         if self.renewer is not None and (commands := self._loads.take_commands()):
@@ -191,7 +169,7 @@ class SideChannel:
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""
         self.flush()
-        for part in (self.listener, self.renewer, self._bell):
+        for part in (self.listener, self.renewer):
             if part is not None:
                 part.close()
 
@@ -230,4 +208,4 @@ class SideChannel:
         if self.renewer is not None:
             self.renewer.proven.add((producer.host, producer.port))
         self._found.append(producer)
-        self._loop.wake()
+        self._wake()

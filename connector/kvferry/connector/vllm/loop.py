@@ -26,49 +26,65 @@ class EngineLoop:
 
     def __init__(self) -> None:
         self._core: Any = None
-        self._message: Any = None
-        self._is_reported = False
+        # Two messages, told apart by identity. vLLM treats both alike: it looks for work.
+        self._wakeup: Any = None
+        self._news: Any = None
         self._is_waiting = False
+        self._is_reported = False
 
     def wake(self) -> None:
-        """Wake the loop, so that it checks whether it must step; if it is in `wait` of this object, end only that."""
-        self._try(self._wake)
+        """Have the loop check whether it must step; ends `wait`, which then returns False."""
+        self._try(lambda core: core.input_queue.put_nowait(self._wakeup))
+
+    def notify(self) -> None:
+        """There is news for the thread in `wait`, which then returns True. A loop that is not in `wait` wakes."""
+        self._try(self._notify)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait on the loop's own thread for `wake`, at most `timeout_s`. Returns whether the loop may go on waiting:
-        there is no input for it."""
+        """Wait on the loop's own thread, at most `timeout_s`, for `notify`, `wake` or input.
+
+        Returns:
+            Whether the loop may go on waiting: there is no input for it.
+        """
         return bool(self._try(lambda core: self._wait(core.input_queue, timeout_s)))
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is paused. vLLM's loop asks this before it sleeps: so here it is first looked for."""
+        """True if the engine is paused (`is_scheduler_paused`, v1/engine/core.py:955)."""
         return bool(self._try(lambda core: core.is_scheduler_paused()))
 
-    def _wake(self, core: Any) -> None:
+    def _notify(self, core: Any) -> None:
+        # Under the queue's lock: `_wait` has either not looked at the queue yet, and finds the message, or waits.
         with core.input_queue.not_empty:
             if self._is_waiting:
                 core.input_queue.not_empty.notify()
                 return
-        core.input_queue.put_nowait(self._message)
+        core.input_queue.put_nowait(self._news)
 
     def _wait(self, queue: Any, timeout_s: float) -> bool:
+        # `queue.Queue.get` waits for this condition; whatever is put into the queue notifies it. So one wait hears of
+        # input, of `wake` and of `notify`, and takes no input out of the queue: vLLM's loop does that after the step.
         with queue.not_empty:
-            self._is_waiting = not queue.queue
-            while (
-                queue.queue and queue.queue[0] is self._message
-            ):  # news since the last wait, no input
-                queue.queue.popleft()
-            if self._is_waiting:
-                queue.not_empty.wait(timeout_s)
-            self._is_waiting = False
+            if not queue.queue:
+                self._is_waiting = True
+                try:
+                    queue.not_empty.wait(timeout_s)
+                finally:
+                    self._is_waiting = False
+            else:
+                # News since the last wait. Left in the queue, it would end this wait and every later one.
+                while queue.queue and queue.queue[0] is self._news:
+                    queue.queue.popleft()
             return not queue.queue
 
     def _try(self, call: Callable[[Any], Any]) -> Any:
         """The result of `call` with the engine core; None, and one line in the log, if that fails."""
         try:
             if self._core is None:
-                self._core = find_core()
-                self._message = wakeup_message()
+                core = find_core()
+                self._wakeup = wakeup_message()
+                self._news = wakeup_message()
+                self._core = core  # last: other threads use the messages as soon as it is set
             return call(self._core)
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
             if not self._is_reported:

@@ -1,0 +1,262 @@
+"""Every reason of an engine to step, to wait, and to wake.
+
+A step costs vLLM's workers a second of spinning each, and its loop begins the next one a millisecond after a step that
+has computed nothing. So an engine with nothing to compute must not step just to look. It has one place to rest: its
+input queue. Without a request, vLLM's loop sleeps there as long as `must_step` is False. With requests, the loop is
+held there within a hook (`wait_for_answers`, `wait_for_loads`). Whatever is put into the queue ends both.
+
+Without a request, the engine steps because of
+
+| reason | why | until | test |
+| --- | --- | --- | --- |
+| ORDERS | no consumer reads before the workers have the orders | that step | `test_idle_scheduler.py` |
+| QUARANTINE | only workers' reports tell when pinned blocks return | the report | `test_quarantined_blocks.py` |
+| DRAIN | vLLM ends an engine without work; a consumer may still read | the last held lease | `test_drain.py` |
+| PAUSE | a pause is complete without work; then no block may be held | the last held lease | `test_engine_loop.py` |
+| LONG_SLEEP | leases may have been read, or may have expired | that step | `test_idle.py` |
+| ANSWERS | more answers have come than one call takes | the last answer | `test_steps.py` |
+| PRODUCERS | a producer in `prewarm_peers` has answered | that step | `test_first_contact.py` |
+
+Otherwise it rests:
+
+| requests | held in | woken by | test |
+| --- | --- | --- | --- |
+| none, no lease is held | vLLM's loop | input | `test_first_contact.py` |
+| none, leases are held | vLLM's loop | input; `poll`, after `MAX_IDLE_S` | `test_idle.py`, `test_engine_loop.py` |
+| all wait for answers | `wait_for_answers` | input; an answer; a query's end; `MAX_IDLE_S` | `test_engine_loop.py` |
+| all wait for loads or answers | `wait_for_loads` | the same; a worker that rings | `test_consumer.py` |
+
+What is left are steps that compute nothing and are cheaper: a worker that has not rung yet waits up to 2 ms within the
+step for a load (`worker_side/side.py`); and of many requests that wait for the same thing vLLM looks at the first few
+only (`parking.py`). With data parallelism or pipeline stages, where others would wait for this engine's step, it rests
+in vLLM's loop only.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterable
+
+from kvferry.connector.scheduler_side.drain import Drain
+from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.protocol.load_notifier import LoadListener
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.producer.ledger import ProducerLedger
+
+MAX_IDLE_S = 15.0
+"""Longest rest of an engine that holds leases or has requests; its metrics are hardly older. More steps would be
+costly: vLLM's workers spin for a second after each before they sleep again."""
+
+
+class StepReason(enum.Enum):
+    """Why an engine without requests must step; the module's docstring has the table."""
+
+    ORDERS = enum.auto()
+    QUARANTINE = enum.auto()
+    DRAIN = enum.auto()
+    PAUSE = enum.auto()
+    LONG_SLEEP = enum.auto()
+    ANSWERS = enum.auto()
+    PRODUCERS = enum.auto()
+
+
+class Steps:
+    """When the engine of this process steps, rests and wakes.
+
+    Args:
+        num_workers: of this engine.
+        drain: ends leases at the beginning of a step.
+        loop: of this engine; `queries` notifies the same one.
+        load_listener: hears the workers ring; None if this engine loads nothing.
+        may_wait: whether a step may take a moment: no other engine and no other stage waits for it.
+
+    Attributes:
+        drain, load_listener, may_wait: as given.
+    """
+
+    def __init__(
+        self,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        queries: PromptQueries,
+        num_workers: int,
+        *,
+        drain: Drain,
+        loop: EngineLoop,
+        load_listener: LoadListener | None,
+        may_wait: bool,
+    ) -> None:
+        self.drain = drain
+        self.load_listener = load_listener
+        self.may_wait = may_wait
+        self._leases = leases
+        self._loads = loads
+        self._queries = queries
+        self._loop = loop
+        self._workers = frozenset(range(num_workers))
+        self._unreported: set[int] = set()
+        self._may_sleep = False
+        self._stepped_s = time.monotonic()
+        self._wait_until_s: float | None = None
+        self._waking_until_s = 0.0  # on the leases' clock
+
+    # Whether to step.
+
+    def must_step(self, *, has_producers: bool) -> bool:
+        """True if the engine must step although it has no request. vLLM's loop asks before it sleeps.
+
+        Args:
+            has_producers: prewarmed producers wait for a step.
+        """
+        return self.reason(has_producers=has_producers) is not None
+
+    def reason(self, *, has_producers: bool = False) -> StepReason | None:
+        """Why an engine without requests must step; None if it may sleep."""
+        if has_producers:
+            return StepReason.PRODUCERS
+        if self._queries.has_answers:
+            return StepReason.ANSWERS
+        return self._reason_of_leases()
+
+    def _reason_of_leases(self) -> StepReason | None:
+        is_draining = self.drain.is_requested
+        if self._leases.needs_step:
+            return StepReason.ORDERS
+        # An engine that ends needs its blocks no more: it would step until `failed_read_grace_s` has passed.
+        if len(self._loads.quarantine) and not is_draining:
+            return StepReason.QUARANTINE
+        if not self._leases.block_references.held:
+            return None
+        if is_draining:
+            return StepReason.DRAIN
+        if self._loop.is_paused:
+            # As with requests. The calls that follow a pause (emptying caches, loading weights) must find no held
+            # block.
+            return StepReason.PAUSE
+        if self._has_rested_long():
+            # vLLM does not ask while its loop sleeps. So it was woken: by `poll`, or by a call to empty the prefix
+            # cache, which fails while blocks are held. The step may free blocks of leases that were read meanwhile.
+            return StepReason.LONG_SLEEP
+        self._may_sleep = True
+        return None
+
+    # A step.
+
+    def begin(self) -> bool:
+        """A step begins. Returns whether every worker must report in it, even if it has no news."""
+        self._stepped_s = time.monotonic()
+        self._wait_until_s = None
+        if self._may_sleep:
+            # While the engine slept, consumers' notifications waited at the workers. Leases that seem held may be over.
+            self._may_sleep = False
+            self._unreported = set(self._workers)
+            self._waking_until_s = self._leases.clock_s + self._leases.clock.heartbeat_s
+        self.drain.step()
+        return bool(self._unreported)
+
+    def reported(self, workers: Iterable[int]) -> None:
+        """These workers have reported."""
+        self._unreported.difference_update(workers)
+
+    @property
+    def may_report_ended_leases(self) -> bool:
+        """True if the next step or two may report leases that ended before the engine woke."""
+        return self._may_sleep or self.is_waking
+
+    @property
+    def is_waking(self) -> bool:
+        """True while reports of notifications received during sleep are outstanding: leases that seem held may be over.
+
+        At most a heartbeat long: a worker that stands still must not keep leases from expiring or being evicted.
+        """
+        return bool(self._unreported) and self._leases.clock_s <= self._waking_until_s
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the engine is paused, and schedules nothing for that reason."""
+        return self._loop.is_paused
+
+    # Waiting, on the loop's own thread.
+
+    def wait_for_answers(self, num_requests: int) -> bool:
+        """Wait for news if all requests wait for answers.
+
+        Called within the hook of one of them, since vLLM asks about a waiting request again in every step.
+
+        Args:
+            num_requests: that have not ended.
+
+        Returns:
+            Whether there may be answers to take. If not, the engine must step.
+        """
+        if self._reason_of_leases() is not None or self._expects_reports:
+            return False
+        return self._wait(num_requests)
+
+    def wait_for_loads(self, num_requests: int) -> None:
+        """Wait for news if all requests wait for loads or answers, and the workers ring when a load has ended.
+
+        Called at the end of a step that computes nothing and orders nothing. Without the rings only a step shows that a
+        load has ended; then the workers wait in the step, for a moment.
+
+        Args:
+            num_requests: that have not ended.
+        """
+        if self._reason_of_leases() is not None:
+            return
+        if self.load_listener is None or not self.load_listener.is_proven:
+            return
+        num_loading = self._loads.loading
+        if num_loading and self.load_listener.is_silent:
+            self._wait(num_requests - num_loading)
+        # After the wait: what has rung until here is in this step's report.
+        self.load_listener.begin_step()
+
+    def _wait(self, num_others: int) -> bool:
+        """Wait if all of the other requests wait for answers. Returns whether there may be answers to take."""
+        if not self.may_wait or num_others > len(self._queries.queries):
+            return False
+        now_s = time.monotonic()
+        if self._wait_until_s is None:
+            # Not from the last step on: a request may arrive after a sleep of hours, and would step once for nothing.
+            self._wait_until_s = now_s + MAX_IDLE_S
+        if now_s >= self._wait_until_s:
+            return False
+        until_s = self._wait_until_s
+        next_query_s = self._queries.queries.next_s()
+        if next_query_s is not None:
+            until_s = min(until_s, next_query_s)
+        if self._queries.has_answers or until_s <= now_s:
+            return True
+        return self._loop.wait(until_s - now_s)
+
+    @property
+    def _expects_reports(self) -> bool:
+        """True if the next step may report the end of a load, an aborted one included."""
+        if not self._loads.in_flight:
+            return False
+        listener = self.load_listener
+        is_silent = listener is not None and listener.is_proven and listener.is_silent
+        return not is_silent
+
+    # Waking, on any thread.
+
+    @property
+    def wake(self) -> Callable[[], None]:
+        """Has the loop look for reasons to step. Thread-safe."""
+        return self._loop.wake
+
+    def poll(self) -> None:
+        """Wake an engine that has rested for `MAX_IDLE_S`. Called by the listener's thread, twice a second or more."""
+        if self._may_sleep and self._has_rested_long():
+            self._loop.wake()
+
+    def close(self) -> None:
+        """Idempotent. The thread that watches the load listener must have ended."""
+        if self.load_listener is not None:
+            self.load_listener.close()
+
+    def _has_rested_long(self) -> bool:
+        return time.monotonic() >= self._stepped_s + MAX_IDLE_S
