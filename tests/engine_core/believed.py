@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvferry.protocol.ids import MAX_PROGRESS, SlotState, epoch_from_text
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from tests.harness.core.configs import BLOCK_TOKENS
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.toy_model import states_of
@@ -40,7 +40,7 @@ def believed(node: Node, stage: int = 0) -> list[Believed]:
     """All that may be read from one worker. Call `settle` before."""
     memory = ferry_of(node.workers[stage]).worker_side._worker._memory
     side = ferry_of(node.engine.connector).scheduler_side
-    leases = {lease.slot: lease for lease in side.leases._by_request.values() if lease.slot >= 0}
+    leases = {lease.slot: lease for lease in side.leases.leases(*LeaseState) if lease.slot >= 0}
     return [
         found
         for slot, lease in leases.items()

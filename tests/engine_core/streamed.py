@@ -70,8 +70,9 @@ def ticket(
 
 def lease_of(node: Node, name: str = "p") -> ProducerLease:
     """Its request runs, or has ended."""
-    leases: dict[str, ProducerLease] = node.engine.connector.scheduler_side.leases._by_request
-    return leases[name]
+    lease: ProducerLease | None = node.engine.connector.scheduler_side.leases.get(name)
+    assert lease is not None
+    return lease
 
 
 def published(step: Scheduled) -> list[tuple[int, tuple[int, ...], int]]:

@@ -67,7 +67,9 @@ def test_a_prompt_that_is_computed_anew_after_a_reset_is_offered_under_another_e
     producer.engine.add("p", long, REMOTE_DECODE, max_tokens=1)
     producer.step()
     side = producer.engine.connector.scheduler_side
-    first = int(side.leases._by_request["p"].name.epoch, 16)
+    lease = side.leases.get("p")
+    assert lease is not None
+    first = int(lease.name.epoch, 16)
     assert reset(producer, running=True)
     producer.model.poison()
     params = producer.answer("p").params

@@ -28,7 +28,7 @@ def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
     asked = producer.engine.connector.scheduler_side._offers._directory
     until((consumer,), lambda: asked.waiting(PREFILL) is not None)
     producer.step()
-    assert asked._running[PREFILL].state.progress is PromptProgress.TICKET
+    assert asked._requests.find(PREFILL).listed.state.progress is PromptProgress.TICKET
     producer.step()
     until((consumer,), lambda: len(chunks) > 0)
     return producer, consumer

@@ -11,7 +11,7 @@ import pytest
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from kvferry.protocol.side_channel import allowed_hosts
-from kvferry.scheduler.consumer.pending_queries import Producer, StartQuery
+from kvferry.scheduler.consumer.pending_query import Producer, StartQuery
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RenewLease
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer

@@ -25,9 +25,8 @@ from kvferry.scheduler.consumer.pending_queries import (
     ENDED_UNKNOWN_S,
     UNKNOWN_S,
     PendingQueries,
-    StartQuery,
-    StopQuery,
 )
+from kvferry.scheduler.consumer.pending_query import StartQuery, StopQuery
 from kvferry.scheduler.producer import prompt_directory
 from kvferry.scheduler.producer.prompt_directory import KEPT_S, SUBSCRIPTION_S, PromptDirectory
 

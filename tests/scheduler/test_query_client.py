@@ -18,7 +18,7 @@ from kvferry.protocol.prompt_queries import (
     Subscribe,
     Unsubscribe,
 )
-from kvferry.scheduler.consumer.pending_queries import Producer, QueryCommand, StartQuery, StopQuery
+from kvferry.scheduler.consumer.pending_query import Producer, QueryCommand, StartQuery, StopQuery
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel import query_client as module
 from kvferry.scheduler.side_channel.query_client import QueryClient

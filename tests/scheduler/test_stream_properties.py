@@ -199,11 +199,8 @@ class StreamHistories(ProducerHistories):
     def live_rows(self) -> Iterator[tuple[str, Row]]:
         for name in self.streamed("computing", "held"):
             if name not in self.reported:
-                lease = (
-                    self.lease(name)
-                    if self.model[name].phase == "computing"
-                    else self.ledger._by_request[name]
-                )
+                lease = self.ledger.get(name)
+                assert lease is not None
                 assert lease.stream is not None
                 yield name, self.rows[lease.stream.row]
 

@@ -19,12 +19,8 @@ from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.params import NamedPrefill
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key
-from kvferry.scheduler.consumer.pending_queries import (
-    SETTLING,
-    PendingQueries,
-    PendingQuery,
-    Producer,
-)
+from kvferry.scheduler.consumer.pending_queries import SETTLING, PendingQueries
+from kvferry.scheduler.consumer.pending_query import PendingQuery, Producer
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LoadOrder, Prewarm
@@ -27,6 +27,7 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RenewLease,
 )
 from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.requests import RequestTable
 from kvferry.scheduler.transitions import next_state
 
 
@@ -46,6 +47,7 @@ class ConsumerLedger:
         recompute_threshold: fewer tokens of a turn than this are computed instead of loaded.
         pool: the engine's block pool, see `QuarantinedBlocks`.
         recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
+        requests: this engine's; the producer's ledger has the same.
         max_ended: leases that are remembered after their end, see `EndedLeases`.
 
     Attributes:
@@ -62,12 +64,13 @@ class ConsumerLedger:
         *,
         pool: BlockPool | None = None,
         recomputes: bool = False,
+        requests: RequestTable | None = None,
         max_ended: int = MAX_ENDED_LEASES,
     ) -> None:
+        self._requests = RequestTable() if requests is None else requests
         self._counters = counters
         self._recompute_threshold = recompute_threshold
         self._recomputes = recomputes
-        self._by_request: dict[str, RemotePrompt] = {}
         self._claims: set[LeaseKey] = set()
         self._ended = EndedLeases(max_ended)
         self.prewarms = PrewarmQueue()
@@ -80,7 +83,7 @@ class ConsumerLedger:
 
     def __len__(self) -> int:
         """The number of requests that are not over."""
-        return len(self._by_request)
+        return sum(1 for _ in self._prompts())
 
     @property
     def waiting(self) -> int:
@@ -89,18 +92,17 @@ class ConsumerLedger:
 
     def get(self, request_id: str) -> RemotePrompt | None:
         """A request that is not over; None when it is not a remote prompt."""
-        return self._by_request.get(request_id)
+        record = self._requests.find(request_id)
+        return record.prompt if record is not None else None
 
     def state(self, request_id: str) -> LoadState | None:
         """The state of a request; None when it is not a remote prompt."""
-        prompt = self._by_request.get(request_id)
+        prompt = self.get(request_id)
         return prompt.state if prompt else None
 
     def requests(self, *states: LoadState) -> list[str]:
         """Requests in one of these states."""
-        return [
-            request_id for request_id, prompt in self._by_request.items() if prompt.state in states
-        ]
+        return [prompt.request_id for prompt in self._prompts() if prompt.state in states]
 
     def offer(
         self,
@@ -117,7 +119,7 @@ class ConsumerLedger:
         here, and must not touch the lease of the first. So is a replay of params whose lease has ended (`EndedLeases`).
         Returns None when the request takes the lease; otherwise why it is computed here.
         """
-        if request_id in self._by_request:
+        if self.get(request_id) is not None:
             raise LocalProtocolError(f"req={request_id}: offered twice")
         lease = RemoteLease.of(source)
         if lease.key in self._claims:
@@ -126,7 +128,7 @@ class ConsumerLedger:
             return "lease_over"
         if shared_tokens <= 0:
             return "other_prompt"
-        self._by_request[request_id] = RemotePrompt(
+        self._requests.enter(request_id).prompt = RemotePrompt(
             request_id, source, lease, shared_tokens, now_s, is_turn
         )
         self._claims.add(lease.key)
@@ -142,7 +144,7 @@ class ConsumerLedger:
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """The number of tokens beyond the local prefix hit to load; 0 when nothing is to be loaded."""
-        prompt = self._by_request.get(request_id)
+        prompt = self.get(request_id)
         if prompt is None or prompt.state is not LoadState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
@@ -161,7 +163,7 @@ class ConsumerLedger:
         Raises:
             LocalProtocolError: more tokens than were matched.
         """
-        prompt = self._by_request.get(request_id)
+        prompt = self.get(request_id)
         if prompt is None and count:
             raise LocalProtocolError(f"req={request_id}: {count} tokens to load, none were offered")
         if prompt is None:
@@ -225,7 +227,7 @@ class ConsumerLedger:
         Args:
             by_error: vLLM ended it. With the policy `fail` it does so before it passes on that the load has failed.
         """
-        prompt = self._by_request.get(request_id)
+        prompt = self.get(request_id)
         if prompt is None:
             return False
         is_cancelled = prompt.state is LoadState.LOADING
@@ -244,16 +246,17 @@ class ConsumerLedger:
 
     def compute_here(self, request_id: str, reason: str) -> None:
         """Load nothing for this request, if its load has not begun."""
-        prompt = self._by_request.get(request_id)
+        prompt = self.get(request_id)
         if prompt is not None and prompt.state is LoadState.OFFERED:
             self._leave(prompt, LoadEvent.DECLINE)
             self._recompute(prompt, reason)
 
     def give_all_back(self) -> None:
         """Release all leases at the shutdown of this engine, also those that workers are reading."""
-        for request_id in self.requests(*CLAIMING):
-            self._end_claim(ReleaseLease(self._by_request[request_id].lease))
-        self._by_request.clear()
+        for prompt in list(self._prompts()):
+            if prompt.state in CLAIMING:
+                self._end_claim(ReleaseLease(prompt.lease))
+            self._forget(prompt)
         self.in_flight = self.loading = 0
 
     def take_orders(self) -> tuple[LoadOrder, ...]:
@@ -273,20 +276,28 @@ class ConsumerLedger:
 
     def check_integrity(self) -> None:
         """Check that claims and requests agree. Raises `LocalProtocolError` with the sums."""
-        claiming = {
-            self._by_request[request_id].lease.key for request_id in self.requests(*CLAIMING)
-        }
+        claiming = {prompt.lease.key for prompt in self._prompts() if prompt.state in CLAIMING}
         flying, loading = len(self.requests(*IN_FLIGHT)), len(self.requests(LoadState.LOADING))
         if claiming != self._claims or (flying, loading) != (self.in_flight, self.loading):
             sums = f"{len(self._claims)} claims, {self.in_flight} in flight; {len(claiming)} and {flying} by request"
             raise LocalProtocolError(f"loads: {sums}")
         self.quarantine.check_integrity()
 
+    def _prompts(self) -> Iterator[RemotePrompt]:
+        for record in self._requests:
+            if record.prompt is not None:
+                yield record.prompt
+
+    def _forget(self, prompt: RemotePrompt) -> None:
+        record = self._requests.enter(prompt.request_id)
+        record.prompt = None
+        self._requests.drop_if_over(record)
+
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
         after = next_state(LOAD_TRANSITIONS, prompt.state, event, prompt)
         self.loading -= prompt.state is LoadState.LOADING
         if after is None:
-            del self._by_request[prompt.request_id]
+            self._forget(prompt)
         else:
             prompt.state = after
 
@@ -299,7 +310,7 @@ class ConsumerLedger:
         return was_offered
 
     def _end_load(self, request_id: str, event: LoadEvent) -> RemotePrompt | None:
-        prompt = self._by_request.get(request_id)
+        prompt = self.get(request_id)
         if prompt is not None:
             self._advance(prompt, event)
             self.in_flight -= 1

@@ -16,10 +16,17 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
 from kvferry.protocol.side_channel.hosts import one_spelling
+from kvferry.scheduler.consumer.pending_query import (
+    PendingQuery,
+    Producer,
+    QueryCommand,
+    StartQuery,
+    StopQuery,
+)
+from kvferry.scheduler.requests import RequestRecord, RequestTable
 
 UNKNOWN_S = 10.0
 """How long a producer may not know of a prompt: its leg may still be on the way, or is lost."""
@@ -35,48 +42,6 @@ MAX_ENDED = 1 << 10
 
 SETTLING = (PromptProgress.TICKET, PromptProgress.OVER)
 """Answers that settle a question."""
-
-Producer = tuple[str, int]
-"""Host and port of a side channel."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartQuery:
-    """Ask this producer, again and again until `StopQuery`."""
-
-    producer: Producer
-    query: PromptQuery
-
-
-@dataclass(frozen=True, slots=True)
-class StopQuery:
-    """The question is settled."""
-
-    number: int
-
-
-QueryCommand = StartQuery | StopQuery
-
-
-@dataclass(slots=True)
-class PendingQuery:
-    """One question.
-
-    Attributes:
-        host: of the producer that the request names, in one spelling.
-        waits: whether its request waits for the answer; False when it has ended.
-        unknown_why: what a producer has said that does not know of it, as a label of metrics.
-        known_by: the producer that was the last to say that it has the prompt in its queue, or none.
-        is_crowded_out: it was given up for the question of another host.
-    """
-
-    request_id: str
-    host: str
-    query: PromptQuery
-    waits: bool = True
-    unknown_why: str = ""
-    known_by: set[Producer] = field(default_factory=set)
-    is_crowded_out: bool = False
 
 
 class _Timers:
@@ -152,13 +117,15 @@ class PendingQueries:
 
     Args:
         spans: of this engine's blocks, if it reads prompts while they are computed (`PromptQuery`).
+        requests: this engine's; the ledger's too.
     """
 
-    def __init__(self, spans: tuple[int, ...] = ()) -> None:
+    def __init__(self, spans: tuple[int, ...] = (), requests: RequestTable | None = None) -> None:
         self._spans = spans
+        self._requests = RequestTable() if requests is None else requests
+        self._num_waiting = 0
         self._next = 0
         self._by_number: dict[int, PendingQuery] = {}
-        self._by_request: dict[str, PendingQuery] = {}
         self._by_host = _ByHost()
         self._unknown = _Timers()
         self._ended = _Timers()
@@ -171,11 +138,12 @@ class PendingQueries:
 
     def __len__(self) -> int:
         """The number of requests that wait for an answer."""
-        return len(self._by_request)
+        return self._num_waiting
 
     def __contains__(self, request_id: str) -> bool:
         """Whether this request waits for an answer."""
-        return request_id in self._by_request
+        record = self._requests.find(request_id)
+        return record is not None and record.query is not None
 
     def ask(
         self,
@@ -196,7 +164,9 @@ class PendingQueries:
         self._next += 1
         opened = PendingQuery(request_id, host, query)
         self.finished(request_id)  # an earlier request of this id
-        self._by_number[query.number] = self._by_request[request_id] = opened
+        self._by_number[query.number] = opened
+        self._requests.enter(request_id).query = opened
+        self._num_waiting += 1
         self._by_host.add(host, query.number)
         self._unknown.start(query.number, now_s)
         self._commands.append(StartQuery(producer, query))
@@ -264,9 +234,11 @@ class PendingQueries:
     def finished(self, request_id: str) -> None:
         """The request has ended without an answer. Its question stays open for a while, so that a ticket can be given
         back."""
-        opened = self._by_request.pop(request_id, None)
-        if opened is None:
+        record = self._requests.find(request_id)
+        if record is None or record.query is None:
             return
+        opened = record.query
+        self._end_wait(record)
         opened.waits = False
         self._leaving.append(opened)
         if len(self._leaving) + len(self._ended) > MAX_ENDED:
@@ -321,6 +293,13 @@ class PendingQueries:
         for timers, _ in self._timers():
             timers.stop(number)
         opened.known_by.clear()
-        if opened.waits:  # otherwise a later request may have its id
-            self._by_request.pop(opened.request_id, None)
+        # If it does not wait any more, the record may be a later request's, with a question of its own.
+        record = self._requests.find(opened.request_id) if opened.waits else None
+        if record is not None:
+            self._end_wait(record)
         self._commands.append(StopQuery(number))
+
+    def _end_wait(self, record: RequestRecord) -> None:
+        record.query = None
+        self._num_waiting -= 1
+        self._requests.drop_if_over(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvferry.protocol.awake_clock import AwakeClock
 from kvferry.protocol.errors import LocalProtocolError
@@ -27,6 +27,7 @@ from kvferry.scheduler.producer.lease import (
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.lease_slots import LeaseSlots
 from kvferry.scheduler.producer.streams import PublishedStreams
+from kvferry.scheduler.requests import RequestTable
 from kvferry.scheduler.transitions import next_state
 
 
@@ -49,6 +50,7 @@ class ProducerLedger:
         turn_s: the same for a turn's lease; a renewal never shortens it.
         workers: the number of workers of this engine, in all pipeline stages and replicas; ids begin at 0.
         pool: the engine's block pool, see `BlockReferences`.
+        requests: this engine's; the consumer's ledger has the same.
         counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
 
@@ -70,7 +72,9 @@ class ProducerLedger:
         turn_s: float | None = None,
         workers: int = 1,
         pool: BlockPool | None = None,
+        requests: RequestTable | None = None,
     ) -> None:
+        self._requests = RequestTable() if requests is None else requests
         self.slots = LeaseSlots(slots, draw_epoch)
         self.lease_s = lease_s
         self.block_references = BlockReferences(pool)
@@ -79,7 +83,6 @@ class ProducerLedger:
         self._deadlines = Deadlines(lease_s, lease_s if turn_s is None else turn_s)
         self._workers = range(workers)
         self._counters = counters
-        self._by_request: dict[str, ProducerLease] = {}
         self._orders = LeaseOrders()
         self.streams = PublishedStreams(self.slots, self._orders, counters)
 
@@ -87,9 +90,14 @@ class ProducerLedger:
         """The number of leases that have a slot."""
         return self.slots.count - self.slots.free
 
+    def get(self, request_id: str) -> ProducerLease | None:
+        """The lease of a request, also after its end; None without one."""
+        record = self._requests.find(request_id)
+        return record.lease if record is not None else None
+
     def state(self, request_id: str) -> LeaseState | None:
         """The state of a request's lease; None without a lease."""
-        lease = self._by_request.get(request_id)
+        lease = self.get(request_id)
         return lease.state if lease else None
 
     @property
@@ -106,26 +114,30 @@ class ProducerLedger:
 
     def running(self, request_id: str) -> ProducerLease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
-        lease = self._by_request.get(request_id)
+        lease = self.get(request_id)
         return lease if lease is not None and lease.is_running else None
 
     def leases(self, *states: LeaseState) -> list[ProducerLease]:
         """The leases in one of these states."""
-        return [lease for lease in self._by_request.values() if lease.state in states]
+        return [lease for lease in self._all() if lease.state in states]
 
     def intend(self, request_id: str, use: LeaseUse) -> bool:
         """A request has arrived whose blocks are for another engine when it ends. False if the lease of an earlier
         request with this id has not ended: this one is served without a transfer."""
-        if request_id in self._by_request:
+        record = self._requests.enter(request_id)
+        if record.lease is not None:
             self._counters.add(f"{use.value}_refused")
             return False
-        self._by_request[request_id] = ProducerLease(request_id, use)
+        record.lease = ProducerLease(request_id, use)
         return True
 
     def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
         """A request is scheduled: its lease, intended or new, gets a slot; further calls change nothing. False if no
         slot is free, or `intend` would refuse: the request is served without a transfer."""
-        lease = self._by_request.setdefault(request_id, ProducerLease(request_id, use))
+        record = self._requests.enter(request_id)
+        if record.lease is None:
+            record.lease = ProducerLease(request_id, use)
+        lease = record.lease
         if lease.state is LeaseState.INTENDED and self.slots.free:
             self._advance(lease, LeaseEvent.OPEN)
             self._orders.opens.append(self.slots.take(lease))
@@ -173,7 +185,7 @@ class ProducerLedger:
 
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
         """The request was aborted, has failed or must not be read: its blocks are not kept. No-op without a lease."""
-        lease = self._by_request.get(request_id)
+        lease = self.get(request_id)
         if lease is None:
             return
         self._advance(lease, LeaseEvent.ABANDON)
@@ -248,7 +260,7 @@ class ProducerLedger:
         """
         over = []
         for request_id in request_ids if worker in self._workers else ():
-            lease = self._by_request.get(request_id)
+            lease = self.get(request_id)
             if lease is None or not lease.keeps_blocks:
                 continue
             lease.acks.add(worker)
@@ -263,7 +275,7 @@ class ProducerLedger:
         Raises:
             LocalProtocolError: the request is not held.
         """
-        lease = self._by_request.get(request_id)
+        lease = self.get(request_id)
         if lease is None:
             raise LocalProtocolError(f"req={request_id}: reported sent without a lease")
         self._advance(lease, LeaseEvent.SENT)
@@ -286,15 +298,19 @@ class ProducerLedger:
             LocalProtocolError: with the sums.
         """
         self.slots.check_integrity()
-        self.streams.check_integrity(self._by_request.values())
-        states = Counter(lease.state.value for lease in self._by_request.values())
-        kept, keeping = (
-            self.block_references.num_requests,
-            sum(x.keeps_blocks for x in self._by_request.values()),
-        )
+        leases = list(self._all())
+        self.streams.check_integrity(leases)
+        states = Counter(lease.state.value for lease in leases)
+        kept = self.block_references.num_requests
+        keeping = sum(lease.keeps_blocks for lease in leases)
         if kept != keeping:
             raise LocalProtocolError(f"leases: {dict(states)}, {kept} keep blocks, {keeping} must")
         self.block_references.check_integrity()
+
+    def _all(self) -> Iterator[ProducerLease]:
+        for record in self._requests:
+            if record.lease is not None:
+                yield record.lease
 
     def _keep(
         self,
@@ -303,7 +319,7 @@ class ProducerLedger:
         block_ids: tuple[int, ...],
         orders: list[LeaseHold],
     ) -> ProducerLease | None:
-        lease = self._by_request.get(request_id)
+        lease = self.get(request_id)
         if lease is not None:
             self._advance(lease, LeaseEvent.COMPLETE)
             lease.held_s, lease.block_ids = self.clock_s, block_ids
@@ -316,7 +332,9 @@ class ProducerLedger:
         if after is not None:
             lease.state = after
             return
-        del self._by_request[lease.request_id]
+        record = self._requests.enter(lease.request_id)
+        record.lease = None
+        self._requests.drop_if_over(record)
         if lease.state is not LeaseState.INTENDED:
             self.slots.give_back(lease)
             self.streams.over(lease)

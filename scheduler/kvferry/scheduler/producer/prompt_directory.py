@@ -24,20 +24,18 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TypeVar
 
-import msgspec
-
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.prompt_queries import (
-    NO_PARAMS,
     Answer,
     Answers,
     PromptProgress,
     PromptQuery,
     Subscribe,
     Unsubscribe,
-    encode_params,
 )
 from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.producer.listed_prompt import Claimant, ListedPrompt, PromptState, Whole
+from kvferry.scheduler.requests import RequestTable
 
 MAX_PROMPTS = 1 << 14
 """Most prompts remembered; the oldest is dropped first. Clients choose how many requests there are."""
@@ -55,85 +53,6 @@ _HELD_S = 100e-6
 _RELEASED_S = 50e-6
 
 Name = TypeVar("Name")
-
-Claimant = tuple[str, int]
-"""Engine id of an asker, and the number of its question."""
-
-Whole = tuple[int, str]
-"""The length of a prompt, and the last of its digests."""
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """How far a prompt is. Replaced as a whole, since two threads read it.
-
-    Attributes:
-        params: of the ticket, not encoded.
-        lease: by which the prompt may be read, as long as that has not ended.
-        cached_tokens: see `Answer`.
-    """
-
-    progress: PromptProgress
-    params: object = None
-    lease: ProducerLease | None = None
-    reason: str = ""
-    cached_tokens: int | None = None
-
-
-_QUEUED = _State(PromptProgress.QUEUED)
-
-
-@dataclass(slots=True, eq=False)
-class ListedPrompt:
-    """One prompt.
-
-    Attributes:
-        state: set by the engine's thread, as `is_over` is.
-        claimant: whose question it answers. Set after `spans` and `digests`, by the listener's thread.
-        spans: of who has asked (`PromptQuery`).
-        digests: of the whole prompt; () until a question is compared with them.
-        has_ended: whether the listener's thread knows that it is over.
-        is_dropped: whether the listener's thread has forgotten it.
-        encoded: the params of a state, as they are sent.
-    """
-
-    request_id: str
-    key: str
-    prompt: Prompt
-    num_tokens: int
-    state: _State = _QUEUED
-    is_over: bool = False
-    claimant: Claimant | None = None
-    spans: tuple[int, ...] = ()
-    digests: tuple[str, ...] = ()
-    has_ended: bool = False
-    is_dropped: bool = False
-    encoded: tuple[_State, msgspec.Raw] | None = None
-
-    @property
-    def whole(self) -> Whole:
-        return self.num_tokens, self.digests[-1]
-
-    def answer(self, number: int) -> Answer:
-        state = self.state
-        if state.lease is not None and state.lease.ended_by:
-            return Answer(
-                number=number, progress=PromptProgress.OVER, reason=state.reason or "no_lease"
-            )
-        return Answer(
-            number=number,
-            progress=state.progress,
-            params=self._params_of(state),
-            reason=state.reason,
-            cached_tokens=state.cached_tokens,
-        )
-
-    def _params_of(self, state: _State) -> msgspec.Raw:
-        if state.params is None:
-            return NO_PARAMS
-        if self.encoded is None or self.encoded[0] is not state:
-            self.encoded = (state, encode_params(state.params))
-        return self.encoded[1]
 
 
 @dataclass(slots=True)
@@ -175,20 +94,24 @@ class PromptDirectory:
     Args:
         siblings: ports of the side channels of this engine's other data-parallel ranks.
         clock: monotonic seconds.
+        requests: this engine's; the ledger's too.
 
     Attributes:
         wake: called on the engine's thread when there may be `changes` to send.
     """
 
     def __init__(
-        self, siblings: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        siblings: tuple[int, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+        requests: RequestTable | None = None,
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._clock = clock
         self._siblings = siblings
         self._news: queue.SimpleQueue[ListedPrompt] = queue.SimpleQueue()
         # Of the engine's thread:
-        self._running: dict[str, ListedPrompt] = {}
+        self._requests = RequestTable() if requests is None else requests
         # Of the listener's thread:
         self._by_request: dict[str, ListedPrompt] = {}  # the first that arrived is first
         self._by_key: dict[str, _Key] = {}
@@ -209,7 +132,8 @@ class PromptDirectory:
             prompt: kept, and not changed until it is over.
             num_tokens: of the whole prompt.
         """
-        asked = self._running[request_id] = ListedPrompt(request_id, key, prompt, num_tokens)
+        asked = ListedPrompt(request_id, key, prompt, num_tokens)
+        self._requests.enter(request_id).listed = asked
         self._report(asked)
 
     def ticket(
@@ -226,15 +150,17 @@ class PromptDirectory:
             params: encoded when they are asked for, on the listener's thread.
             cached_tokens: see `Answer`.
         """
-        asked = self._running.get(request_id)
+        asked = self._listed(request_id)
         if asked is not None:
-            asked.state = _State(PromptProgress.TICKET, params, lease, cached_tokens=cached_tokens)
+            asked.state = PromptState(
+                PromptProgress.TICKET, params, lease, cached_tokens=cached_tokens
+            )
             self._report(asked)
 
     def waiting(self, request_id: str) -> ListedPrompt | None:
         """The prompt, if another engine has asked for it and has no answer yet. At worst a question that is being
         answered is seen in the next step."""
-        asked = self._running.get(request_id)
+        asked = self._listed(request_id)
         is_waiting = (
             asked is not None
             and asked.claimant is not None
@@ -244,17 +170,20 @@ class PromptDirectory:
 
     def over(self, request_id: str, reason: str = "") -> None:
         """With a reason, the prompt will not be read; otherwise its ticket stays valid."""
-        asked = self._running.get(request_id)
+        asked = self._listed(request_id)
         if asked is not None:
             if reason:
-                asked.state = _State(PromptProgress.OVER, reason=reason)
+                asked.state = PromptState(PromptProgress.OVER, reason=reason)
             asked.is_over = True
             self._report(asked)
 
     def finished(self, request_id: str, reason: str = "") -> None:
         """As `over`, for the last time: the request has ended."""
         self.over(request_id, reason)
-        self._running.pop(request_id, None)
+        record = self._requests.find(request_id)
+        if record is not None:
+            record.listed = None
+            self._requests.drop_if_over(record)
 
     # For the listener's thread.
 
@@ -301,6 +230,10 @@ class PromptDirectory:
         ]
 
     # On the engine's thread.
+
+    def _listed(self, request_id: str) -> ListedPrompt | None:
+        record = self._requests.find(request_id)
+        return record.listed if record is not None else None
 
     def _report(self, asked: ListedPrompt) -> None:
         self._news.put(asked)

@@ -36,7 +36,8 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.hosts import host_port, one_spelling
-from kvferry.scheduler.consumer.pending_queries import SETTLING, Producer, QueryCommand, StartQuery
+from kvferry.scheduler.consumer.pending_queries import SETTLING
+from kvferry.scheduler.consumer.pending_query import Producer, QueryCommand, StartQuery
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.fair_share import has_share
 from kvferry.scheduler.side_channel.connection_slots import (

@@ -1,0 +1,49 @@
+"""One question about a prompt that another engine prefills, and the commands to the side channel about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.protocol.prompt_queries import PromptQuery
+
+Producer = tuple[str, int]
+"""Host and port of a side channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartQuery:
+    """Ask this producer, again and again until `StopQuery`."""
+
+    producer: Producer
+    query: PromptQuery
+
+
+@dataclass(frozen=True, slots=True)
+class StopQuery:
+    """The question is settled."""
+
+    number: int
+
+
+QueryCommand = StartQuery | StopQuery
+
+
+@dataclass(slots=True, eq=False)
+class PendingQuery:
+    """One question.
+
+    Attributes:
+        host: of the producer that the request names, in one spelling.
+        waits: whether its request waits for the answer; False when it has ended.
+        unknown_why: what a producer has said that does not know of it, as a label of metrics.
+        known_by: the producer that was the last to say that it has the prompt in its queue, or none.
+        is_crowded_out: it was given up for the question of another host.
+    """
+
+    request_id: str
+    host: str
+    query: PromptQuery
+    waits: bool = True
+    unknown_why: str = ""
+    known_by: set[Producer] = field(default_factory=set)
+    is_crowded_out: bool = False
