@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.layout.patterns import PATTERNS, Cells, is_indexer, is_mla
+from kvferry.connector.layout.patterns import PATTERNS, CellLayout, is_indexer, is_mla
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.connector.vllm.attention import cpu_attention_isa
 from kvferry.protocol.errors import InvalidConfig
@@ -50,9 +50,9 @@ class BlockLayout:
         return self.dtype or str(view.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of a `PagedTensor` that a block layout decides; `offset` is in bytes from the layer's first byte."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """What a block layout decides of a `PagedTensor`; `offset` is in bytes from the layer's first byte."""
 
     kind: str
     heads: Range
@@ -67,7 +67,7 @@ class Part:
     element_stride: int = 0
     scales: tuple[float, ...] = ()
 
-    def tensor(
+    def paged_tensor(
         self,
         layer: str,
         group: int,
@@ -100,29 +100,38 @@ class Part:
 
 
 def packing_of(layer: Any, layer_name: str) -> str:
-    """The packing of a layer's blocks: the backend's name and everything that its block layout depends on.
+    """The packing of a layer's blocks: the backend's name and everything that its block layout depends on."""
+    name = type(layer).__name__
+    if hasattr(layer, "get_attn_backend"):
+        backend = layer.get_attn_backend()
+        if backend is not None:
+            name = str(backend.get_name())
+    packing = name.lower()
+    if name == "CPU_ATTN":
+        # The CPU backend packs K for the instruction set, so engines on different machines may differ.
+        packing = f"cpu_attn/{cpu_attention_isa(layer)}"
+    return packing + _float8_suffix(layer)
 
-    For float8 that includes the format: vLLM keeps every format in a cache of bytes, under one quantisation mode.
-    """
-    backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
-    name = str(backend.get_name()) if backend is not None else type(layer).__name__
-    stored = _float8_of(layer)
-    if name != "CPU_ATTN":
-        return name.lower() + stored
-    return f"cpu_attn/{cpu_attention_isa(layer)}{stored}"
 
-
-def _float8_of(layer: Any) -> str:
-    """The float8 format of a layer's cache, as a suffix; "" for other dtypes. vLLM's `fp8` is its `fp8_e4m3`."""
+def _float8_suffix(layer: Any) -> str:
+    """The float8 format of a layer's cache, as a suffix of its packing; "" for other dtypes."""
+    # vLLM keeps every float8 format in a cache of bytes, under one quantisation mode: only this attribute tells them
+    # apart.
     cache_dtype = str(getattr(layer, "kv_cache_dtype", None))
     if not cache_dtype.startswith("fp8"):
         return ""
-    return "/fp8_e4m3" if cache_dtype == "fp8" else f"/{cache_dtype}"
+    if cache_dtype == "fp8":
+        return "/fp8_e4m3"
+    return f"/{cache_dtype}"
 
 
-def parts_of(
-    layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding
-) -> tuple[Part, ...]:
+def tensor_layouts(
+    layer: str,
+    view: torch.Tensor,
+    spec: Any,
+    block_layout: BlockLayout,
+    sharding: Sharding,
+) -> tuple[TensorLayout, ...]:
     """The paged tensors of a layer's cache.
 
     Args:
@@ -131,110 +140,167 @@ def parts_of(
     Raises:
         InvalidConfig: the bytes of an opaque block are not contiguous.
     """
+    cells: tuple[CellLayout, ...] = ()
     pattern = PATTERNS.get(block_layout.pattern)
-    cells = pattern(view, spec) if pattern is not None else ()
+    if pattern is not None:
+        cells = pattern(view, spec)
     if cells:
+        is_replicated = is_mla(spec)
         return tuple(
-            _part(one, view, block_layout, sharding, is_replicated=is_mla(spec)) for one in cells
+            _by_token(kind_cells, view, block_layout, sharding, is_replicated=is_replicated)
+            for kind_cells in cells
         )
     if block_layout.pattern == BY_HEAD and heads_lie_together(view, spec):
-        return (_head_of_block(view, block_layout, sharding),)
-    return (_opaque_block(layer, view, spec, block_layout, sharding),)
+        return (_by_head(view, block_layout, sharding),)
+    return (_by_block(layer, view, spec, block_layout, sharding),)
 
 
 def heads_lie_together(view: torch.Tensor, spec: Any) -> bool:
     """Whether the bytes of each (block, head) are contiguous."""
-    return (
-        not is_mla(spec)
-        and view.shape[1] == spec.num_kv_heads
-        and bool(view.stride(2) == view.shape[3])
-    )
+    if is_mla(spec) or view.shape[1] != spec.num_kv_heads:
+        return False
+    return bool(view.stride(2) == view.shape[3])
 
 
-def _part(
-    cells: Cells,
+def _by_token(
+    cells: CellLayout,
     view: torch.Tensor,
     block_layout: BlockLayout,
     sharding: Sharding,
     *,
     is_replicated: bool,
-) -> Part:
+) -> TensorLayout:
+    """The cells of one kind, one for every (head, token)."""
+    if is_replicated:
+        held = Range(0, 1)
+        suffix = ""
+    else:
+        held, suffix = _held_heads(sharding, cells.heads)
     item = view.element_size()
-    held, suffix = (Range(0, 1), "") if is_replicated else _heads(sharding, cells.heads)
-    apart = cells.element_stride != 1
-    return Part(
+    head_stride = 0
+    if cells.heads > 1:
+        head_stride = cells.head_stride * item
+    # 0 for elements that lie together, which is nearly every cache: the cell is one run.
+    element_bytes = 0
+    element_stride = 0
+    if cells.element_stride != 1:
+        element_bytes = item
+        element_stride = cells.element_stride * item
+    return TensorLayout(
         kind=cells.kind,
         heads=held,
-        head_stride=cells.head_stride * item if cells.heads > 1 else 0,
+        head_stride=head_stride,
         cell_bytes=cells.elements * item,
         dtype=block_layout.dtype_of(view),
         packing=PLAIN + suffix,
         tile_stride=cells.token_stride * item,
         offset=cells.offset * item,
-        element_bytes=item if apart else 0,
-        element_stride=cells.element_stride * item if apart else 0,
+        element_bytes=element_bytes,
+        element_stride=element_stride,
         scales=block_layout.scales.get(cells.kind, ()),
     )
 
 
-def _head_of_block(view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding) -> Part:
+def _by_head(view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding) -> TensorLayout:
     """K and V of a (block, head) as one cell."""
     _, heads, tokens, content = (int(n) for n in view.shape)
     item = view.element_size()
-    held, suffix = _heads(sharding, heads)
-    stride = view.stride(1) * item if heads > 1 else 0
-    packing = _opaque(block_layout) + suffix
-    return Part(
-        "kv", held, stride, tokens * content * item, block_layout.dtype_of(view), packing, tokens
+    held, suffix = _held_heads(sharding, heads)
+    head_stride = 0
+    if heads > 1:
+        head_stride = view.stride(1) * item
+    return TensorLayout(
+        kind="kv",
+        heads=held,
+        head_stride=head_stride,
+        cell_bytes=tokens * content * item,
+        dtype=block_layout.dtype_of(view),
+        packing=_opaque_packing(block_layout) + suffix,
+        tile_tokens=tokens,
     )
 
 
-def _heads(sharding: Sharding, local_heads: int) -> tuple[Range, str]:
-    """The heads, and a suffix of the format. If the heads are unknown, only equal tensor-parallel sizes match."""
-    known = sharding.heads(local_heads)
-    if known is not None:
-        return known, ""
-    return Range(sharding.rank * local_heads, (sharding.rank + 1) * local_heads), _rank_of(sharding)
+def _held_heads(sharding: Sharding, local_heads: int) -> tuple[Range, str]:
+    """The global heads that this rank holds, and a suffix of the packing."""
+    held = sharding.heads(local_heads)
+    if held is not None:
+        return held, ""
+    # Unknown heads: with the size in the packing, only engines with equal tensor-parallel sizes match. Between them
+    # equal ranks hold equal heads, whatever these are.
+    first_head = sharding.rank * local_heads
+    return Range(first_head, first_head + local_heads), _size_suffix(sharding)
 
 
-def _rank_of(sharding: Sharding) -> str:
+def _size_suffix(sharding: Sharding) -> str:
     return f"/tp{sharding.size}" if sharding.size > 1 else ""
 
 
-def _opaque(block_layout: BlockLayout) -> str:
-    """The packing of opaque cells. Scales are part of it, because the cells can only be copied unchanged."""
-    reported = [
-        f"{kind}={','.join(format(scale, '.9g') for scale in scales)}"
-        for kind, scales in sorted(block_layout.scales.items())
-        if set(scales) != {1.0}
-    ]
-    return "/".join([block_layout.packing, *reported])
+def _opaque_packing(block_layout: BlockLayout) -> str:
+    """The packing of opaque cells."""
+    parts = [block_layout.packing]
+    # Scales are part of it, because opaque cells can only be copied unchanged.
+    for kind, scales in sorted(block_layout.scales.items()):
+        if set(scales) != {1.0}:
+            numbers = ",".join(format(scale, ".9g") for scale in scales)
+            parts.append(f"{kind}={numbers}")
+    return "/".join(parts)
 
 
-def _opaque_block(
-    layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding
-) -> Part:
-    """All local heads of a block as one cell. The format has its axes and their sizes, from the outermost to the
-    innermost, e.g. `heads2.tokens16.content512`, because blocks of equal size may differ in layout."""
+def _by_block(
+    layer: str,
+    view: torch.Tensor,
+    spec: Any,
+    block_layout: BlockLayout,
+    sharding: Sharding,
+) -> TensorLayout:
+    """All local heads of a block as one cell.
+
+    Raises:
+        InvalidConfig: the bytes of a block are not contiguous.
+    """
     item = view.element_size()
-    heads, tokens, content = shape = tuple(int(n) for n in view.shape[1:])
+    shape = tuple(int(n) for n in view.shape[1:])
     strides = tuple(int(n) * item for n in view.stride()[1:])
-    extent = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + item
+    heads, tokens, content = shape
+    extent = item + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if extent != heads * tokens * content * item:
         raise InvalidConfig(
             f"cache of layer {layer}",
             f"strides {list(strides)} for {list(shape)}",
             "blocks whose bytes are contiguous (set VLLM_KV_CACHE_LAYOUT to LBHNC)",
         )
-    axes = zip(
-        strides, (f"heads{heads}", f"tokens{tokens}", f"content{content}"), shape, strict=True
-    )
-    order = ".".join(name for _, name, n in sorted(axes, reverse=True) if n > 1) or "one"
-    packing, dtype = f"{_opaque(block_layout)}/{order}", block_layout.dtype_of(view)
+    dtype = block_layout.dtype_of(view)
+    packing = f"{_opaque_packing(block_layout)}/{_axis_order(shape, strides)}"
     if heads == 1 and is_mla(spec):
-        return Part(
-            "indexer" if is_indexer(spec) else "kv", Range(0, 1), 0, extent, dtype, packing, tokens
+        return TensorLayout(
+            kind="indexer" if is_indexer(spec) else "kv",
+            heads=Range(0, 1),
+            head_stride=0,
+            cell_bytes=extent,
+            dtype=dtype,
+            packing=packing,
+            tile_tokens=tokens,
         )
     # One unit, whatever its heads are: only ranks of engines with equal tensor-parallel sizes match.
-    alone = Range(sharding.rank, sharding.rank + 1)
-    return Part("kv", alone, 0, extent, dtype, packing + _rank_of(sharding), tokens)
+    return TensorLayout(
+        kind="kv",
+        heads=Range(sharding.rank, sharding.rank + 1),
+        head_stride=0,
+        cell_bytes=extent,
+        dtype=dtype,
+        packing=packing + _size_suffix(sharding),
+        tile_tokens=tokens,
+    )
+
+
+def _axis_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    """The axes of a block and their sizes, from the outermost to the innermost, e.g. `heads2.tokens16.content512`.
+
+    It is part of the packing, because blocks of equal size may differ in layout.
+    """
+    axes = []
+    for name, size, stride in zip(("heads", "tokens", "content"), shape, strides, strict=True):
+        if size > 1:
+            axes.append((stride, f"{name}{size}"))
+    axes.sort(reverse=True)
+    return ".".join(name for _, name in axes) or "one"

@@ -1,6 +1,6 @@
 """Layout discovery: from vLLM's cache tensors to paged tensors.
 
-Strides come from the registered tensors; the meaning of the bytes comes from the cache spec, and for attention from the
+Strides come from the registered tensors. The meaning of the bytes comes from the cache spec, and for attention from the
 backend: see `block_layout` and `mamba_layout`.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.connector.layout.block_layout import BlockLayout, parts_of
+from kvferry.connector.layout.block_layout import BlockLayout, tensor_layouts
 from kvferry.connector.layout.mamba_layout import describe_mamba_layout
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
@@ -73,75 +73,90 @@ def discover(
         InvalidConfig: names the layer and why it cannot be described.
     """
     sharding = sharding.checked(_local_heads(kv_cache_config))
+    num_blocks = kv_cache_config.num_blocks
     tensors: list[PagedTensor] = []
-    storages: dict[int, torch.Tensor] = {}
+    # By address: layers are views of few allocations, and each allocation is registered once.
+    allocations: dict[int, torch.Tensor] = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
-        seen: set[tuple[int, ...]] = (
-            set()
-        )  # not across groups: all of them share the same bytes in vLLM
+        # Per group: in vLLM all groups share the same bytes, so an address never identifies a group.
+        described: set[tuple[int, ...]] = set()
         for layer in group.layer_names:
             view = kv_caches.get(layer)
             if view is None:
-                continue  # a layer of another pipeline stage
+                # It is on another pipeline stage.
+                continue
             spec = _layer_spec(group.kv_cache_spec, layer)
             policy, _ = policy_of(layer, spec)
             identity = (view.data_ptr(), *view.shape, *view.stride())
-            if identity in seen:
-                continue  # a layer that shares another's cache
-            seen.add(identity)
-            storages.setdefault(view.untyped_storage().data_ptr(), view)
-            if policy == "state":
-                blocks = kv_cache_config.num_blocks
-                tensors += describe_mamba_layout(
-                    layer, index, spec, view, blocks, sharding, head_groups
-                )
+            if identity in described:
+                # It shares another layer's cache.
                 continue
-            share = interleave if spec.dcp_sharded else _EVERY_TOKEN
-            tensors += _describe(
-                layer, index, spec, view, kv_cache_config.num_blocks, block_layouts, sharding, share
-            )
+            described.add(identity)
+            allocations.setdefault(view.untyped_storage().data_ptr(), view)
+            if policy == "state":
+                tensors += describe_mamba_layout(
+                    layer,
+                    index,
+                    spec,
+                    view,
+                    num_blocks=num_blocks,
+                    sharding=sharding,
+                    head_groups=head_groups,
+                )
+            else:
+                tensors += _describe_attention(
+                    layer,
+                    index,
+                    spec,
+                    view,
+                    num_blocks=num_blocks,
+                    block_layout=block_layouts.get(layer),
+                    sharding=sharding,
+                    interleave=interleave if spec.dcp_sharded else _EVERY_TOKEN,
+                )
     if not tensors:
         raise InvalidConfig(
             "kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache"
         )
-    return KvCaches(
-        tuple(storages.values()), tuple(tensors), Device(next(iter(storages.values())).device)
-    )
+    registered = tuple(allocations.values())
+    return KvCaches(registered, tuple(tensors), Device(registered[0].device))
 
 
 def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
     """A `CacheGroup`'s policy and window for one layer's cache.
-
-    A window that vLLM keeps as full attention (without the hybrid cache manager) holds every token. Blocks of sinks
-    belong to the engine, not to a request. In a layer that is not causal (prefix LM) a token's keys and values depend
-    on later ones.
 
     Raises:
         InvalidConfig: names the layer and why its cache cannot be transferred.
     """
     from vllm.v1 import kv_cache_interface as specs
 
+    # By the exact class: a subclass may have other rules.
     kind: Any = type(spec)
     if kind is specs.MambaSpec:
         return ("state", 0)
+    # A window that vLLM keeps as full attention (without the hybrid cache manager) holds every token. Blocks of sinks
+    # belong to the engine, not to a request.
     if kind in (specs.FullAttentionSpec, specs.MLAAttentionSpec, specs.SinkFullAttentionSpec):
+        # In a layer that is not causal (prefix LM) a token's keys and values depend on later ones.
         policy = ("whole" if spec.non_causal else "full", 0)
-    elif (
-        kind in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec)
-        and not spec.prefix_replay_tokens
-    ):
-        # With `prefix_replay_tokens`, a multi-token predictor needs further windows before the last one.
+    elif kind in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec):
+        if spec.prefix_replay_tokens:
+            # A multi-token predictor needs further windows before the last one, which the producer has freed.
+            raise _not_transferable(
+                layer, kind.__name__, "a window that is computed again after a load"
+            )
         policy = ("window", spec.sliding_window + spec.extra_retained_tokens)
     elif kind is specs.ChunkedLocalAttentionSpec:
         policy = ("chunk", spec.attention_chunk_size)
     else:
-        reason = "a window that is computed again after a load" if spec.prefix_replay_tokens else ""
-        reason = _REASONS.get(kind.__name__, reason)
-        raise InvalidConfig(
-            _where(layer), f"{kind.__name__}: {reason}" if reason else kind.__name__, _EXPECTED
-        )
+        raise _not_transferable(layer, kind.__name__, _REASONS.get(kind.__name__, ""))
     _check_states_and_scales(layer, spec)
     return policy
+
+
+def _not_transferable(layer: str, kind: str, reason: str) -> InvalidConfig:
+    what = f"{kind}: {reason}" if reason else kind
+    return InvalidConfig(_where(layer), what, _EXPECTED)
 
 
 def _check_states_and_scales(layer: str, spec: Any) -> None:
@@ -164,33 +179,35 @@ def _where(layer: str) -> str:
 def _group(group: KVCacheGroupSpec) -> CacheGroup:
     from vllm.v1 import kv_cache_interface as specs
 
+    spec = group.kv_cache_spec
     # A pipeline stage may have none of a group's layers; the group's spec covers the whole model.
-    spec, layer = group.kv_cache_spec, next(iter(group.layer_names), "of another stage")
+    layer = next(iter(group.layer_names), "of another stage")
     if group.host_resident or group.role is not specs.KVCacheGroupRole.DEFAULT:
-        expected = "caches in the device's memory (no hisparse_config)"
         raise InvalidConfig(
-            f"cache of layer {layer}", f"in a group of {group.role.value} in host memory", expected
+            _where(layer),
+            f"in a group of {group.role.value} in host memory",
+            "caches in the device's memory (no hisparse_config)",
         )
     if isinstance(spec, specs.UniformTypeKVCacheSpecs):
         policies = {policy_of(name, inner) for name, inner in spec.kv_cache_specs.items()}
         if policies == {("full", 0), ("whole", 0)}:
-            policies = {
-                ("whole", 0)
-            }  # what one layer makes depend on the whole prompt, the layers above it do too
+            # Where one layer's values depend on the whole prompt, those of the layers above it do too.
+            policies = {("whole", 0)}
         if len(policies) != 1:
-            raise InvalidConfig(
-                f"cache of layer {layer}", sorted(policies), "one policy for the whole group"
-            )
-        (policy, window) = policies.pop()
+            raise InvalidConfig(_where(layer), sorted(policies), "one policy for the whole group")
+        policy, window = policies.pop()
     else:
         policy, window = policy_of(layer, spec)
     return CacheGroup(policy=policy, block_tokens=spec.block_size, window_tokens=window)
 
 
 def _layer_spec(spec: KVCacheSpec, layer: str) -> Any:
+    """The spec of one layer; a group may have one for each of its layers."""
     from vllm.v1 import kv_cache_interface as specs
 
-    return spec.kv_cache_specs[layer] if isinstance(spec, specs.UniformTypeKVCacheSpecs) else spec
+    if isinstance(spec, specs.UniformTypeKVCacheSpecs):
+        return spec.kv_cache_specs[layer]
+    return spec
 
 
 def _local_heads(kv_cache_config: KVCacheConfig) -> Iterator[int]:
@@ -205,36 +222,49 @@ def _local_heads(kv_cache_config: KVCacheConfig) -> Iterator[int]:
                 yield spec.num_kv_heads
 
 
-def _describe(
+def _describe_attention(
     layer: str,
     group: int,
     spec: Any,
     view: torch.Tensor,
+    *,
     num_blocks: int,
-    block_layouts: Mapping[str, BlockLayout],
+    block_layout: BlockLayout | None,
     sharding: Sharding,
     interleave: Interleave,
 ) -> list[PagedTensor]:
-    """The paged tensors of an attention layer."""
-    where = f"cache of layer {layer}"
+    """The paged tensors of an attention layer.
+
+    Args:
+        num_blocks: the blocks of the cache manager. Each is one or several of the backend's kernel blocks, which are
+            the first axis of the view and the blocks of a paged tensor.
+
+    Raises:
+        InvalidConfig: the view is none of an attention cache, or its backend is unknown.
+    """
+    where = _where(layer)
     if view.dim() != 4:
         raise InvalidConfig(
             where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]"
         )
-    if layer not in block_layouts:
+    if block_layout is None:
         raise InvalidConfig(where, "without a layer", "a cache whose attention backend is known")
-    blocks = view.shape[0]
-    if not num_blocks or blocks % num_blocks or spec.block_size % (blocks // num_blocks):
-        raise InvalidConfig(where, f"{blocks} kernel blocks", f"a multiple of {num_blocks} blocks")
+    kernel_blocks = view.shape[0]
+    is_divided = num_blocks > 0 and kernel_blocks % num_blocks == 0
+    if not is_divided or spec.block_size % (kernel_blocks // num_blocks):
+        raise InvalidConfig(
+            where, f"{kernel_blocks} kernel blocks", f"a multiple of {num_blocks} blocks"
+        )
     if view.stride(3) != 1:
         raise InvalidConfig(where, f"strides {list(view.stride())}", "contiguous content")
-    block_tokens, quantization = (
-        spec.block_size // (blocks // num_blocks),
-        spec.kv_quant_mode.name.lower(),
-    )
     return [
-        part.tensor(
-            layer, group, view, block_tokens, interleave=interleave, quantization=quantization
+        tensor_layout.paged_tensor(
+            layer,
+            group,
+            view,
+            block_tokens=spec.block_size // (kernel_blocks // num_blocks),
+            interleave=interleave,
+            quantization=spec.kv_quant_mode.name.lower(),
         )
-        for part in parts_of(layer, view, spec, block_layouts[layer], sharding)
+        for tensor_layout in tensor_layouts(layer, view, spec, block_layout, sharding)
     ]

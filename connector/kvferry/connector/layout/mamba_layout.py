@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.connector.layout.block_layout import Part
+from kvferry.connector.layout.block_layout import TensorLayout
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.connector.vllm.attention import has_convolution_channels_first
 from kvferry.protocol.errors import InvalidConfig
@@ -37,20 +37,42 @@ _NAMES_OF_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 """Names in models' configurations of the number of groups that share B and C."""
 
 
+_HAS_CONVOLUTION_AND_TEMPORAL = {
+    "MAMBA1": (True, True),
+    "MAMBA2": (True, True),
+    "GDN_ATTN": (True, True),
+    "SHORT_CONV": (True, False),
+    "LINEAR": (False, True),
+}
+"""By kind of state, whether there is a convolution state, and whether there is a temporal state."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """`width` channels of the convolution on this rank; `alike` if every rank has the same ones."""
+    """Channels of the convolution that belong together.
+
+    Attributes:
+        width: the channels on this rank.
+        is_copied: whether every rank has the same ones.
+    """
 
     kind: str
     width: int
-    alike: bool = False
+    is_copied: bool = False
     packing: str = "plain"
 
 
 def groups_of_heads(config: Mapping[str, Any]) -> int | None:
     """The number of groups that share B and C in a Mamba-2 model; None if its configuration does not give it."""
-    reported = {config[name] for name in _NAMES_OF_GROUPS if isinstance(config.get(name), int)}
-    return reported.pop() if len(reported) == 1 else None
+    numbers: set[int] = set()
+    for name in _NAMES_OF_GROUPS:
+        number = config.get(name)
+        if isinstance(number, int):
+            numbers.add(number)
+    # Two names with different numbers: at least one of them is about something else.
+    if len(numbers) != 1:
+        return None
+    return numbers.pop()
 
 
 def describe_mamba_layout(
@@ -58,6 +80,7 @@ def describe_mamba_layout(
     group: int,
     spec: MambaSpec,
     view: torch.Tensor,
+    *,
     num_blocks: int,
     sharding: Sharding,
     head_groups: int | None,
@@ -72,138 +95,169 @@ def describe_mamba_layout(
         InvalidConfig: names the layer and why it cannot be described.
     """
     where = f"cache of layer {layer}"
-    has_convolution, has_temporal = _kind_of(where, spec)
-    found = list(_of_convolution(where, spec, sharding, head_groups)) if has_convolution else []
+    has_convolution, has_temporal = _states_of(where, spec)
+    layouts: list[TensorLayout] = []
+    if has_convolution:
+        layouts += _convolution(where, spec, sharding, head_groups)
     if has_temporal:
-        found.append(_of_temporal(spec, sharding, after_convolution=has_convolution))
-    size = sum(
-        _bytes_of(shape, dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    )
-    if (
-        tuple(view.shape) != (num_blocks, 1, 1, size)
-        or view.element_size() != 1
-        or view.stride(3) != 1
-    ):
-        expected = f"a view of bytes [{num_blocks}, 1, 1, {size}]"
-        raise InvalidConfig(where, f"shape {list(view.shape)} of {view.dtype}", expected)
-    return [part.tensor(layer, group, view, 1) for part in found]
-
-
-def _of_convolution(
-    where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None
-) -> Iterator[Part]:
-    """The convolution state, by projection; a cell holds the columns of one channel."""
-    dtype, item = spec.dtypes[0], spec.dtypes[0].itemsize
-    channels, columns, by_channel = _orientation(spec.shapes[0])
-    first = 0
-    for part in _projections(where, spec, channels, sharding, head_groups):
-        heads = _ranks_part(part.width, sharding, alike=part.alike or spec.tp_replicated)
-        cell_bytes = columns * item
-        stride = cell_bytes if by_channel else item
-        yield Part(
-            part.kind,
-            heads,
-            stride,
-            cell_bytes,
-            _name(dtype),
-            part.packing,
-            offset=first * stride,
-            element_bytes=0 if by_channel else item,
-            element_stride=0 if by_channel else channels * item,
+        layouts.append(_temporal(spec, sharding, after_convolution=has_convolution))
+    page_bytes = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        page_bytes += _bytes_of(shape, dtype)
+    has_shape = tuple(view.shape) == (num_blocks, 1, 1, page_bytes)
+    if not has_shape or view.element_size() != 1 or view.stride(3) != 1:
+        raise InvalidConfig(
+            where,
+            f"shape {list(view.shape)} of {view.dtype}",
+            f"a view of bytes [{num_blocks}, 1, 1, {page_bytes}]",
         )
-        first += part.width
+    return [layout.paged_tensor(layer, group, view, block_tokens=1) for layout in layouts]
 
 
-def _of_temporal(spec: MambaSpec, sharding: Sharding, *, after_convolution: bool) -> Part:
+def _convolution(
+    where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None
+) -> Iterator[TensorLayout]:
+    """The convolution state, by projection; a cell holds the columns of one channel.
+
+    Raises:
+        InvalidConfig: the channels are not those of this kind's projections.
+    """
+    dtype = spec.dtypes[0]
+    item = dtype.itemsize
+    # The two sides may store it differently (`VLLM_SSM_CONV_STATE_LAYOUT`): the strides say how.
+    is_by_channel = has_convolution_channels_first()
+    if is_by_channel:
+        channels, columns = spec.shapes[0]
+        channel_stride = columns * item
+        element_bytes = 0
+        element_stride = 0
+    else:
+        columns, channels = spec.shapes[0]
+        channel_stride = item
+        element_bytes = item
+        element_stride = channels * item
+    first_channel = 0
+    for projection in _projections(where, spec, channels, sharding, head_groups):
+        is_replicated = projection.is_copied or spec.tp_replicated
+        yield TensorLayout(
+            kind=projection.kind,
+            heads=_held_range(projection.width, sharding, is_replicated=is_replicated),
+            head_stride=channel_stride,
+            cell_bytes=columns * item,
+            dtype=_dtype_name(dtype),
+            packing=projection.packing,
+            offset=first_channel * channel_stride,
+            element_bytes=element_bytes,
+            element_stride=element_stride,
+        )
+        first_channel += projection.width
+
+
+def _temporal(spec: MambaSpec, sharding: Sharding, *, after_convolution: bool) -> TensorLayout:
     """The temporal state, by head; it follows the convolution state."""
-    (heads, *inner), dtype = spec.shapes[-1], spec.dtypes[-1]
-    cell_bytes = math.prod(inner) * dtype.itemsize
-    offset = _bytes_of(spec.shapes[0], spec.dtypes[0]) if after_convolution else 0
-    held = _ranks_part(heads, sharding, alike=spec.tp_replicated)
-    return Part("ssm", held, cell_bytes, cell_bytes, _name(dtype), offset=offset)
+    heads, *inner_shape = spec.shapes[-1]
+    dtype = spec.dtypes[-1]
+    head_bytes = math.prod(inner_shape) * dtype.itemsize
+    offset = 0
+    if after_convolution:
+        offset = _bytes_of(spec.shapes[0], spec.dtypes[0])
+    return TensorLayout(
+        kind="ssm",
+        heads=_held_range(heads, sharding, is_replicated=spec.tp_replicated),
+        head_stride=head_bytes,
+        cell_bytes=head_bytes,
+        dtype=_dtype_name(dtype),
+        offset=offset,
+    )
 
 
-def _kind_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
+def _states_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
     """Whether there is a convolution state, and whether there is a temporal state.
 
     Raises:
         InvalidConfig: the kind or the number of states is unknown.
     """
-    kinds = {
-        "MAMBA1": (True, True),
-        "MAMBA2": (True, True),
-        "GDN_ATTN": (True, True),
-        "SHORT_CONV": (True, False),
-        "LINEAR": (False, True),
-    }
+    kinds = _HAS_CONVOLUTION_AND_TEMPORAL
     name = spec.mamba_type.name
     if name not in kinds:
         raise InvalidConfig(where, f"a state of {name}", f"a state of one of {', '.join(kinds)}")
-    expected = sum(kinds[name])
-    if len(spec.shapes) != expected or len(spec.dtypes) != expected:
-        text = f"{expected} of {name}: rings and records of replayed tokens are not described"
-        raise InvalidConfig(where, f"{len(spec.shapes)} states", text)
+    num_states = sum(kinds[name])
+    if len(spec.shapes) != num_states or len(spec.dtypes) != num_states:
+        raise InvalidConfig(
+            where,
+            f"{len(spec.shapes)} states",
+            f"{num_states} of {name}: rings and records of replayed tokens are not described",
+        )
     return kinds[name]
-
-
-def _orientation(shape: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Channels and columns of a convolution state, and whether a channel's columns are contiguous."""
-    first, second = shape
-    if has_convolution_channels_first():
-        return first, second, True
-    return second, first, False
 
 
 def _projections(
     where: str, spec: MambaSpec, channels: int, sharding: Sharding, head_groups: int | None
 ) -> list[_Projection]:
-    """The projections that the channels of a convolution belong to, in memory order."""
-    name = spec.mamba_type.name
-    if name in ("MAMBA1", "SHORT_CONV"):
+    """The projections that the channels of a convolution belong to, in memory order.
+
+    Raises:
+        InvalidConfig: the channels are not those of this kind's projections.
+    """
+    kind = spec.mamba_type.name
+    if kind in ("MAMBA1", "SHORT_CONV"):
         return [_Projection("conv.x", channels)]
-    heads, width = spec.shapes[1][0], spec.shapes[1][1]
-    inner = heads * width  # of x, or of v
-    pair, odd = divmod(channels - inner, 2)
-    if pair <= 0 or odd:
+    # x of Mamba-2, or v of a gated delta net, is as wide as the temporal state. The other two share the rest.
+    heads, head_width = spec.shapes[1][:2]
+    wide = heads * head_width
+    narrow, odd = divmod(channels - wide, 2)
+    if narrow <= 0 or odd:
         raise InvalidConfig(
             where,
             f"{channels} channels of a convolution",
-            f"{inner} and two equal projections more",
+            f"{wide} and two equal projections more",
         )
-    if name == "GDN_ATTN":
+    if kind == "GDN_ATTN":
         return [
-            _Projection("conv.q", pair),
-            _Projection("conv.k", pair),
-            _Projection("conv.v", inner),
+            _Projection("conv.q", narrow),
+            _Projection("conv.k", narrow),
+            _Projection("conv.v", wide),
         ]
-    alike, packing = _copied(pair // spec.shapes[1][2], sharding, head_groups)
+    state_width = spec.shapes[1][2]
+    is_copied, packing = _sharding_of_b_and_c(narrow // state_width, sharding, head_groups)
     return [
-        _Projection("conv.x", inner),
-        _Projection("conv.B", pair, alike, packing),
-        _Projection("conv.C", pair, alike, packing),
+        _Projection("conv.x", wide),
+        _Projection("conv.B", narrow, is_copied, packing),
+        _Projection("conv.C", narrow, is_copied, packing),
     ]
 
 
-def _copied(local_groups: int, sharding: Sharding, head_groups: int | None) -> tuple[bool, str]:
+def _sharding_of_b_and_c(
+    local_groups: int, sharding: Sharding, head_groups: int | None
+) -> tuple[bool, str]:
     """Whether every rank has a copy of B and C, and the packing of their format.
 
-    Several groups on a rank are a part of all groups. A single one is the rank's own or a copy of the only one. If the
-    configuration does not give their number, only equal tensor-parallel sizes are paired, which is right in both cases.
+    Args:
+        local_groups: the groups of heads on this rank.
+        head_groups: those of the model; None if they are not known.
     """
+    # Several groups on a rank are a part of all groups. A single one is the rank's own, or a copy of the only one.
     if sharding.size == 1 or local_groups > 1:
         return False, "plain"
-    if head_groups in (1, sharding.size):
-        return head_groups == 1, "plain"
+    if head_groups == 1:
+        return True, "plain"
+    if head_groups == sharding.size:
+        return False, "plain"
+    # Unknown: only equal tensor-parallel sizes are paired, which is right in both cases.
     return False, f"plain/tp{sharding.size}"
 
 
-def _ranks_part(local: int, sharding: Sharding, *, alike: bool) -> Range:
-    return Range(0, local) if alike else Range(sharding.rank * local, (sharding.rank + 1) * local)
+def _held_range(local: int, sharding: Sharding, *, is_replicated: bool) -> Range:
+    """The global channels or heads of this rank, which has `local` of them."""
+    if is_replicated:
+        return Range(0, local)
+    first = sharding.rank * local
+    return Range(first, first + local)
 
 
 def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -39,7 +39,8 @@ class Scratch:
         strides = _strides(view, shape)
         size = _extent(shape, strides) * item + 2 * _GUARD_BYTES
         self.raw = torch.empty(size, dtype=torch.uint8, device=view.device)
-        self._shape, self._strides = shape, strides
+        self._shape = shape
+        self._strides = strides
         self.view = self.as_view(self.raw, view.dtype)
 
     def image(self, fill: int) -> torch.Tensor:
@@ -59,17 +60,21 @@ def _strides(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = list(view.stride())
     if _extent(shape, strides) * view.element_size() <= _MAX_BYTES:
         return tuple(strides)
-    dense_there = dense_here = 1
-    for axis in sorted(
-        (axis for axis in range(4) if view.shape[axis] > 1), key=view.stride().__getitem__
-    ):
-        has_gap = view.stride(axis) > dense_there
-        strides[axis] = dense_here * (2 if has_gap else 1)
-        dense_there, dense_here = view.stride(axis) * view.shape[axis], strides[axis] * shape[axis]
+    # From the innermost axis outwards: the strides that each axis would have without gaps, in the view and here.
+    dense_in_view = 1
+    dense_here = 1
+    axes = [axis for axis in range(4) if view.shape[axis] > 1]
+    axes.sort(key=view.stride().__getitem__)
+    for axis in axes:
+        has_gap = view.stride(axis) > dense_in_view
+        strides[axis] = dense_here * 2 if has_gap else dense_here
+        dense_in_view = view.stride(axis) * view.shape[axis]
+        dense_here = strides[axis] * shape[axis]
     return tuple(strides)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | list[int]) -> int:
+    """Elements from the first to the last one, both included."""
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
 
 
@@ -97,45 +102,63 @@ Scales = dict[str, tuple[float, ...]]
 def scales_of(layer: Any, layer_name: str, spec: Any) -> dict[str, Scales]:
     """The static scales of a float8 layer, by their place in the layer; backends differ in the place they use.
 
-    They are final: vLLM allocates caches after the weights have been loaded and processed.
-
     Raises:
         InvalidConfig: the scales change while the engine runs, or are invalid.
     """
     if spec.kv_quant_mode.name != "FP8_PER_TENSOR":
         return {}
     where = f"cache of layer {layer_name}"
+    # What the layer holds now is final: vLLM allocates caches after the weights have been loaded and processed. Only
+    # with this option it changes again.
     if getattr(layer, "calculate_kv_scales", False):
         raise InvalidConfig(
             where, "calculate_kv_scales", "static scales: those of a running engine change"
         )
-    found: dict[str, Scales] = {}
-    names = {"mla": "k"} if is_mla(spec) else {"k": "k", "v": "v"}
+    names = {"k": "k", "v": "v"}
+    if is_mla(spec):
+        names = {"mla": "k"}
+    by_place: dict[str, Scales] = {}
     for place in ("tensors", "numbers"):
-        is_number = place == "numbers"
-        reported = {
-            kind: scale_of(layer, name, is_number=is_number) for kind, name in names.items()
-        }
-        if None in reported.values():
+        scales = _read_scales(layer, where, names, is_number=place == "numbers")
+        if scales is None:
             continue
-        scales = {
-            kind: tuple(torch.as_tensor(value).flatten().tolist())
-            for kind, value in reported.items()
-        }
-        for kind, values in scales.items():
-            if not values or not all(1e-30 <= value <= 1e30 for value in values):
-                raise InvalidConfig(
-                    where,
-                    f"{kind} scales {list(values)[:4]}",
-                    "static scales between 1e-30 and 1e30",
-                )
-        if not any(_are_equal(scales, others) for others in found.values()):
-            found[place] = scales
-    return found
+        # Two places with equal scales are one hypothesis: it would be found to explain the writes twice.
+        if not any(_are_equal(scales, known) for known in by_place.values()):
+            by_place[place] = scales
+    return by_place
 
 
-def _are_equal(one: Scales, other: Scales) -> bool:
-    return all({*values, *other[kind]} == {values[0]} for kind, values in one.items())
+def _read_scales(
+    layer: Any, where: str, names: dict[str, str], *, is_number: bool
+) -> Scales | None:
+    """The scales in one place of a layer; None if one of them is not there.
+
+    Args:
+        names: by kind, the name of its scale in the layer.
+        is_number: see `scale_of`.
+
+    Raises:
+        InvalidConfig: a value is no scale.
+    """
+    scales: Scales = {}
+    for kind, name in names.items():
+        value = scale_of(layer, name, is_number=is_number)
+        if value is None:
+            return None
+        scales[kind] = tuple(torch.as_tensor(value).flatten().tolist())
+    for kind, values in scales.items():
+        if not values or not all(1e-30 <= value <= 1e30 for value in values):
+            raise InvalidConfig(
+                where,
+                f"{kind} scales {list(values)[:4]}",
+                "static scales between 1e-30 and 1e30",
+            )
+    return scales
+
+
+def _are_equal(scales: Scales, others: Scales) -> bool:
+    """Whether both have one value per kind, and the same."""
+    return all({*values, *others[kind]} == {values[0]} for kind, values in scales.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +179,7 @@ class Encoding:
 def encodings_of(view: torch.Tensor, spec: Any) -> Iterator[Encoding]:
     """Every possible encoding of values in a cache."""
     if spec.kv_quant_mode.name == "FP8_PER_TENSOR":
+        # vLLM keeps float8 in a cache of bytes, so the view does not say which format it is.
         if view.element_size() == 1:
             for name, dtype in _FLOAT8.items():
                 yield Encoding(name, VALUES.to(dtype).view(torch.uint8))
@@ -169,18 +193,20 @@ def integers_of(view: torch.Tensor) -> torch.dtype:
 
 
 def codes_of(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
-    """Random but reproducible indices into `VALUES`; the engine's generators are not used."""
-    count = math.prod(shape)
-    source = torch.Generator().manual_seed(seed)
-    return torch.randint(len(VALUES), (count,), generator=source).to(device).view(shape)
+    """Random but reproducible indices into `VALUES`."""
+    # A generator of its own: those of the engine must not be moved.
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(len(VALUES), (math.prod(shape),), generator=generator)
+    return codes.to(device).view(shape)
 
 
 def values_of(codes: torch.Tensor, scales: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """The input that makes a backend store these codes under these scales, `[T, heads, elements]`."""
     heads = codes.shape[1]
     scale = torch.tensor(scales or (1.0,)).expand(heads)
-    table = (VALUES[None, :] * scale[:, None]).to(dtype).to(codes.device)
-    return table[torch.arange(heads, device=codes.device)[None, :, None], codes]
+    values_by_head = (VALUES[None, :] * scale[:, None]).to(dtype).to(codes.device)
+    head = torch.arange(heads, device=codes.device)[None, :, None]
+    return values_by_head[head, codes]
 
 
 _MODES = ("NONE", "FP8_PER_TENSOR")
@@ -220,27 +246,26 @@ class Backend:
             raise CannotBeTried("another layer writes its cache")
         # A write must have no side effects: it sets attributes and fills tensors of copies only.
         self._impl = copy.copy(impl)
-        self._layer = _Borrowed(layer)
+        self._layer = _ReadOnlyLayer(layer)
         self._dtype = dtype
         self._is_mla = is_mla(spec)
-        self._latent = int(layer.kv_lora_rank) if self._is_mla else 0
+        self._latent = 0
         self.heads = int(spec.num_kv_heads)
-        self.elements = (
-            {"mla": int(spec.head_size)}
-            if self._is_mla
-            else {"k": int(spec.head_size), "v": int(spec.head_size_v)}
-        )
+        self.elements = {"k": int(spec.head_size), "v": int(spec.head_size_v)}
+        if self._is_mla:
+            self._latent = int(layer.kv_lora_rank)
+            self.elements = {"mla": int(spec.head_size)}
 
-    def write(self, scratch: Scratch, what: Write, fill: int, scales: Scales) -> torch.Tensor:
+    def write(self, scratch: Scratch, write: Write, fill: int, scales: Scales) -> torch.Tensor:
         """Fill the memory with a byte, write, and return the whole memory."""
         scratch.raw.fill_(fill)
-        slots = what.blocks * scratch.view.shape[2] + what.tokens
-        given = {
-            kind: values_of(codes, scales.get(kind, ()), self._dtype)
-            for kind, codes in what.codes.items()
-        }
+        block_tokens = scratch.view.shape[2]
+        slots = write.blocks * block_tokens + write.tokens
+        values = {}
+        for kind, codes in write.codes.items():
+            values[kind] = values_of(codes, scales.get(kind, ()), self._dtype)
         if self._is_mla:
-            rows = given["mla"]
+            rows = values["mla"]
             self._impl.do_kv_cache_update(
                 rows[:, 0, : self._latent].contiguous(),
                 rows[:, :, self._latent :].contiguous(),
@@ -250,11 +275,13 @@ class Backend:
                 scale_of(self._layer, "k"),
             )
         else:
-            self._impl.do_kv_cache_update(self._layer, given["k"], given["v"], scratch.view, slots)
+            self._impl.do_kv_cache_update(
+                self._layer, values["k"], values["v"], scratch.view, slots
+            )
         return scratch.raw
 
 
-class _Borrowed:
+class _ReadOnlyLayer:
     """A read-only proxy of a layer: attributes are set on the proxy only, and tensors are copies."""
 
     def __init__(self, layer: Any) -> None:
@@ -262,4 +289,6 @@ class _Borrowed:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_kvferry_layer"], name)
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return value

@@ -31,44 +31,44 @@ class Sharding:
     uniform: bool = True
 
     def heads(self, local_heads: int) -> Range | None:
-        """The global heads of a layer that has `local_heads` on this rank; None if they cannot be known.
-
-        Several heads on a rank are never copies: vLLM copies heads only if every rank has one. A single head may be
-        one of `size` heads or a copy, depending on the layer's total.
-        """
+        """The global heads of a layer that has `local_heads` on this rank; None if they cannot be known."""
+        # Several heads on a rank are never copies: vLLM copies heads only if every rank has one.
         if self.size == 1 or local_heads > 1:
             return Range(self.rank * local_heads, (self.rank + 1) * local_heads)
+        # A single head may be one of `size` heads or a copy, depending on the layer's total. A guess would read another
+        # head's bytes, so a layer whose total is not certain has unknown heads.
         copies = max(1, self.size // max(1, self.total_heads))
         if not self.uniform or self.total_heads * copies != self.size:
             return None
-        return Range(self.rank // copies, self.rank // copies + 1)
+        head = self.rank // copies
+        return Range(head, head + 1)
 
     def checked(self, local_heads: Iterable[int]) -> Sharding:
         """This sharding, not uniform if any layer's number of heads differs from the configuration's."""
         expected = max(1, self.total_heads // self.size)
-        return replace(
-            self, uniform=self.uniform and all(heads == expected for heads in local_heads)
-        )
+        is_as_expected = all(heads == expected for heads in local_heads)
+        return replace(self, uniform=self.uniform and is_as_expected)
 
 
 def same_in_all_layers(total_heads: int, config: Mapping[str, Any]) -> bool:
-    """Whether no setting in a model's configuration gives a number of KV heads other than `total_heads`.
+    """Whether no setting in a model's configuration gives a number of KV heads other than `total_heads`."""
+    # Settings are recognised by their names. A false alarm is harmless: then, if a rank has a single head, only engines
+    # with equal tensor-parallel sizes are paired.
+    return all(heads == total_heads for heads in _numbers_of_heads(config, is_named=False))
 
-    Settings are recognised by their names. A false alarm is harmless: then, if a rank has a single head, only engines
-    with equal tensor-parallel sizes are paired.
+
+def _numbers_of_heads(value: Any, *, is_named: bool) -> Iterable[int]:
+    """Every number in a setting whose name contains one of `_NAMES_OF_HEADS`.
+
+    Args:
+        is_named: whether the setting that has this value has such a name, or one around it.
     """
-    return all(value == total_heads for value in _reported(config, named=False))
-
-
-def _reported(value: Any, *, named: bool) -> Iterable[int]:
-    """Every number in a setting whose name contains one of `_NAMES_OF_HEADS`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _reported(
-                inner, named=named or any(name in str(key) for name in _NAMES_OF_HEADS)
-            )
+            names_heads = any(name in str(key) for name in _NAMES_OF_HEADS)
+            yield from _numbers_of_heads(inner, is_named=is_named or names_heads)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _reported(inner, named=named)
-    elif named and isinstance(value, int) and not isinstance(value, bool):
+            yield from _numbers_of_heads(inner, is_named=is_named)
+    elif is_named and isinstance(value, int) and not isinstance(value, bool):
         yield value
