@@ -54,7 +54,7 @@ class EngineMonitor:
         self._blocks = blocks
         self._unfinished = unfinished
         self._workers: dict[int, WorkerGauges] = {}
-        self._reported: dict[str, float] = {}
+        self._reported_gauges: dict[str, float] = {}
         self._always = always
         self._next_check_s = 0.0
         self._has_logged = False
@@ -65,27 +65,26 @@ class EngineMonitor:
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
-        now = self._gauges()
-        changed, self._reported = dict(now.items() - self._reported.items()), now
-        return FerryStats.from_counts(self.counters.take(), self.counters.take_samples(), changed)
+        gauges = self._gauges()
+        changed = dict(gauges.items() - self._reported_gauges.items())
+        self._reported_gauges = gauges
+        counts = self.counters.take()
+        samples = self.counters.take_samples()
+        return FerryStats.from_counts(counts, samples, changed)
 
     def poll(self) -> None:
-        """Check integrity if a check is due. An error is counted each time, logged once and never raised: it is a bug
-        of this connector, which must not stop an engine that may still serve."""
-        if not self._always and (self._unfinished or time.monotonic() < self._next_check_s):
+        """Check integrity if a check is due. An error is counted each time, logged once and never raised."""
+        if not self._is_check_due():
             return
         try:
             self.check_integrity()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - `_log` reports it
+            # Not raised: it is a bug of this connector, which must not stop an engine that may still serve. Logged
+            # once: counts that disagree do so in every later check as well.
             self.counters.add("integrity_errors")
             if not self._has_logged:
                 self._has_logged = True
-                bug = None if isinstance(error, LocalProtocolError) else error
-                logger.error(
-                    "the integrity check of the scheduler side failed (logged once; integrity_errors counts on): %s",
-                    error,
-                    exc_info=bug,
-                )
+                self._log(error)
         self._next_check_s = time.monotonic() + IDLE_INTERVAL_S
 
     def check_integrity(self) -> None:
@@ -97,26 +96,45 @@ class EngineMonitor:
         self._leases.check_integrity()
         self._loads.check_integrity()
         unfinished = set(self._unfinished)
-        leased = {
-            lease.request_id
-            for lease in self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
-        }
-        remote = set(
-            self._loads.requests(*(state for state in LoadState if state is not LoadState.ABORTED))
-        )
+        running_leases = self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
+        leased = {lease.request_id for lease in running_leases}
+        states_of_unfinished = [state for state in LoadState if state is not LoadState.ABORTED]
+        remote = set(self._loads.requests(*states_of_unfinished))
         aborted = set(self._loads.requests(LoadState.ABORTED))
-        if not leased | remote <= unfinished or aborted & unfinished:
+        # A lease that is held and a load that was aborted outlive their request; all others end with it.
+        knows_ended = not leased | remote <= unfinished
+        knows_unended = bool(aborted & unfinished)
+        if knows_ended or knows_unended:
             raise LocalProtocolError(
                 f"{len(unfinished)} requests have not ended; of {len(leased)} with a running lease "
                 f"{len(leased - unfinished)} have, of {len(remote)} remote prompts {len(remote - unfinished)} have, of "
                 f"{len(aborted)} aborted loads {len(aborted & unfinished)} have not"
             )
 
+    def _is_check_due(self) -> bool:
+        if self._always:
+            return True
+        # Only without requests: a check reads all blocks, and a step must not cost more the more leases are held.
+        return not self._unfinished and time.monotonic() >= self._next_check_s
+
+    def _log(self, error: Exception) -> None:
+        # The text of a `LocalProtocolError` has all counts. Anything else is a bug of the check: its place is needed.
+        unexpected = None if isinstance(error, LocalProtocolError) else error
+        logger.error(
+            "the integrity check of the scheduler side failed (logged once; integrity_errors counts on): %s",
+            error,
+            exc_info=unexpected,
+        )
+
     def _gauges(self) -> dict[str, float]:
         """Constant cost: the ledgers maintain the counts."""
-        references, loads = self._leases.block_references, self._loads
+        references = self._leases.block_references
+        loads = self._loads
+        usable_blocks = self._blocks.num_blocks - 1  # without the null block
+        leased_fraction = 0.0
+        if usable_blocks > 0:
+            leased_fraction = len(references) / usable_blocks
         workers = self._workers.values()
-        usable = self._blocks.num_blocks - 1  # without the null block
         return {
             "loads_now": loads.in_flight,
             "prompts_waiting_now": loads.waiting,
@@ -124,7 +142,7 @@ class EngineMonitor:
             "leases_held_now": references.num_requests,
             "lease_slots": self._leases.slots.count,
             "leased_blocks_now": len(references),
-            "leased_fraction_now": len(references) / usable if usable > 0 else 0.0,
+            "leased_fraction_now": leased_fraction,
             "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),
             "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
             "peers_now": max((worker.peers for worker in workers), default=0),

@@ -3,8 +3,8 @@
 For a waiting request vLLM looks up its prompt's prefix before it asks the connector, in every step. With 512 requests
 whose prefix of 256 blocks is cached, that took 205 ms a step; with all but 16 parked, 4 ms.
 
-No connector can have a request skipped. But vLLM skips one whose grammar is not compiled yet, before the lookup, and so
-one without a grammar for as long as it has that status. A request that ends is removed from the queue in any status.
+Two parts park, each with a `Parking` of its own, because each waits for something else: `prompt_queries.py` for
+answers, `admission.py` for pinned blocks and failed loads. A request that has left one may enter the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_ASKED = 16
-"""Most requests that wait for the same thing (answers; pinned blocks) and that vLLM looks at in a step."""
+"""Most requests that wait for the same thing and that vLLM looks at in a step."""
 
 
 class Parking:
@@ -28,20 +28,22 @@ class Parking:
         self._parked: dict[str, Request] = {}  # the first that arrived is first
 
     def enter(self, request: Request) -> None:
-        """A request waits. It is parked if enough others do, unless it waits for a grammar as well."""
-        if len(self._looked_at) < MAX_ASKED or not can_park(request):
+        """A request waits. It is parked if enough others do."""
+        has_room = len(self._looked_at) < MAX_ASKED
+        if has_room or not can_park(request):
             self._looked_at.add(request.request_id)
-        else:
-            park(request)
-            self._parked[request.request_id] = request
+            return
+        park(request)
+        self._parked[request.request_id] = request
 
     def leave(self, request_id: str) -> None:
         """A request waits no more, or has ended; the first parked one takes its place. No-op for other requests."""
         self._looked_at.discard(request_id)
-        leaving = [self._parked.pop(request_id)] if request_id in self._parked else []
-        while self._parked and len(self._looked_at) < MAX_ASKED:
-            first = self._parked.pop(next(iter(self._parked)))
-            self._looked_at.add(first.request_id)
-            leaving.append(first)
-        for request in leaving:
+        request = self._parked.pop(request_id, None)
+        if request is not None:
             unpark(request)
+        while self._parked and len(self._looked_at) < MAX_ASKED:
+            first_id = next(iter(self._parked))
+            first = self._parked.pop(first_id)
+            self._looked_at.add(first_id)
+            unpark(first)

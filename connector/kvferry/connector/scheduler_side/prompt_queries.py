@@ -1,8 +1,11 @@
-"""Requests whose prompts are prefilled on another engine at this moment: they wait for the answers to their questions.
+"""Requests whose prompts are being prefilled on another engine: each waits for the answer to its query.
 
-vLLM asks a connector again in every step how many tokens it can load for a waiting request, as long as the answer is
-that it is not known yet, except for parked ones (`parking.py`). When all requests of an engine wait for answers, its
-loop waits too (`steps.py`).
+    intake ──ask──► PendingQueries ──commands──► QueryClient ══side channel══► producers
+    intake ◄─take── _Answers ◄─────on_answer──── (its thread)
+
+vLLM asks a connector in every step how many tokens it can load for a waiting request, as long as the connector does not
+know. So a waiting query costs a prefix lookup a step, unless its request is parked (`parking.py`), and a step, unless
+the engine's loop waits for the answers (`steps.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +29,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MOST_AT_ONCE = 32
-"""Most answers, and most questions that are given up, in one call of `take`; the others are for the next calls. Clients
-choose how many questions are open, and a producer can answer all of them at any moment."""
+"""Most answers, and most queries that are given up, in one call of `take`; the others are for the next calls. Clients
+choose how many queries are open, and a producer can answer all of them at any moment."""
 
 
 class Settled(NamedTuple):
-    """A question that is settled.
+    """A query that is settled.
 
     Attributes:
         waits: whether its request waits for the answer; if not, a ticket is to be given back.
-        answer: a ticket or `OVER`; None if no producer knows of the prompt, or the question was crowded out.
+        answer: a ticket or `OVER`; None if no producer knows of the prompt, or the query was crowded out.
         digest: of the whole prompt.
         is_crowded_out, unknown_why: see `PendingQuery`.
     """
@@ -49,63 +52,65 @@ class Settled(NamedTuple):
 
 
 class _Answers:
-    """Answers that no step has taken yet. Of those to one question the latest is kept, or the one that settles it,
-    however many come during a step.
-
-    Those that settle a question are taken first: a producer that changes its mind about all others delays none.
-    """
+    """Answers that no step has taken yet: one for each query, however many come during a step."""
 
     def __init__(self) -> None:
-        self._settling: OrderedDict[int, tuple[Producer, Answer]] = (
-            OrderedDict()
-        )  # by number of the question
+        # By the number of the query. Those that settle one are taken first: a producer that keeps changing its mind
+        # about thousands of others delays none.
+        self._settling: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
         self._others: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._settling) + len(self._others)
 
     def put(self, producer: Producer, answer: Answer) -> None:
+        """An answer has come. The latest one to a query is kept, or the one that settles it."""
         number = answer.number
         if number in self._settling:
             return
         if answer.progress in SETTLING:
-            self._settling[number] = producer, answer
+            self._settling[number] = (producer, answer)
             self._others.pop(number, None)
             return
-        earlier = self._others.get(number)
-        if (
-            earlier is not None
-            and earlier[0] != producer
-            and answer.progress is PromptProgress.UNKNOWN
-        ):
-            return  # the other data-parallel ranks of an engine do not know what one of them has in its queue
-        self._others[number] = producer, answer
+        if answer.progress is PromptProgress.UNKNOWN and self._has_other_producer(number, producer):
+            # The other data-parallel ranks of an engine do not know what one of them has in its queue.
+            return
+        self._others[number] = (producer, answer)
 
     def take_first(self, most: int) -> list[tuple[Producer, Answer]]:
+        """Take at most so many answers."""
         taken: list[tuple[Producer, Answer]] = []
         for answers in (self._settling, self._others):
-            taken += [answers.pop(number) for number in list(islice(answers, most - len(taken)))]
+            numbers = list(islice(answers, most - len(taken)))
+            taken.extend(answers.pop(number) for number in numbers)
         return taken
+
+    def _has_other_producer(self, number: int, producer: Producer) -> bool:
+        earlier = self._others.get(number)
+        return earlier is not None and earlier[0] != producer
 
 
 class PromptQueries:
-    """The questions of one engine.
+    """The queries of one engine.
 
     Args:
         loop: of this engine; it is notified of answers.
         recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
-        streams: see `PendingQueries`.
+        spans: see `PendingQueries`.
 
     Attributes:
         queries: open ones.
+        recomputes: as given.
         failing: requests that fail as soon as vLLM has given them a block, because their prefill has failed.
     """
 
     def __init__(self, loop: EngineLoop, *, recomputes: bool, spans: tuple[int, ...] = ()) -> None:
         self.queries = PendingQueries(spans)
         self.recomputes = recomputes
+        # vLLM offers no way to fail a waiting request. But it fails one whose load is reported as failed, and a load
+        # needs a block. So these pretend to load one token.
         self.failing: set[str] = set()
-        self._fails: list[str] = []
+        self._failing_in_next_step: list[str] = []
         self._loop = loop
         self._parking = Parking()
         self._lock = threading.Lock()
@@ -113,29 +118,34 @@ class PromptQueries:
 
     @property
     def has_answers(self) -> bool:
-        """Whether there is more to `take` at once."""
-        return bool(self._answers)
+        """True if there is more to `take` at once."""
+        return len(self._answers) > 0
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
         """Called on the side channel's thread."""
         with self._lock:
             is_first = not self._answers
             self._answers.put(producer, answer)
+        # Later ones need no wake: the loop takes all when it takes the first. A wake each would end the loop's sleep as
+        # often as producers repeat themselves.
         if is_first:
             self._loop.notify()
 
     def ask(self, request: Request, source: NamedPrefill, prompt: Prompt) -> bool:
-        """Ask for the whole prompt of a request. False if too many questions are open."""
+        """Ask for the whole prompt of a request. False if too many queries are open."""
         num_tokens = request.num_prompt_tokens
         digest = digest_chain(prompt, num_tokens)[-1]
-        key = request_key(request.request_id, source.transfer_id)
-        producer = (source.remote_host, source.remote_port)
-        if not self.queries.ask(
-            request.request_id, producer, key, num_tokens, digest, time.monotonic()
-        ):
-            return False
-        self._parking.enter(request)
-        return True
+        is_asked = self.queries.ask(
+            request.request_id,
+            (source.remote_host, source.remote_port),
+            request_key(request.request_id, source.transfer_id),
+            num_tokens,
+            digest,
+            time.monotonic(),
+        )
+        if is_asked:
+            self._parking.enter(request)
+        return is_asked
 
     def finished(self, request_id: str) -> None:
         """The request has ended, answered or not."""
@@ -144,46 +154,48 @@ class PromptQueries:
         self.failing.discard(request_id)
 
     def allocated(self, request_id: str, num_external_tokens: int) -> None:
-        """vLLM has allocated blocks for a request, which fails if it is to. One that waits for no tokens from elsewhere
-        is computed here: a report of it as failed would end the engine."""
-        if request_id in self.failing:
-            self.failing.discard(request_id)
-            if num_external_tokens:
-                self._fails.append(request_id)
+        """vLLM has allocated blocks for a request, which fails if it is to."""
+        if request_id not in self.failing:
+            return
+        self.failing.discard(request_id)
+        # Where vLLM loads nothing for it after all (it reads no prefix cache), it is computed here: to report a load
+        # that vLLM does not know of would end the engine.
+        if num_external_tokens:
+            self._failing_in_next_step.append(request_id)
 
-    def begin_step(self) -> tuple[str, ...]:
-        """A step begins. Returns the requests for the workers to report as failed in it."""
-        fails, self._fails = self._fails, []
-        return tuple(fails)
+    def take_failing(self) -> tuple[str, ...]:
+        """The requests for the workers to report as failed in the step that begins."""
+        failing = tuple(self._failing_in_next_step)
+        self._failing_in_next_step.clear()
+        return failing
 
     def take(self) -> Iterator[Settled]:
-        """The questions that were settled since the last call, or the first of them: a step is not to take longer the
-        more are open."""
+        """Take the queries that were settled since the last call, at most `MOST_AT_ONCE` of each kind."""
         now_s = time.monotonic()
         with self._lock:
             answers = self._answers.take_first(MOST_AT_ONCE)
         for producer, answer in answers:
-            opened = self.queries.answered(
+            query = self.queries.answered(
                 producer, answer.number, answer.progress, now_s, answer.reason
             )
-            if opened is not None:
-                yield self._settled(opened, answer)
-        for opened in islice(self.queries.give_up(now_s), MOST_AT_ONCE):
-            yield self._settled(opened, None)
+            if query is not None:
+                yield self._settled(query, answer)
+        for query in islice(self.queries.give_up(now_s), MOST_AT_ONCE):
+            yield self._settled(query, None)
 
-    def _settled(self, opened: PendingQuery, answer: Answer | None) -> Settled:
-        if opened.waits:
-            self._parking.leave(opened.request_id)
+    def _settled(self, query: PendingQuery, answer: Answer | None) -> Settled:
+        if query.waits:
+            self._parking.leave(query.request_id)
         return Settled(
-            request_id=opened.request_id,
-            waits=opened.waits,
+            request_id=query.request_id,
+            waits=query.waits,
             answer=answer,
-            digest=opened.query.digest,
-            is_crowded_out=opened.is_crowded_out,
-            unknown_why=opened.unknown_why,
+            digest=query.query.digest,
+            is_crowded_out=query.is_crowded_out,
+            unknown_why=query.unknown_why,
         )
 
 
 def is_ticket(answer: Answer | None) -> bool:
-    """Whether an answer contains params to read with."""
+    """True if an answer contains params to read with."""
     return answer is not None and answer.progress is PromptProgress.TICKET

@@ -19,7 +19,7 @@ from kvferry.connector.engine.facts import (
 )
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
-from kvferry.connector.scheduler_side.admission import Admission, StallWatch
+from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
@@ -27,6 +27,7 @@ from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.side_channel import SideChannel
+from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
@@ -297,7 +298,7 @@ class SchedulerSide:
             not self.steps.is_waking
         )  # otherwise leases that were read while idle would count as expired
         boot, now_s = self.channel.local.boot, time.monotonic()
-        fails = self.channel.asking.begin_step()
+        fails = self.channel.asking.take_failing()
         orders = next_orders(self.leases, self.loads, boot, now_s, fails, may_expire=may_expire)
         self._admission.look_again()
         self._stalls.step(bool(num_tokens), self.channel.asking.queries)
