@@ -2,8 +2,9 @@
 
 A prompt's lease lives until its consumer has read it, an offered turn's for minutes. Without eviction, if the router is
 slow or loses a response, the cache would fill up with blocks that no consumer reads, and requests would wait for them;
-two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and the rules;
-this module counts the blocks that requests lack and that vLLM has.
+two engines that wait for each other's blocks would wait for ever.
+
+This module counts the blocks that requests lack and that vLLM has; `eviction_order.py` has the order and the rules.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MANY = 1024
 _RECHECK_S = 0.05
 """If more than `_MANY` leases may not be evicted yet, they are checked again after this time."""
 
-_COUNT_S = 10e-6
+_COUNT_S_PER_BLOCK = 10e-6
 """Wait per leased block before counting again: ten times the cost of counting the blocks that only leases keep."""
 
 _FIRST = 8
@@ -163,37 +164,37 @@ class LeaseEviction:
         max_leased_fraction: float,
     ) -> None:
         self.requests = UnfinishedRequests(config)
-        self._local = local
+        self._offers_turns = local.offers_turns
         self._leases = leases
         self._steps = steps
-        self._fraction = max_leased_fraction
+        self._max_leased_fraction = max_leased_fraction
         self._blocks = blocks
         self._is_disabled = False
-        self._missed_since_s: float | None = None
+        self._missed_since_s: float | None = (
+            None  # when leases that may still be read were first too many
+        )
         self._recheck_s = 0.0
-        self._first_coming: tuple[str | None, float] = (None, 0.0)
+        self._first_ending: str | None = None
+        self._first_ending_since_s = 0.0
 
     @property
     def is_coming(self) -> bool:
-        """Whether blocks of ended leases will return to the pool soon.
-
-        If a worker's transfer thread is stuck they do not return, and vLLM must not wait for them for ever. It is also
-        True while the engine wakes: it does not know yet which leases ended while it slept.
-        """
+        """True if blocks of ended leases will return to the pool soon, so that vLLM should wait and not preempt."""
+        # While the engine wakes, it does not know yet which leases ended while it slept.
         if self._steps.is_waking:
             return True
-        if self._leases.clock_s > self._first_coming[1] + self._leases.clock.heartbeat_s:
+        # If a worker's transfer thread is stuck, blocks do not return, and vLLM must not wait for them for ever: the
+        # lease that has been ending for the longest has a heartbeat.
+        if self._leases.clock_s > self._first_ending_since_s + self._leases.clock.heartbeat_s:
             return False
         return self._leases.block_references.num_coming() > 0
 
     def evict(self) -> None:
-        """End as many leases as needed; their blocks return with the workers' reports, a step or two later.
-
-        It reads vLLM's internals. If that fails, eviction is disabled: the engine goes on, and leases live until they
-        expire. While the engine wakes no lease is ended, since it is not known yet which are over.
-        """
+        """End as many leases as needed; their blocks return with the workers' reports, a step or two later."""
+        # While the engine wakes it is not known which leases are over. To end others would cost a prefill each.
         if self._steps.is_waking or self._is_disabled:
             return
+        # This reads vLLM's internals. Without eviction the engine goes on, and leases live until they expire.
         try:
             self._evict()
         except Exception:
@@ -201,27 +202,32 @@ class LeaseEviction:
             logger.exception("lease eviction disabled: free blocks could not be counted")
 
     def _evict(self) -> None:
-        references, clock_s = self._leases.block_references, self._leases.clock_s
-        first = next(iter(references.ending), None)
-        if first is None or first != self._first_coming[0]:
-            self._first_coming = (first, clock_s)
+        references = self._leases.block_references
+        clock_s = self._leases.clock_s
+        self._note_first_ending()
         if not references.num_requests or clock_s < self._recheck_s or self._blocks.longest is None:
             return
         demand = self._demand(self._blocks.longest)
         if demand is None:
             self._missed_since_s = None
             return
-        found = candidates(self._leases)
-        leased = len(references)  # at least as many as leases alone keep
-        if leased > demand.cap:
-            self._recheck_s = clock_s + leased * _COUNT_S
-            leased = references.num_leased()
-        if evict(found, references, leased, demand, self._end):
+        ranked = candidates(self._leases)
+        num_leased = len(references)  # at least as many as leases alone keep, and free to know
+        if num_leased > demand.cap:
+            self._recheck_s = clock_s + num_leased * _COUNT_S_PER_BLOCK
+            num_leased = references.num_leased()
+        if evict(ranked, references, num_leased, demand, self._end):
             self._missed_since_s = None
         elif self._missed_since_s is None:
             self._missed_since_s = clock_s
-        elif len(found) > _MANY:
+        elif len(ranked) > _MANY:
             self._recheck_s = max(self._recheck_s, clock_s + _RECHECK_S)
+
+    def _note_first_ending(self) -> None:
+        first = next(iter(self._leases.block_references.ending), None)
+        if first is None or first != self._first_ending:
+            self._first_ending = first
+            self._first_ending_since_s = self._leases.clock_s
 
     def _end(self, lease: ProducerLease, how: str) -> None:
         self._leases.end(lease, how)
@@ -233,35 +239,53 @@ class LeaseEviction:
         Args:
             longest: blocks of the longest possible request.
         """
-        references, num_blocks = self._leases.block_references, self._blocks.num_blocks
-        offers_turns = self._local.offers_turns
-        cap = int((num_blocks - 1) * self._fraction)  # without the null block
-        reserve = num_blocks // _RESERVED if offers_turns else 0
-        free, leased = self._blocks.num_free, len(references)
-        slots_short = False
-        if offers_turns:
-            slots_short = (
-                self._leases.slots.free + len(references.ending)
-                < self._leases.slots.count / _RESERVED
-            )
-        is_kept = leased <= cap and not slots_short
-        if is_kept and free >= longest + reserve:
+        references = self._leases.block_references
+        num_blocks = self._blocks.num_blocks
+        cap = int((num_blocks - 1) * self._max_leased_fraction)  # without the null block
+        reserve = num_blocks // _RESERVED if self._offers_turns else 0
+        are_slots_short = self._are_slots_short()
+        num_leased = len(references)
+        is_within_limits = num_leased <= cap and not are_slots_short
+        num_free = self._blocks.num_free
+        if is_within_limits and num_free >= longest + reserve:
+            # No request can need more. Most steps end here, so this is all that they pay: it has constant cost.
             self.requests.end_stall()
-            return None  # no request can need more; this path has constant cost
-        coming = references.num_coming()
-        free += coming
-        needs = self.requests.needs(self._blocks)
-        need = max((need for need in needs if need <= free + leased), default=0)
-        clock_s, heartbeat_s, stalled = self._leases.clock_s, self._leases.clock.heartbeat_s, 0
-        if (
-            needs
-            and not coming
-            and free < longest
-            and (stalled := self.requests.stalled_blocks(clock_s, heartbeat_s))
-        ):
-            need = max(need, min(free + stalled, longest))
-        if is_kept and free >= need + reserve:
             return None
-        since_s = self._missed_since_s
-        lasts = bool(stalled) or (since_s is not None and clock_s >= since_s + heartbeat_s)
-        return Demand(free, need, reserve, cap, slots_short, lasts)
+        num_coming = references.num_coming()
+        num_free += num_coming
+        needs = self.requests.needs(self._blocks)
+        # A request that lacks more than all leases could give up is not admitted by eviction. It waits for running
+        # ones, and the leases would end for nothing.
+        need = max((need for need in needs if need <= num_free + num_leased), default=0)
+        stalled_blocks = 0
+        may_be_stalled = bool(needs) and not num_coming and num_free < longest
+        if may_be_stalled:
+            stalled_blocks = self.requests.stalled_blocks(
+                self._leases.clock_s, self._leases.clock.heartbeat_s
+            )
+        if stalled_blocks:
+            need = max(need, min(num_free + stalled_blocks, longest))
+        if is_within_limits and num_free >= need + reserve:
+            return None
+        return Demand(
+            free=num_free,
+            need=need,
+            reserve=reserve,
+            cap=cap,
+            slots_short=are_slots_short,
+            lasts=bool(stalled_blocks) or self._is_missed_for_long(),
+        )
+
+    def _are_slots_short(self) -> bool:
+        """True if turns occupy slots that other leases will need."""
+        if not self._offers_turns:
+            return False
+        slots = self._leases.slots
+        num_free = slots.free + len(self._leases.block_references.ending)
+        return num_free < slots.count / _RESERVED
+
+    def _is_missed_for_long(self) -> bool:
+        """True if the need or the cap has been missed for a heartbeat."""
+        if self._missed_since_s is None:
+            return False
+        return self._leases.clock_s >= self._missed_since_s + self._leases.clock.heartbeat_s

@@ -1,9 +1,8 @@
 """The side channel of one engine's scheduler: its two threads, and what they and the ledgers pass to each other.
 
-The listener answers handshakes, and receives renewals and releases of this engine's leases. The renewer sends those of
-leases that this engine holds on others. The prewarmer finds the producers in `prewarm_peers`: it starts at the engine
-loop's first poll, since before that the engine can neither be woken nor step; a producer that has answered waits for
-the next step, and an idle engine is woken for it.
+kvferry-listener        answers handshakes and queries; receives renewals and releases of this engine's leases
+kvferry-side-channel    renews and releases the leases that this engine holds on others, asks about prompts, finds
+                        the producers in `prewarm_peers`, hears the workers ring
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class SideChannel:
 
     Attributes:
         local: this engine.
-        asking: its own questions.
+        asking: its own queries about prompts.
         listener: None if no engine reads from this one.
         renewer: None if this engine reads from no other.
 
@@ -77,44 +76,38 @@ class SideChannel:
         load_listener: LoadListener | None,
     ) -> None:
         self.local = local
+        self.asking = asking
+        self.listener: SideChannelListener | None = None
+        self.renewer: LeaseRenewer | None = None
         self._facts = facts
         self._description_file = config.description_file
+        self._streams = config.streaming == "auto"
         self._leases = leases
         self._loads = loads
         self._counters = counters
-        self.asking = asking
-        self._streams = config.streaming == "auto"
-        self._query_client: QueryClient | None = None
-        self._found: collections.deque[Prewarm] = collections.deque()
         self._wake = wake
-        self._is_searching = False
-        self.listener = self._listen(secrets, run_due, directory) if local.is_read_from else None
-        try:
-            self.renewer = LeaseRenewer(counters, secrets, allowed) if local.reads else None
-        except BaseException:
-            if self.listener is not None:
-                self.listener.close()
-            raise
+        self._query_client: QueryClient | None = None
         self._prewarmer: PeerPrewarmer | None = None
-        if self.renewer is not None:
-            warn_of_trust(allowed, secrets)
-            if load_listener is not None:
-                self.renewer.client.watch(load_listener.fileno(), load_listener.take_rings)
-            own_id = announced_id(local.boot, local.engine_id)
-            self._query_client = QueryClient(
-                self.renewer.client, own_id, counters, asking.on_answer, self.renewer.proven
-            )
-        if self.renewer is not None and config.prewarm_peers:
-            peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
-            client = self.renewer.client
-            self._prewarmer = PeerPrewarmer(
-                client, peers, local.engine_id, local.boot, self._on_producer, timeout_s
-            )
+        self._is_searching = False
+        self._found: collections.deque[Prewarm] = collections.deque()
+        try:
+            if local.is_read_from:
+                self.listener = self._listen(secrets, run_due, directory)
+            if local.reads:
+                self._connect(config, secrets, allowed, load_listener)
+        except BaseException:
+            # The listener's thread would go on, and keep the port from the engine's next attempt to start.
+            for part in (self.listener, self.renewer):
+                if part is not None:
+                    part.close()
+            raise
 
     @property
     def announces(self) -> bool:
-        """Whether routers may send both legs of a request at once: a consumer that can ask has shaken hands."""
-        return self._streams and self.listener is not None and self.listener.has_query_clients
+        """True if routers may send both legs of a request at once: a consumer that can ask has shaken hands."""
+        if not self._streams or self.listener is None:
+            return False
+        return self.listener.has_query_clients
 
     def publish(self, handshakes: Iterable[object]) -> None:
         """Take the workers' descriptions, and answer handshakes from now on.
@@ -137,13 +130,12 @@ class SideChannel:
         if self.listener is not None:
             self.listener.publish(engine)
         if self._description_file is not None:
-            logger.info(
-                "wrote the engine's description: %s",
-                write_description(self._description_file, engine),
-            )
+            path = write_description(self._description_file, engine)
+            logger.info("wrote the engine's description: %s", path)
 
     def poll(self) -> bool:
         """Called by the engine's loop. Returns whether a producer waits for a step."""
+        # The search begins here and not at the start: before the loop runs, the engine can neither be woken nor step.
         if self._prewarmer is not None and not self._is_searching:
             self._is_searching = True
             self._prewarmer.start()
@@ -158,13 +150,15 @@ class SideChannel:
             self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
 
     def flush(self) -> None:
-        """Pass commands and questions to the thread that sends them."""
-        if self.renewer is not None and (commands := self._loads.take_commands()):
-            self.renewer.submit(commands)
-        if self._query_client is not None and (
-            query_commands := self.asking.queries.take_commands()
-        ):
-            self._query_client.submit(query_commands)
+        """Pass commands and queries to the thread that sends them."""
+        if self.renewer is not None:
+            commands = self._loads.take_commands()
+            if commands:
+                self.renewer.submit(commands)
+        if self._query_client is not None:
+            query_commands = self.asking.queries.take_commands()
+            if query_commands:
+                self._query_client.submit(query_commands)
 
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""
@@ -173,21 +167,65 @@ class SideChannel:
             if part is not None:
                 part.close()
 
+    def _connect(
+        self,
+        config: FerryConfig,
+        secrets: Secrets,
+        allowed: AllowedHosts,
+        load_listener: LoadListener | None,
+    ) -> None:
+        """Start the client's thread, and give it all that it does for an engine that reads from others."""
+        self.renewer = LeaseRenewer(self._counters, secrets, allowed)
+        client = self.renewer.client
+        warn_of_trust(allowed, secrets)
+        if load_listener is not None:
+            # One more descriptor in a thread that waits for sockets anyway, in place of a thread.
+            client.watch(load_listener.fileno(), load_listener.take_rings)
+        self._query_client = QueryClient(
+            client,
+            announced_id(self.local.boot, self.local.engine_id),
+            self._counters,
+            self.asking.on_answer,
+            self.renewer.proven,
+        )
+        if config.prewarm_peers:
+            self._prewarmer = PeerPrewarmer(
+                client,
+                map(address_of, config.prewarm_peers),
+                self.local.engine_id,
+                self.local.boot,
+                self._on_producer,
+                config.handshake_timeout_s,
+            )
+
     def _listen(
         self, secrets: Secrets, run_due: Callable[[], None], directory: PromptDirectory
     ) -> SideChannelListener:
-        local, leases = self.local, self._leases
+        local = self.local
+        slots = self._leases.slots
 
         def knows(boot: str, name: LeaseName) -> bool:
-            return boot == local.boot and name in leases.slots
+            # On the listener's thread, so that a flood of messages about other leases costs the steps nothing.
+            return boot == local.boot and name in slots
 
         listener = SideChannelListener(
-            local.host, local.port, self._counters, secrets, leases.clock, run_due, knows, directory
+            local.host,
+            local.port,
+            self._counters,
+            secrets,
+            self._leases.clock,
+            run_due,
+            knows,
+            directory,
         )
-        where = host_port(local.host, local.port)
-        if listener.address != local.host:
-            where = f"{where} ({listener.address})"
-        if ipaddress.ip_address(listener.address).is_loopback:
+        self._warn_of_address(listener.address, secrets)
+        return listener
+
+    def _warn_of_address(self, address: str, secrets: Secrets) -> None:
+        where = host_port(self.local.host, self.local.port)
+        if address != self.local.host:
+            where = f"{where} ({address})"
+        if ipaddress.ip_address(address).is_loopback:
             logger.warning(
                 "the side channel on %s is only reached from this host: for decoders on other hosts set %s to an "
                 "address of this one that they reach",
@@ -201,10 +239,10 @@ class SideChannel:
                 where,
                 VARIABLE,
             )
-        return listener
 
     def _on_producer(self, producer: Prewarm) -> None:
         """Called on the client's thread."""
+        # A step takes it from here: the ledger is the step thread's. An idle engine is woken for that.
         if self.renewer is not None:
             self.renewer.proven.add((producer.host, producer.port))
         self._found.append(producer)
