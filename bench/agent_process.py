@@ -69,7 +69,7 @@ class Agent:
         """
         self.peer = self.fabric.add_peer(peer.metadata)
         here, there = (
-            DescriptorRows.of(MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)])
+            DescriptorRows.from_tuples(MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)])
             for at in (self.address, peer.address)
         )
         local, remote = (

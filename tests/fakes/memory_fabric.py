@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.worker.fabric.agent import check_agent_name, open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricClosed,
@@ -30,6 +29,7 @@ from kvferry.worker.fabric.errors import (
     PeerLost,
     TransferFailed,
 )
+from kvferry.worker.fabric.metadata_envelope import check_agent_name, open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl_handles import check_index_pairs
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,

@@ -49,8 +49,8 @@ from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe, decode_answers
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.worker.fabric.agent import open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import InvalidMetadata
+from kvferry.worker.fabric.metadata_envelope import open_metadata, wrap_metadata
 from tests.fuzz.mutation import Source, mutate
 from tests.fuzz.plan_targets import connecting, pairing, planning
 from tests.protocol.samples import (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS
+from kvferry.worker.fabric.entry_buffers import ID_PAGES
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
@@ -26,7 +27,6 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
-from kvferry.worker.fabric.reads import ID_PAGES
 
 _STOPPED_S = 120.0
 ID_PAGES_ROW = [PAGE_IDS * ID_BYTES, 0, PAGE_IDS * ID_BYTES, ID_PAGES]

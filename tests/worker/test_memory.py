@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, HostMemory
+from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
-from kvferry.worker.fabric.reads import SlotReads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 
@@ -95,7 +95,7 @@ def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
     slot_reads.prepare(consumer)
     peer = consumer.add_peer(producer.metadata())
     row = (slots.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, len(slots))
-    remote = consumer.prepare_remote(peer, DescriptorRows.of(MemoryKind.DRAM, [row]))
+    remote = consumer.prepare_remote(peer, DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
     read = consumer.post_read(
         slot_reads.descriptors,
         np.array([5, 2], dtype=np.int32),

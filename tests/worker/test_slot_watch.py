@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.ids import SLOT_BYTES, Epoch, SlotState, progress_of, progress_word, slot_word
+from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
-from kvferry.worker.fabric.reads import FabricReader, SlotReads
+from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.loads.slot_watch import SlotWatch, Wait
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
@@ -47,7 +48,9 @@ class Scene:
             producer.register([Region(table.ctypes.data, table.nbytes, MemoryKind.DRAM)])
             agent = self.fabric.add_peer(producer.metadata())
             row = (table.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, SLOTS)
-            slots = self.fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
+            slots = self.fabric.prepare_remote(
+                agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
+            )
             routes.append(PeerRoute(cast("Any", None), agent, slots, (), ()))
         return Peer(
             PeerKey("host", 1, "engine", "0" * 32),

@@ -38,7 +38,7 @@ def _steal_a_wave(engine: Engine) -> Callable[[], object]:
 def _prepare_a_list(engine: Engine) -> Callable[[], object]:
     slot_reads = engine.worker._memory.slot_reads
     row = (int(slot_reads.words.ctypes.data), 8, 0, 8, 1)
-    made = engine.fabric.inner.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
+    made = engine.fabric.inner.prepare_local(DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
     return lambda: engine.fabric.inner.release(made)
 
 

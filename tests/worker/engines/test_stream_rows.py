@@ -172,7 +172,7 @@ def read(consumer: Engine, producer: Engine, address: int, length: int) -> Bytes
     fabric, memory, zero = consumer.fabric, consumer.caches.memory[0], np.zeros(1, dtype=np.int32)
     peer = fabric.add_peer(producer.worker.description.agent_metadata)
     rows = [
-        DescriptorRows.of(MemoryKind.DRAM, [(at, length, 0, length, 1)])
+        DescriptorRows.from_tuples(MemoryKind.DRAM, [(at, length, 0, length, 1)])
         for at in (memory.ctypes.data, address)
     ]
     local, remote = fabric.prepare_local(rows[0]), fabric.prepare_remote(peer, rows[1])

@@ -69,7 +69,7 @@ def row(
 
 
 def rows(*described: tuple[int, int, int, int, int]) -> DescriptorRows:
-    return DescriptorRows.of(MemoryKind.DRAM, described)
+    return DescriptorRows.from_tuples(MemoryKind.DRAM, described)
 
 
 def indices(*values: int) -> Indices:

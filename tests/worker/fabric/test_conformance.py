@@ -151,7 +151,7 @@ def test_rows_of_another_kind_or_device_are_refused(pair: Pair) -> None:
     address = pair.source.ctypes.data
     with pytest.raises(FabricError):
         pair.consumer.prepare_remote(
-            pair.peer, DescriptorRows.of(MemoryKind.VRAM, [(address, 64, 0, 64, 1)])
+            pair.peer, DescriptorRows.from_tuples(MemoryKind.VRAM, [(address, 64, 0, 64, 1)])
         )
     with pytest.raises(DescriptorOutOfRange):
         pair.consumer.prepare_remote(pair.peer, rows((address, 64, 3, 64, 1)))

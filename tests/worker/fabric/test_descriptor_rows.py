@@ -29,7 +29,7 @@ def test_a_row_is_accepted_exactly_if_all_its_descriptors_are_memory(
     row: tuple[int, int, int, int, int],
 ) -> None:
     try:
-        accepted = DescriptorRows.of(MemoryKind.DRAM, [row])
+        accepted = DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
     except InvalidFabricRequest:
         assert not model_accepts(row)
     else:
@@ -53,7 +53,7 @@ def test_rows_that_are_no_memory_are_refused_among_good_ones(
     row: tuple[int, int, int, int, int],
 ) -> None:
     with pytest.raises(InvalidFabricRequest):
-        DescriptorRows.of(MemoryKind.DRAM, [(4096, 64, 0, 64, 4), row])
+        DescriptorRows.from_tuples(MemoryKind.DRAM, [(4096, 64, 0, 64, 4), row])
 
 
 @pytest.mark.parametrize("rows", [[], [(1, 2, 3)], [(2**64, 1, 0, 1, 1)], [("a", 1, 0, 1, 1)]])
@@ -61,7 +61,7 @@ def test_other_things_than_rows_of_five_integers_are_refused(
     rows: list[tuple[int, int, int, int, int]],
 ) -> None:
     with pytest.raises(InvalidFabricRequest):
-        DescriptorRows.of(MemoryKind.DRAM, rows)
+        DescriptorRows.from_tuples(MemoryKind.DRAM, rows)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,10 @@ def test_arrays_of_another_shape_or_dtype_are_refused(
 
 def test_the_sum_of_all_rows_is_bounded_too() -> None:
     with pytest.raises(InvalidFabricRequest, match="descriptors in one list"):
-        DescriptorRows.of(MemoryKind.DRAM, [(0, 1, 0, 1, 2**30)] * 2)
+        DescriptorRows.from_tuples(MemoryKind.DRAM, [(0, 1, 0, 1, 2**30)] * 2)
     assert (
-        DescriptorRows.of(MemoryKind.DRAM, [(0, 1, 0, 1, 2**30), (0, 1, 0, 1, 2**30 - 1)]).count
+        DescriptorRows.from_tuples(
+            MemoryKind.DRAM, [(0, 1, 0, 1, 2**30), (0, 1, 0, 1, 2**30 - 1)]
+        ).count
         == 2**31 - 1
     )

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.worker.fabric.agent import GPU_READS, AgentConfig, load_bindings, ucx_defaults
+from kvferry.worker.fabric.agent import AgentConfig, load_bindings
 from kvferry.worker.fabric.errors import FabricUnavailable, InvalidFabricRequest
 from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.ucx_settings import GPU_READS, ucx_defaults
 
 pytestmark = pytest.mark.slow
 

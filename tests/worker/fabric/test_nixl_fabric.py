@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from kvferry.worker.fabric import nixl_handles
-from kvferry.worker.fabric.agent import AgentConfig, load_bindings, open_metadata, wrap_metadata
+from kvferry.worker.fabric.agent import AgentConfig, load_bindings
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricUnavailable,
     InvalidMetadata,
     PeerLost,
 )
+from kvferry.worker.fabric.metadata_envelope import open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.nixl_handles import MOST_PARTED, NixlPeers
+from kvferry.worker.fabric.nixl_handles import MAX_RETAINED_PEERS, NixlPeers
 from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region
 from kvferry.worker.peers.registry import PeerRegistry
 from tests.worker.fabric.harness import (
@@ -157,7 +158,7 @@ memory = numpy.zeros(64, dtype=numpy.uint8)
 producer, consumer = NixlFabric("producer"), NixlFabric("consumer")
 for fabric in (producer, consumer):
     fabric.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind.DRAM)])
-one = DescriptorRows.of(MemoryKind.DRAM, [(memory.ctypes.data, 64, 0, 64, 1)])
+one = DescriptorRows.from_tuples(MemoryKind.DRAM, [(memory.ctypes.data, 64, 0, 64, 1)])
 index = numpy.zeros(1, dtype=numpy.int32)
 
 def connect():
@@ -218,13 +219,13 @@ A, B, C = (PeerAgent(name) for name in "abc")
 class Scene:
     """The handles that NIXL is given, and those that it is to forget."""
 
-    def __init__(self, most_parted: int = 8) -> None:
+    def __init__(self, max_retained: int = 8) -> None:
         self.calls: list[str] = []
         load, forget = (
             (lambda name, _: self.calls.append(f"+{name}")),
             (lambda name: self.calls.append(f"-{name}")),
         )
-        self.peers = NixlPeers(load, forget, most_parted)
+        self.peers = NixlPeers(load, forget, max_retained)
 
     def part(self, name: PeerAgent, metadata: bytes = b"1") -> None:
         self.peers.add(name, metadata)
@@ -248,7 +249,7 @@ def test_one_with_other_metadata_is_forgotten_first() -> None:
 
 
 def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all() -> None:
-    scene = Scene(most_parted=2)
+    scene = Scene(max_retained=2)
     for name in (A, B, C):
         scene.part(name)
     assert scene.calls == ["+a", "+b", "+c", "-a"]
@@ -258,7 +259,7 @@ def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all
 
 def test_a_rotation_of_as_many_living_peers_as_a_worker_knows_leaves_no_connection() -> None:
     """Each one that is forgotten while it lives leaves a file open. Beyond 256 a rotation leaked one a contact."""
-    scene = Scene(MOST_PARTED)
+    scene = Scene(MAX_RETAINED_PEERS)
     most_peers = signature(PeerRegistry).parameters["most_peers"].default
     for _ in range(3):
         for number in range(most_peers):
@@ -271,7 +272,7 @@ def test_no_new_peer_is_added_when_most_files_are_open_and_known_ones_are_used_o
 ) -> None:
     scene = Scene()
     scene.part(A)
-    monkeypatch.setattr(nixl_handles, "MOST_OPEN_FILES", 0.0)
+    monkeypatch.setattr(nixl_handles, "MAX_OPEN_FILES_FRACTION", 0.0)
     with pytest.raises(FabricUnavailable, match="files of this process are open"):
         scene.peers.add(B, b"1")
     scene.peers.add(A, b"1")

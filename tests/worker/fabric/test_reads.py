@@ -16,7 +16,7 @@ from kvferry.worker.fabric.errors import (
     TransferFailed,
 )
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import LET_GO_S, FabricReader, Reads
+from kvferry.worker.fabric.reads import GIL_RELEASED_FROM_S, FabricReader, Reads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.fault_fabric import FaultFabric
 from tests.worker.fabric.harness import indices, random_bytes, region, row, rows
@@ -140,15 +140,17 @@ def test_what_the_fabric_does_not_take_back_is_offered_again(scene: Scene) -> No
     scene.reads.finished(transfer)
     scene.reader.give_back(scene.peer)
     assert len(scene.reader.refused()) == 2
-    scene.reader.try_again()
+    scene.reader.retry_refused()
     assert list(scene.reader.refused()) == [transfer]
-    scene.reader.try_again()
+    scene.reader.retry_refused()
     assert not scene.reader.refused()
     assert scene.fabric.transfers() == 0
     assert not scene.fabric.peers
 
 
-@pytest.mark.parametrize(("took_s", "let_go"), [(LET_GO_S, True), (LET_GO_S / 2, False)])
+@pytest.mark.parametrize(
+    ("took_s", "let_go"), [(GIL_RELEASED_FROM_S, True), (GIL_RELEASED_FROM_S / 2, False)]
+)
 def test_a_post_that_takes_long_has_let_go_of_the_interpreters_lock(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, took_s: float, let_go: bool
 ) -> None:

@@ -11,8 +11,9 @@ from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
+from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.fabric.reads import FabricReader, SlotReads
+from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable

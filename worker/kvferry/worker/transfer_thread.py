@@ -301,7 +301,7 @@ class TransferThread:
             pause_s = _MIN_NOTIFICATION_BACKOFF_S if arrived else _IDLE_NOTIFICATION_S
             self._take_unexpected_s = time.monotonic() + pause_s
         progress |= self._log_errors(self.runner.step)
-        self.reader.try_again()
+        self.reader.retry_refused()
         self._report()
         if progress:
             self._backoff_s = _MIN_BACKOFF_S

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
-from kvferry.worker.fabric.reads import IdPages, SlotReads
 from kvferry.worker.leases import LeaseTable
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging

@@ -15,7 +15,7 @@ from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
 from kvferry.cli.transfer.child import COMMAND, Child, Outcome, check_installed, measure
 from kvferry.cli.transfer.messages import Connect, Device, ReadableAgent, ReadsFailed, Task
-from kvferry.worker.fabric.agent import GPU_READS
+from kvferry.worker.fabric.ucx_settings import GPU_READS
 
 BUSY = 2.0
 """Load per core above which a missed deadline proves nothing."""

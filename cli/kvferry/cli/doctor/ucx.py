@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
-from kvferry.worker.fabric.agent import GPU_READS, NO, YES, ucx_defaults, uses_tcp
+from kvferry.worker.fabric.ucx_settings import GPU_READS, NO, YES, ucx_defaults, uses_tcp
 
 CHECK = "UCX settings"
 

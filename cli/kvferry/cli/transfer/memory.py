@@ -75,6 +75,6 @@ def registered_memory(fabric: Fabric, device: Device, length: int) -> Registered
 
 def rows_of(kind: Kind, address: int, length: int, run_bytes: int) -> DescriptorRows:
     """`length` bytes at an address, in descriptors of `run_bytes`."""
-    return DescriptorRows.of(
+    return DescriptorRows.from_tuples(
         MemoryKind(kind), [(address, run_bytes, 0, run_bytes, length // run_bytes)]
     )

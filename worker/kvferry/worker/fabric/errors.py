@@ -1,13 +1,13 @@
 """The errors of a fabric, all of them `KvferryError`s that carry `operation`, `peer` and `reason`:
 
     FabricError
-    ├── FabricClosed           the fabric was used after `close`
-    ├── FabricUnavailable      the library, its backend or the registration of memory failed
-    ├── InvalidMetadata        a peer's metadata cannot be used (it is untrusted input)
-    ├── InvalidFabricRequest         the arguments do not fit together; nothing was posted
+    ├── FabricClosed              the fabric was used after `close`
+    ├── FabricUnavailable         the library, its backend or the registration of memory failed
+    ├── InvalidMetadata           a peer's metadata cannot be used (it is untrusted input)
+    ├── InvalidFabricRequest      the arguments do not fit together; nothing was posted
     │   └── DescriptorOutOfRange  … rows that leave the registered regions of their owner
-    ├── PeerLost               the peer is gone: it died, was removed, or was never added
-    └── TransferFailed         a transfer ended without its data; the peer may be well
+    ├── PeerLost                  the peer is gone: it died, was removed, or was never added
+    └── TransferFailed            a transfer ended without its data; the peer may be well
 
 Bugs, and exceptions of NIXL that the fabric does not translate, are internal errors: the transfer thread logs them and
 continues with its other work.
@@ -36,9 +36,10 @@ class FabricError(KvferryError):
         self.operation = operation
         self.reason = reason
         self.peer = peer
-        super().__init__(
-            f"{operation}: {reason}" if peer is None else f"{operation}: {reason} (peer={peer})"
-        )
+        text = f"{operation}: {reason}"
+        if peer is not None:
+            text += f" (peer={peer})"
+        super().__init__(text)
 
 
 class FabricClosed(FabricError):
@@ -68,13 +69,16 @@ class PeerLost(FabricError):
 class TransferFailed(FabricError):
     """A transfer or a notification failed for another reason than a lost peer.
 
-    The parts of the transfer that were posted have been cancelled, which NIXL cannot confirm: while the peer lives,
+    The parts of the transfer that were posted have been cancelled, but NIXL cannot confirm it. While the peer lives,
     treat their memory as if the transfer had been released in flight. (With UCX only lost peers have been seen.)
     """
 
 
 class InternalErrors(RateLimitedLog):
-    """Logs internal errors with their traceback. One for the process: a broken library makes all parts fail at once."""
+    """Logs internal errors with their traceback.
+
+    There is one for the process: a broken library makes all parts fail at once, and each would fill the log.
+    """
 
     def log(self, what: str) -> None:
         """Log the exception that is being handled.

@@ -34,6 +34,7 @@ MAX_DESCRIPTORS = 2**31 - 1
 MAX_NOTIFICATION_BYTES = 64 * 1024
 """The longest message that `notify` takes."""
 
+# Addresses are int64 in the arrays, although NIXL takes them as uint64.
 _ADDRESS_END = 2**63 - 1
 
 
@@ -62,9 +63,12 @@ class DescriptorRows:
     `[address + j·stride, address + j·stride + length)` on `device`. Descriptors are numbered row by row: with
     rows (1000, 16, 0, 64, 3) and (9000, 8, 0, 8, 2), descriptor 2 is [1128, 1144) and descriptor 3 is [9000, 9008).
 
-    The array is copied and frozen. Raises `InvalidFabricRequest` for no rows, another shape or dtype, a length or count
-    below 1, a negative address, device or stride, a stride below the length where count > 1, an end beyond 2⁶³ − 1
-    or more than `MAX_DESCRIPTORS` descriptors.
+    The array is copied and frozen.
+
+    Raises:
+        InvalidFabricRequest: no rows, another shape or dtype, a length or count below 1, a negative address, device or
+            stride, a stride below the length where count > 1, an end beyond 2⁶³ − 1, or more than `MAX_DESCRIPTORS`
+            descriptors.
     """
 
     kind: MemoryKind
@@ -78,23 +82,16 @@ class DescriptorRows:
             )
         if len(rows) == 0:
             raise InvalidFabricRequest("describe rows", "there are no rows")
-        address, length, device, stride, count = rows.T
-        legal = (length >= 1) & (count >= 1) & (address >= 0) & (device >= 0) & (stride >= 0)
-        legal &= (count == 1) | (stride >= length)
-        # In this order nothing overflows for legal rows; illegal ones are refused whatever the result.
-        room = (
-            _ADDRESS_END
-            - np.maximum(address, 0)
-            - np.minimum(np.maximum(length, 0), _ADDRESS_END - address)
-        )
-        legal &= (length <= _ADDRESS_END - address) & (count - 1 <= room // np.maximum(stride, 1))
-        if not legal.all():
-            first = int(np.argmin(legal))
+        is_legal = _are_memory(rows)
+        if not is_legal.all():
+            row = int(np.argmin(is_legal))
             raise InvalidFabricRequest(
                 "describe rows",
-                f"row {first} (address, length, device, stride, count) = {tuple(rows[first].tolist())} is no memory",
+                f"row {row} (address, length, device, stride, count) = {tuple(rows[row].tolist())} is no memory",
             )
-        if sum(count.tolist()) > MAX_DESCRIPTORS:
+        # Python's sum, because numpy's would overflow: the counts come from a peer's description.
+        count = sum(rows[:, 4].tolist())
+        if count > MAX_DESCRIPTORS:
             raise InvalidFabricRequest(
                 "describe rows", f"more than {MAX_DESCRIPTORS} descriptors in one list"
             )
@@ -103,7 +100,9 @@ class DescriptorRows:
         object.__setattr__(self, "rows", frozen)
 
     @classmethod
-    def of(cls, kind: MemoryKind, rows: Iterable[tuple[int, int, int, int, int]]) -> DescriptorRows:
+    def from_tuples(
+        cls, kind: MemoryKind, rows: Iterable[tuple[int, int, int, int, int]]
+    ) -> DescriptorRows:
         """From `(address, length, device, stride, count)` tuples.
 
         Raises:
@@ -121,6 +120,26 @@ class DescriptorRows:
     def count(self) -> int:
         """Descriptors that the rows stand for."""
         return int(self.rows[:, 4].sum())
+
+
+def _are_memory(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """bool[R]: all descriptors of the row lie in [0, 2⁶³ − 1)."""
+    address, length, device, stride, count = rows.T
+    is_legal: npt.NDArray[np.bool_] = (length >= 1) & (count >= 1)
+    is_legal &= (address >= 0) & (device >= 0) & (stride >= 0)
+    is_legal &= (count == 1) | (stride >= length)
+    # The end of the last descriptor may overflow int64, so what is compared is the room behind the
+    # first one. In this order nothing overflows for legal rows; illegal ones are refused whatever
+    # comes out for them.
+    room_after_address = _ADDRESS_END - address
+    is_legal &= length <= room_after_address
+    room_after_first = (
+        _ADDRESS_END
+        - np.maximum(address, 0)
+        - np.minimum(np.maximum(length, 0), room_after_address)
+    )
+    is_legal &= count - 1 <= room_after_first // np.maximum(stride, 1)
+    return is_legal
 
 
 class LocalDescriptors:
@@ -197,8 +216,10 @@ class Fabric(Protocol):
     def register(self, regions: Sequence[Region]) -> None:
         """Make memory reachable: as the destination of local reads, and for peers that get `metadata` afterwards.
 
-        The memory stays registered until `close`; the caller keeps it mapped until then. Raises
-        `FabricUnavailable` if the fabric refuses a region; then none of `regions` is registered.
+        The memory stays registered until `close`; the caller keeps it mapped until then.
+
+        Raises:
+            FabricUnavailable: the fabric refuses a region. Then none of `regions` is registered.
         """
         ...
 
@@ -207,13 +228,16 @@ class Fabric(Protocol):
         ...
 
     def add_peer(self, metadata: bytes) -> PeerAgent:
-        """Add a peer by the bytes that its `metadata` returned.
+        """Add a peer by the bytes that its `metadata` returned. To replace a peer, call `remove_peer` first.
 
-        Raises `InvalidMetadata` for bytes that are no metadata, and for an agent that is known already (dead ones
-        and those with a read in flight included) or is this one: to replace a peer, call `remove_peer` first.
         Sends nothing; an unreachable peer is noticed by the first read. Damaged bytes are recognised, but bytes with a
         good checksum are parsed by the fabric's own library, and forged ones can crash it: take metadata from
         authenticated peers only.
+
+        Raises:
+            InvalidMetadata: the bytes are no metadata, or the agent is this one, or is known already (dead ones and
+                those with a read in flight included).
+            FabricUnavailable: this process has too many files open for another peer.
         """
         ...
 
@@ -226,14 +250,19 @@ class Fabric(Protocol):
         ...
 
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
-        """Prepare local memory. Every row must lie in one registered region, else `DescriptorOutOfRange` is raised."""
+        """Prepare local memory.
+
+        Raises:
+            DescriptorOutOfRange: a row does not lie in one registered region.
+        """
         ...
 
     def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
         """Prepare a peer's memory.
 
-        Every row must lie in one of the regions in the metadata that `add_peer` was given, else
-        `DescriptorOutOfRange` is raised. Raises `PeerLost` for a peer that is unknown or known to be dead.
+        Raises:
+            DescriptorOutOfRange: a row does not lie in one of the regions in the metadata that `add_peer` was given.
+            PeerLost: the peer is unknown or known to be dead.
         """
         ...
 
@@ -261,15 +290,21 @@ class Fabric(Protocol):
     def poll(self, transfer: Transfer) -> TransferState:
         """Advance a transfer and return its state; never waits. A transfer is sure to advance only if polled.
 
-        Raises `PeerLost` or `TransferFailed`, again on every later call; the contents of its local descriptors are
-        then undefined. After `PeerLost` nothing more is written there; after `TransferFailed` something may be, see
-        there, and once the peer is known to be dead later calls raise `PeerLost` instead. For a frozen peer nothing is
-        raised: the caller sets deadlines.
+        What it raises it raises again on every later call. The contents of its local descriptors are then undefined.
+        For a frozen peer nothing is raised: the caller sets deadlines.
+
+        Raises:
+            PeerLost: the peer is gone. Nothing more is written to the local descriptors.
+            TransferFailed: anything else; something may still be written, see there. Once the peer is known to be dead,
+                later calls raise `PeerLost` instead.
         """
         ...
 
     def telemetry(self, transfer: Transfer) -> TransferTelemetry | None:
-        """Telemetry of a transfer that is DONE and not released; None before, for an empty one, or if NIXL has none."""
+        """Telemetry of a transfer that is DONE and not released.
+
+        None before, for an empty transfer, or if NIXL has none.
+        """
         ...
 
     def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
@@ -283,10 +318,14 @@ class Fabric(Protocol):
         ...
 
     def notify(self, peer: PeerAgent, message: bytes) -> None:
-        """Send up to 64 KiB to a peer, without waiting.
+        """Send up to `MAX_NOTIFICATION_BYTES` to a peer, without waiting.
 
-        Raises `PeerLost` for an unknown peer or one known to be dead, `InvalidFabricRequest` for a longer message,
-        `TransferFailed` otherwise. A message to a peer that has died unnoticed is lost without an error.
+        A message to a peer that has died unnoticed is lost without an error.
+
+        Raises:
+            PeerLost: the peer is unknown or known to be dead.
+            InvalidFabricRequest: the message is longer.
+            TransferFailed: anything else.
         """
         ...
 

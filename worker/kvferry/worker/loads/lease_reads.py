@@ -7,8 +7,9 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from kvferry.protocol.ids import EMPTY
+from kvferry.worker.fabric.entry_buffers import EntryBuffer, IdPages, SlotReads
 from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer
-from kvferry.worker.fabric.reads import EntryBuffer, IdPages, Reads, SlotReads
+from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.slot_watch import SlotWords
 from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
 

@@ -18,9 +18,10 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, progress_of, slot_word
+from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import FabricReader, Reads, SlotReads
+from kvferry.worker.fabric.reads import FabricReader, Reads
 from kvferry.worker.peers.peer import Peer
 
 SlotWords: TypeAlias = tuple[tuple[int, int], ...]

@@ -14,8 +14,9 @@ from kvferry.protocol.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import FabricReader, Reads, SlotReads
+from kvferry.worker.fabric.reads import FabricReader, Reads
 from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 

@@ -186,7 +186,7 @@ def _connect_route(
     made.append(agent)
     lease_table = worker.lease_table
     row = (lease_table.address, SLOT_BYTES, 0, SLOT_BYTES, lease_table.slots)
-    slots = fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
+    slots = fabric.prepare_remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
     made.append(slots)
     try:
         remote_kind = MemoryKind(worker.memory)
@@ -225,7 +225,9 @@ def _prepare_rows(
         (rows.ids, PAGE_IDS * ID_BYTES, rows.rows * rows.pages),
     ):
         row = (address, length, 0, length, count)
-        prepared.append(fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row])))
+        prepared.append(
+            fabric.prepare_remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
+        )
         made.append(prepared[-1])
     return PreparedRows(rows, *prepared)
 

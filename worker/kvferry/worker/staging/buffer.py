@@ -80,7 +80,7 @@ class Staging:
             run_bytes,
             self.pool.capacity // run_bytes,
         )
-        return fabric.prepare_local(DescriptorRows.of(self._where.kind, [row]))
+        return fabric.prepare_local(DescriptorRows.from_tuples(self._where.kind, [row]))
 
 
 def relayout_for(
