@@ -17,6 +17,7 @@ from bench.soak_schedule import Script, script
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import Hello, Renew
 from kvferry.protocol.params import RemotePrefill
+from kvferry.worker.loads.state import LoadState
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.caches import Side
 from tests.geometry.handmade import attention, side
@@ -303,7 +304,7 @@ class Fleet:
 
 
 def _is_idle(engine: SoakEngine) -> bool:
-    flushing = any(worker._thread.runner.flushing() for worker in engine.workers)
+    flushing = any(worker.count_loads(LoadState.FLUSHING) for worker in engine.workers)
     quiet = not (len(engine.leases) or len(engine.loads) or engine.seen.alive or flushing)
     return (
         quiet

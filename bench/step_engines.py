@@ -22,6 +22,7 @@ from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import epoch_to_text, new_epoch
 from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.protocol.params_mac import sign_params
+from kvferry.worker.loads.state import LoadState
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.core.configs import BLOCK_TOKENS
 from tests.harness.core.node import Node
@@ -135,8 +136,7 @@ class TimedNode(Node):
 
     def loads_running(self) -> int:
         """Loads that have begun and have not ended."""
-        thread = self._worker_half._thread
-        return 0 if thread is None else len(thread.runner._running)
+        return int(self._worker_half.count_loads(LoadState.RUNNING))
 
     @property
     def agent_name(self) -> str:

@@ -19,7 +19,8 @@ from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_params
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import PeerAgent
-from kvferry.worker.loads.results import LoadRecord, ResultBox
+from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.peers.peer import Peer
 
 _LOAD_S = 60.0

@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.weights import RunningWeights
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_params
+from kvferry.worker.loads.state import LoadState
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
 from tests.harness.core.node import ferry_of
@@ -214,7 +215,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
     side = consumer.engine.connector.scheduler_side
     wait_until(lambda: side.steps.load_listener.is_proven, "no ring has arrived")
-    runner = ferry_of(consumer.workers[0]).worker_side._worker._thread.runner
+    worker = ferry_of(consumer.workers[0]).worker_side._worker
     prefilled, decoded = ids("x")
     happened: list[str] = []
 
@@ -223,7 +224,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
         time.sleep(0.001)
         if "rings" in happened:
             happened.append("waits in vain")
-        elif runner.parked():
+        elif worker.count_loads(LoadState.PARKED, LoadState.RESUMED):
             producer.answer(prefilled)
             wait_until(lambda: not side.steps.load_listener.is_silent, "the load has not ended")
             happened.append("rings")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.prompt_queries import PromptProgress
-from kvferry.worker.loads.streamed_load import StreamedLoad
+from kvferry.worker.loads.reading import StreamedRead
 from tests.engine_core.streamed import preempt
 from tests.engine_core.test_both_legs import check, ids, leg_params, settled, until
 from tests.harness.core.node import Node
@@ -38,14 +38,14 @@ def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens that are loaded after each chunk that a worker has read, before and after the prompt is complete."""
     loaded: list[int] = []
-    read = StreamedLoad._read_chunk
+    read = StreamedRead._read_chunk
 
-    def note(load: StreamedLoad, *args: Any, **options: Any) -> Any:
-        units = yield from read(load, *args, **options)
-        loaded.append(load.held)
+    def note(reading: StreamedRead, *args: Any, **options: Any) -> Any:
+        units = yield from read(reading, *args, **options)
+        loaded.append(reading.held)
         return units
 
-    monkeypatch.setattr(StreamedLoad, "_read_chunk", note)
+    monkeypatch.setattr(StreamedRead, "_read_chunk", note)
     return loaded
 
 

@@ -246,8 +246,11 @@ class StreamAttack:
         changed = [False] * PROMPTS
         parts = [replace(load, stop=FIRST_PART) for load in loads]
         if not aborted:
-            parked = consumer.worker._thread.runner.parked
-            wait_until(lambda: parked() == PROMPTS, "every load waits for the next part", TIMEOUT_S)
+            wait_until(
+                lambda: consumer.parked_loads() == PROMPTS,
+                "every load waits for the next part",
+                TIMEOUT_S,
+            )
             changed = [
                 has_other_bytes(consumer, one, of.seed)
                 for one, of in zip(parts, prefills, strict=True)

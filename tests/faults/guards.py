@@ -19,7 +19,7 @@ GUARDS = (
         "fence-after",
         "the slot is read again after the data",
         (1, 2),
-        "kvferry.worker.loads.load:Load._check_fence",
+        "kvferry.worker.loads.fence:LeaseFence.check_after",
         switches.no_steps,
         (
             f"{_ENGINES}/test_fence.py::test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good[nixl]",
@@ -30,7 +30,7 @@ GUARDS = (
         "fence-before",
         "the slot is read before the data",
         (2,),
-        "kvferry.worker.loads.load:Load._wait_until_ready",
+        "kvferry.worker.loads.fence:LeaseFence.wait_until_ready",
         switches.no_steps,
         (f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from",),
     ),
@@ -38,7 +38,7 @@ GUARDS = (
         "fence-ready",
         "only READY is good after the data",
         (1,),
-        "kvferry.worker.loads.load:Load._check_fence",
+        "kvferry.worker.loads.fence:LeaseFence.check_after",
         switches.computing_will_do,
         (
             f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",

@@ -75,17 +75,15 @@ def no_steps(_: Function) -> Function:
 
 
 def computing_will_do(check: Function) -> Function:
-    def lenient(load: Any, peer: Any) -> Any:
-        from kvferry.protocol.ids import epoch_from_text
+    def lenient(fence: Any, peer: Any) -> Any:
         from kvferry.worker.loads.context import LoadFailed
 
         try:
-            yield from check(load, peer)
+            yield from check(fence, peer)
         except LoadFailed:
-            epoch = epoch_from_text(load.order.source.kvferry.lease_epoch)
-            if any(
-                int(load.context.slot_reads.words[entry]) >> 4 != epoch for entry in load.entries
-            ):
+            reads = fence._lease_reads
+            words = [int(reads._slot_reads.words[entry]) for entry in reads.entries]
+            if any(word >> 4 != fence.epoch for word in words):
                 raise
 
     return lenient

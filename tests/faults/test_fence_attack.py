@@ -12,7 +12,7 @@ import itertools
 import pytest
 
 from kvferry.scheduler.producer.streams import PublishedStreams
-from kvferry.worker.loads.load import Load
+from kvferry.worker.loads.fence import LeaseFence
 from tests.faults.fence_attack import (
     PLACINGS,
     PROMPTS,
@@ -77,7 +77,7 @@ def test_with_half_a_fence_the_same_attack_shows_wrong_bytes(
     placing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the test above is able to fail."""
-    monkeypatch.setattr(Load, "_check_fence", lambda _load, _peer: iter(()))
+    monkeypatch.setattr(LeaseFence, "check_after", lambda _fence, _peer: iter(()))
     counts = attack(placing, 2 * PROMPTS)
     print(f"{placing}, with half a fence: {counts}")
     assert counts.believed == counts.changed >= 2 * PROMPTS

@@ -21,6 +21,7 @@ from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.state import LoadState
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.devices import free_ports
@@ -170,6 +171,14 @@ class CacheEngine(StandaloneEngine):
             contact, thread = worker._first_contact, worker._thread
             contact._settings = replace(contact._settings, handshake_timeout_s=handshake_s)
             thread.runner.timeout_s, thread.registry.first_reads.timeout_s = load_s, handshake_s
+
+    def loads_in(self, *states: LoadState) -> int:
+        """How many loads of its workers are in these states now."""
+        return sum(worker.count_loads(*states) for worker in self.workers)
+
+    def parked_loads(self) -> int:
+        """How many loads wait for their producer, or, since it has answered, for a place."""
+        return self.loads_in(LoadState.PARKED, LoadState.RESUMED)
 
     def wait_until_idle(self) -> None:
         """Lift the faults and let every load end, well or badly; check that nothing is left.

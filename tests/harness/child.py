@@ -24,6 +24,7 @@ from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.worker.fabric.agent import load_bindings
 from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.loads.state import LoadState
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
@@ -164,7 +165,6 @@ class Server:
 
     def state(self) -> State:
         engine, worker = self.engine, self.engine.worker
-        runner = worker._thread.runner
         slot_reads, staging = worker._memory.slot_reads, worker._memory.staging
         names = Counter(one.name for one in threading.enumerate())
         fetching = sum(
@@ -174,8 +174,8 @@ class Server:
             leases=len(engine.leases),
             held=worker._memory.table.held(),
             loads=len(engine.loads),
-            running=0 if runner is None else len(runner._running) + runner.waiting(),
-            quarantined=0 if runner is None else len(runner.quarantined),
+            running=worker.count_loads(LoadState.RUNNING, LoadState.WAITING),
+            quarantined=worker.count_loads(LoadState.QUARANTINED),
             alive=len(engine.seen.alive),
             entries=len(slot_reads.words) - slot_reads.free(),
             waves=len(staging.pool.waves()) if staging is not None else 0,

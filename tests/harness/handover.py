@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.loads.results import LoadRecord
+from kvferry.worker.loads.record import LoadRecord
 from tests.geometry.requests import Request
 from tests.harness.cache_engine import CacheEngine
 from tests.waiting import step_until

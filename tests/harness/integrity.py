@@ -1,18 +1,23 @@
-"""The integrity check of a worker at any moment: its transfer thread, which owns the sums, is asked for it."""
+"""A worker's transfer thread as a test sees it: its integrity at any moment, and a thread that stands still."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.transfer_thread import TransferThread
+from kvferry.worker.loads.state import LoadState
 from kvferry.worker.worker import FerryWorker
 
 ANSWER_WITHIN_S = 30.0
+STANDS_WITHIN_S = 60.0
 
 
 def check_worker(worker: FerryWorker, *, idle: bool = False) -> None:
-    """Check the integrity of a worker between two steps of its transfer thread; waits. One that has ended has none.
+    """Check the integrity of a worker between two turns of its transfer thread; waits. One that has ended has none.
 
     Args:
         idle: also check that nothing is under way: no load, no first read, no quarantined load. Peers may be known and
@@ -21,40 +26,46 @@ def check_worker(worker: FerryWorker, *, idle: bool = False) -> None:
     Raises:
         LocalProtocolError: with all the sums, or the thread does not answer.
     """
-    thread = worker._thread
-    if not thread._thread.is_alive():
-        return
-    answer: Future[None] = Future()
-
-    def check() -> None:
-        try:
-            thread._integrity.check()
-            if idle:
-                _check_rest(thread)
-        except Exception as error:  # noqa: BLE001 - raised in the test's thread
-            answer.set_exception(error)
-        else:
-            answer.set_result(None)
-
-    thread._inbox.put(check)
     try:
-        answer.result(ANSWER_WITHIN_S)
+        seen = worker.snapshot(ANSWER_WITHIN_S)
     except TimeoutError:
         raise LocalProtocolError(
             f"the transfer thread has not answered within {ANSWER_WITHIN_S:g} s"
         ) from None
+    if seen is None:
+        return
+    wrong = list(seen.wrong)
+    if idle:
+        waiting = seen.loads[LoadState.WAITING]
+        left = {
+            "loads wait": waiting,
+            "loads run or are quarantined": sum(seen.loads.values()) - waiting,
+            "first reads have not ended": seen.first_reads,
+            "handles were not taken back": seen.refused,
+            "transfers are open": seen.handles.transfers,
+            "peers are leaving": seen.handles.leaving,
+        }
+        wrong += [f"{count} {what}" for what, count in left.items() if count]
+    if wrong:
+        raise LocalProtocolError(f"{'; '.join(wrong)}. {seen.sums}")
 
 
-def _check_rest(thread: TransferThread) -> None:
-    has = thread.reader.fabric.open_handles()
-    left = {
-        "loads wait": thread.runner.waiting(),
-        "loads run or are quarantined": len(list(thread.runner.alive())),
-        "first reads have not ended": len(thread.registry.first_reads.all()),
-        "handles were not taken back": len(thread.reader.refused()),
-        "transfers are open": has.transfers,
-        "peers are leaving": has.leaving,
-    }
-    found = [f"{count} {what}" for what, count in left.items() if count]
-    if found:
-        raise LocalProtocolError(f"{'; '.join(found)}. {thread._integrity.describe()}")
+@contextlib.contextmanager
+def standing_still(worker: FerryWorker) -> Iterator[None]:
+    """The worker's transfer thread stands still in the middle of a turn, until the block ends."""
+    stands, goes_on = threading.Event(), threading.Event()
+    registry = worker._thread.registry
+    step = registry.step
+
+    def stand_still(*args: Any) -> bool:
+        stands.set()
+        goes_on.wait(STANDS_WITHIN_S)
+        return step(*args)
+
+    with mock.patch.object(registry, "step", stand_still):
+        worker._thread.wake()
+        assert stands.wait(STANDS_WITHIN_S)
+        try:
+            yield
+        finally:
+            goes_on.set()

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.results import LoadRecord, StepResults
+from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import StepResults
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import msgspec
 import pytest
@@ -16,7 +15,8 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.params_mac import sign_params
-from kvferry.worker.loads.streamed_load import StreamedLoad
+from kvferry.worker.loads.load import Load
+from kvferry.worker.loads.reading import StreamedRead
 from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.drawn import Drawn
 from tests.geometry.effects import number_names
@@ -45,15 +45,14 @@ def test_every_byte_arrives_part_by_part(name: str, pool: str) -> None:
     assert all(early) == (read > 0)
 
 
-def loads_of(engine: RigEngine) -> list[StreamedLoad]:
-    loads = [load for worker in engine.workers for load in list(worker._thread.runner.alive())]
-    assert all(isinstance(load, StreamedLoad) for load in loads)
-    return cast("list[StreamedLoad]", loads)
+def loads_of(engine: RigEngine) -> list[Load]:
+    return [load for worker in engine.workers for load in list(worker._thread.runner.begun())]
 
 
-def has_read(load: StreamedLoad, tokens: int) -> bool:
+def has_read(load: Load, tokens: int) -> bool:
     """Whether what a worker can read of so many tokens has been read."""
-    peer, blocks, stop = load.peer, load.blocks, min(tokens, load.order.stop_token)
+    assert isinstance(load.reading, StreamedRead)
+    peer, blocks, stop = load.peer, load.reading.listed, min(tokens, load.order.stop_token)
     if peer is None or (peer.routes and blocks is None):
         return False
     grows = blocks is not None and blocks._spans.keys() & blocks._growing

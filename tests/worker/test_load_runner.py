@@ -10,13 +10,14 @@ from typing import cast
 
 import pytest
 
+from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads import runner as load_runner
 from kvferry.worker.loads.context import LoadContext, Steps
-from kvferry.worker.loads.deadline import Deadline
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.results import LoadRecord, ResultBox
+from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
-from kvferry.worker.peers.peer import PeerKey
+from kvferry.worker.loads.state import LoadEvent, LoadState
+from tests.worker.stub_loads import StubLoad
 
 
 @pytest.fixture
@@ -25,13 +26,18 @@ def resumed() -> Counter[str]:
 
 
 @pytest.fixture
-def runner(resumed: Counter[str]) -> LoadRunner:
+def box() -> ResultBox:
+    return ResultBox()
+
+
+@pytest.fixture
+def runner(resumed: Counter[str], box: ResultBox) -> LoadRunner:
     """Three loads that are in flight for ever."""
     context = cast(
         "LoadContext",
         SimpleNamespace(reader=SimpleNamespace(gil_released_at_s=-math.inf), slot_reads=None),
     )
-    made = LoadRunner(context, ResultBox(), timeout_s=60.0, max_loads=8)
+    made = LoadRunner(context, box, timeout_s=60.0, max_loads=8)
 
     def steps(name: str) -> Steps:
         while True:
@@ -39,21 +45,10 @@ def runner(resumed: Counter[str]) -> LoadRunner:
             yield None
 
     for name in "abc":
-        made._running[cast("Load", _InFlight(name))] = steps(name)
+        load = cast("Load", StubLoad(name, steps(name)))
+        made.loads.add(load)
+        made.loads.apply(load, LoadEvent.BEGIN, 0.0)
     return made
-
-
-class _InFlight:
-    """The part of a load that the runner uses, for a load that has not ended."""
-
-    def __init__(self, name: str) -> None:
-        self.order = SimpleNamespace(request_id=name)
-        source = PeerKey("host", 1, "engine", "0" * 32)
-        self.record = LoadRecord(request_id=name, source=source, ordered_s=0.0)
-        self.deadline, self.lacks_room, self.is_connecting = Deadline(0.0), False, False
-
-    def progress(self) -> None:
-        """None that it could report."""
 
 
 def test_loads_that_do_not_fit_are_resumed_by_the_next_steps_each_once_a_round(
@@ -72,9 +67,8 @@ def test_where_posts_let_go_of_the_lock_one_load_follows_another(
     runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_runner, "_STRETCH_S", 0.0)
-    runner._context.reader.gil_released_at_s = (
-        time.monotonic() + 60.0
-    )  # as if a post had come back just now, every time
+    # As if a post had come back just now, every time.
+    runner._context.reader.gil_released_at_s = time.monotonic() + 60.0
     runner.step()
     assert resumed == {"a": 1, "b": 1, "c": 1}
 
@@ -93,8 +87,8 @@ def test_a_round_takes_the_time_of_all_its_stretches_and_not_what_lies_between_t
 
     monkeypatch.setattr(load_runner, "_STRETCH_S", stretch_s)
     monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: now_s))
-    for load in runner._running:
-        runner._running[load] = slow()
+    for load in runner.loads.of(LoadState.RUNNING):
+        load.resumed_steps = slow()
     runner.step()
     while runner.is_amid_round():
         now_s += 10.0
@@ -111,16 +105,16 @@ class _Clock:
 
 
 def test_a_pause_of_this_process_fails_no_load_and_time_awake_does(
-    runner: LoadRunner, monkeypatch: pytest.MonkeyPatch
+    runner: LoadRunner, box: ResultBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = _Clock(monkeypatch)
-    monkeypatch.setattr(runner, "_fail", lambda load, *_: runner._running.pop(load))
     runner.step()
     for _ in range(3):
         clock.now_s += 100 * runner.timeout_s
         runner.step()
-    assert len(runner._running) == 3
+    assert runner.loads.count(LoadState.RUNNING) == 3
     for _ in range(int(runner.timeout_s / 0.2)):
         clock.now_s += 0.2
         runner.step()
-    assert not runner._running
+    assert not list(runner.begun())
+    assert box.take().failed == dict.fromkeys("abc", FailureReason.DEADLINE)

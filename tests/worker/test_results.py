@@ -11,7 +11,8 @@ import time
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.results import SLACK_S, LoadWatchdog, ResultBox, StepResults
+from kvferry.worker.loads.results import ResultBox, StepResults
+from kvferry.worker.loads.watchdog import SLACK_S, LoadWatchdog
 
 LONG_S = 30.0
 
@@ -54,7 +55,7 @@ LATE_S = TIMEOUT_S + SLACK_S
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.turned_s = 100.0, 100.0
-        monkeypatch.setattr("kvferry.worker.loads.results.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("kvferry.worker.loads.watchdog.time.monotonic", lambda: self.now_s)
         self.watchdog = LoadWatchdog(TIMEOUT_S)
 
     def poll(self, **values: object) -> StepResults:

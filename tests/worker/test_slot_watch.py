@@ -15,7 +15,8 @@ from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
-from kvferry.worker.loads.slot_watch import SlotWatch, Wait
+from kvferry.worker.loads.slot_polls import Wait
+from kvferry.worker.loads.slot_watch import SlotWatch
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.fault_fabric import FaultFabric
@@ -80,7 +81,7 @@ class Scene:
 
     def nothing_is_left(self) -> bool:
         transfers = self.fabric.open_handles().transfers
-        return self.slot_reads.free() == ENTRIES and not transfers and not list(self.watch.looks())
+        return self.slot_reads.free() == ENTRIES and not transfers and not list(self.watch.polls())
 
 
 @pytest.fixture
@@ -261,7 +262,7 @@ def test_a_look_that_no_load_waits_for_any_more_is_kept_until_it_has_ended(scene
     assert scene.slot_reads.free() == ENTRIES - 2
     scene.add(5)
     assert scene.step(0.001) == []
-    assert len(list(scene.watch.looks())) == 2, "a new wait has its own look"
+    assert len(list(scene.watch.polls())) == 2, "a new wait has its own look"
     scene.network.thaw("p1")
     scene.tables[0][5, 0] = 1
     scene.step(0.001)

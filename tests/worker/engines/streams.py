@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.results import LoadRecord
+from kvferry.worker.loads.record import LoadRecord
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.prefills import Prefill
@@ -83,7 +83,7 @@ class ServedStream:
             wait_until(is_read, f"{whole} tokens are read")
 
     def running(self) -> list[Load]:
-        return list(self.consumer.worker._thread.runner.alive())
+        return list(self.consumer.worker._thread.runner.begun())
 
     def is_over(self, polls: int) -> bool:
         """Whether the load has ended, collected or not, or the consumer has polled more reads than these."""

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.runner import LoadRunner
+from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
+from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
@@ -60,16 +60,15 @@ def parked(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     load = consumer.load(producer.finish_prefill(producer.start_prefill(5, seed=5)).params)
-    wait_until(lambda: consumer.worker._thread.runner.parked(), "it is parked")
+    wait_until(lambda: consumer.parked_loads(), "it is parked")
     return consumer, load
 
 
-def no_places(consumer: Engine, stack: ExitStack) -> LoadRunner:
+def no_places(consumer: Engine, stack: ExitStack) -> None:
     """From now on other loads have all places."""
     runner = consumer.worker._thread.runner
     stack.callback(setattr, runner, "_max_loads", runner._max_loads)
     runner._max_loads = 0
-    return runner
 
 
 def resumed(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
@@ -78,10 +77,10 @@ def resumed(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
     rig.transfer(producer, consumer)
     running = producer.start_prefill(5, seed=5)
     load = consumer.load(producer.finish_prefill(running).params)
-    wait_until(lambda: consumer.worker._thread.runner.parked(), "it is parked")
-    runner = no_places(consumer, stack)
+    wait_until(lambda: consumer.parked_loads(), "it is parked")
+    no_places(consumer, stack)
     producer.step()
-    wait_until(lambda: bool(runner._resumed), "it waits for a place")
+    wait_until(lambda: bool(consumer.loads_in(LoadState.RESUMED)), "it waits for a place")
     return consumer, load
 
 
@@ -90,7 +89,7 @@ def queued(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
     rig.transfer(producer, consumer)
     no_places(consumer, stack)
     load = consumer.load(producer.prefill(10).params)
-    wait_until(lambda: consumer.worker._thread.runner.waiting(), "it waits for a place")
+    wait_until(lambda: consumer.loads_in(LoadState.WAITING), "it waits for a place")
     return consumer, load
 
 
@@ -113,7 +112,7 @@ def on_the_device(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     with mock.patch.object(consumer.worker, "_device", _Busy()):
         load = consumer.load(producer.prefill(10).params)
     wait_until(
-        lambda: any(one.peer for one in consumer.worker._thread.runner.alive()), "it is connected"
+        lambda: any(one.peer for one in consumer.worker._thread.runner.begun()), "it is connected"
     )
     return consumer, load
 
@@ -139,7 +138,7 @@ def streamed(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     load = stream.order()
     stream.compute(8)
     stream.until_read(13)
-    wait_until(lambda: consumer.worker._thread.runner.parked(), "it is parked")
+    wait_until(lambda: consumer.parked_loads(), "it is parked")
     return consumer, load
 
 
@@ -255,7 +254,7 @@ def test_the_producers_blocks_are_free_when_the_consumer_does_not_want_them(any_
     running = producer.start_prefill(5, seed=5)
     offer = producer.finish_prefill(running)
     load = consumer.load(offer.params)
-    wait_until(lambda: consumer.worker._thread.runner.parked(), "it is parked")
+    wait_until(lambda: consumer.parked_loads(), "it is parked")
     abort(any_rig, consumer, load)
     any_rig.step_until(lambda: offer.request_id in producer.seen.sent, "the lease has ended")
     free(consumer, load)
@@ -265,8 +264,8 @@ def test_the_producers_blocks_are_free_when_the_consumer_does_not_want_them(any_
 def test_aborts_of_loads_that_have_ended_or_are_unknown_change_nothing(rig: Rig) -> None:
     producer, consumer = rig.pair()
     load = rig.transfer(producer, consumer)
-    thread = consumer.worker._thread
-    thread._inbox.put(lambda: thread.runner.cancel([load.request_id, "unknown"]))
+    orders = StepOrders(boot=consumer.boot, cancels=(load.request_id, "unknown"))
+    consumer.worker.carry_out(encode_head(orders), encode_orders(orders))
     _, other = parked_beside(rig, producer, consumer)
     assert rig.until_over(consumer, other) is None
     assert consumer.seen.loaded == [load.request_id, other.request_id]
@@ -286,11 +285,9 @@ def test_a_storm_of_aborts_leaves_the_others_alone(rig: Rig) -> None:
     rig.transfer(producer, consumer)
     running = [producer.start_prefill(tokens=5, seed=5 + n) for n in range(60)]
     loads = [consumer.load(producer.finish_prefill(request_id).params) for request_id in running]
-    wait_until(
-        lambda: consumer.worker._thread.runner.parked() >= len(loads), "they are parked", 60.0
-    )
+    wait_until(lambda: consumer.parked_loads() >= len(loads), "they are parked", 60.0)
     abort(rig, consumer, *loads[::2])
     for number, load in list(enumerate(loads))[1::2]:
         assert rig.until_over(consumer, load) is None
         assert consumer.has_bytes(load, seed=5 + number)
-    assert consumer.all_entries_are_free() or list(consumer.worker._thread.runner.looks())
+    assert consumer.all_entries_are_free() or list(consumer.worker._thread.runner.polls())

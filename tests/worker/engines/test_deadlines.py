@@ -153,7 +153,7 @@ def test_a_post_that_does_not_return_fails_the_load_in_time_and_its_blocks_are_n
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transfer thread can do nothing then; the step thread does."""
-    monkeypatch.setattr("kvferry.worker.loads.results.SLACK_S", 0.1)
+    monkeypatch.setattr("kvferry.worker.loads.watchdog.SLACK_S", 0.1)
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     consumer.worker._watchdog._timeout_s = TIMEOUT_S

@@ -31,7 +31,7 @@ def waiting(rig: Rig) -> tuple[ServedStream, Any]:
     stream.compute(4)
     stream.order()
     stream.until_read(9)
-    wait_until(consumer.worker._thread.runner.parked, "it waits")
+    wait_until(consumer.parked_loads, "it waits")
     return stream, producer.worker._memory.rows
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from kvferry.protocol.ids import SlotState
-from kvferry.worker import transfer_thread
+from kvferry.worker import pace
 from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState
 from kvferry.worker.loads.results import StepResults
 from tests.harness.engine import Engine, Offer, OrderedLoad
@@ -64,9 +64,7 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
     thread = producer.worker._thread
-    wait_until(
-        lambda: thread._wait_s() == transfer_thread._MAX_NOTIFICATION_BACKOFF_S, "it has backed off"
-    )
+    wait_until(lambda: thread._wait_s() == pace.MAX_NOTIFICATION_BACKOFF_S, "it has backed off")
     before = producer.fabric.calls["take_notifications"]
     time.sleep(WINDOW_S)
     assert producer.fabric.calls["take_notifications"] - before <= WINDOW_S / 20e-3 + 1
@@ -80,10 +78,9 @@ POLLS = 3
 
 
 @pytest.fixture
-def looking_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        transfer_thread, "_LOOKING_SHARE", 0
-    )  # the longest backoff would grow with it
+def polling_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest backoff would grow with it."""
+    monkeypatch.setattr(pace, "_POLLING_SHARE", 0)
 
 
 def _asynchronous(consumer: Engine) -> None:
@@ -116,7 +113,7 @@ def _note_backoff(consumer: Engine) -> list[int]:
     def noted() -> None:
         step()
         if thread.runner.busy():
-            backoff_us.append(round(thread._backoff_s * 1e6))
+            backoff_us.append(round(thread._pace.backoff_s * 1e6))
 
     thread._step = noted  # type: ignore[method-assign]
     return backoff_us
@@ -133,7 +130,7 @@ def _finish(rig: Rig, consumer: Engine, load: OrderedLoad, seed: int) -> None:
     consumer.check_bytes(load, seed)
 
 
-@pytest.mark.usefixtures("looking_takes_no_time")
+@pytest.mark.usefixtures("polling_takes_no_time")
 def test_each_stage_of_a_load_begins_with_the_shortest_backoff(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
@@ -144,7 +141,7 @@ def test_each_stage_of_a_load_begins_with_the_shortest_backoff(rig: Rig) -> None
     assert backoff_us == 3 * [50, 100, 200], "the fence, the data, the fence again"
 
 
-@pytest.mark.usefixtures("looking_takes_no_time")
+@pytest.mark.usefixtures("polling_takes_no_time")
 def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
     rig.transfer(producer, consumer)
@@ -157,7 +154,7 @@ def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig) -> None:
     assert backoff_us.count(50) >= consumer.seen.totals[-1].waves / 2
 
 
-@pytest.mark.usefixtures("looking_takes_no_time")
+@pytest.mark.usefixtures("polling_takes_no_time")
 def test_a_load_that_merely_polls_is_polled_less_and_less_often(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)

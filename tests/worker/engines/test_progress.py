@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from kvferry.worker.loads import deadline
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.integrity import standing_still
 from tests.harness.rig import Rig
 from tests.harness.slow_link import SlowLink
 from tests.waiting import wait_until
@@ -116,26 +116,18 @@ def test_a_read_that_ends_while_the_consumer_stands_still_counts(
     consumer.fabric.stuck = True
     load = consumer.load(producer.prefill(tokens=10, seed=1).params)
     wait_until(consumer.fabric.reading, "it reads")
-    stands, goes_on = threading.Event(), threading.Event()
-
-    def stand_still() -> None:
-        stands.set()
-        goes_on.wait(60.0)
-
-    consumer.worker._thread._inbox.put(stand_still)
-    assert stands.wait(60.0)
-    consumer.set_timeouts(load_s=0.05)
-    ends_s = time.monotonic() + 0.5
-    wait_until(lambda: time.monotonic() > ends_s, "the deadline is over")
-    consumer.fabric.stuck = False
     post = consumer.fabric.post_read
 
     def with_time(*args: Any) -> Any:
         consumer.set_timeouts()  # only the read that was under way is late
         return post(*args)
 
-    monkeypatch.setattr(consumer.fabric, "post_read", with_time)
-    goes_on.set()
+    with standing_still(consumer.worker):
+        consumer.set_timeouts(load_s=0.05)
+        ends_s = time.monotonic() + 0.5
+        wait_until(lambda: time.monotonic() > ends_s, "the deadline is over")
+        consumer.fabric.stuck = False
+        monkeypatch.setattr(consumer.fabric, "post_read", with_time)
     all_good(rig, consumer, [load])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import Bytes
 from tests.harness.engine import Engine
-from tests.harness.integrity import check_worker
+from tests.harness.integrity import check_worker, standing_still
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -131,18 +130,16 @@ def test_a_prompt_goes_on_under_another_epoch_before_its_orders_return(rig: Rig)
     order(producer, opens=(opened(FIRST),), progress=(progress(FIRST, 0, 7, 8, tokens=32),))
     producer.worker.end_step()
     wait_until(lambda: shown(producer) == (COMPUTING, 32), "it is read")
-    goes_on = threading.Event()
-    producer.worker._thread._inbox.put(lambda: wait_until(goes_on.is_set, "the thread is busy"))
-    order(
-        producer,
-        opens=(opened(NEXT, row=ROW, origin=epoch_to_text(FIRST)),),
-        progress=(progress(NEXT, 0, 4, tokens=16),),
-    )
-    assert (shown(producer), shown(producer, NEXT)) == (
-        (slot_word(NEXT, SlotState.COMPUTING), 0),
-    ) * 2
-    assert row_of(producer) == ([header_word(FIRST), header_word(NEXT)], [7, 8, 0, 0])
-    goes_on.set()
+    with standing_still(producer.worker):
+        order(
+            producer,
+            opens=(opened(NEXT, row=ROW, origin=epoch_to_text(FIRST)),),
+            progress=(progress(NEXT, 0, 4, tokens=16),),
+        )
+        assert (shown(producer), shown(producer, NEXT)) == (
+            (slot_word(NEXT, SlotState.COMPUTING), 0),
+        ) * 2
+        assert row_of(producer) == ([header_word(FIRST), header_word(NEXT)], [7, 8, 0, 0])
     producer.worker.end_step()
     wait_until(lambda: shown(producer, NEXT)[1] == 16, "it starts again")
     assert row_of(producer) == ([header_word(FIRST), header_word(NEXT)], [4, 8, 0, 0])

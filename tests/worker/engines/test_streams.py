@@ -42,7 +42,7 @@ def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(rig: R
     stream.order()
     stream.compute(8)
     stream.until_read(13)
-    wait_until(consumer.worker._thread.runner.parked, "it waits")
+    wait_until(consumer.parked_loads, "it waits")
     ready = consumer.load(other.prefill(tokens=9, seed=3).params)
     rig.step_until(
         lambda: consumer.seen.is_over(ready.request_id), "the other one is loaded", only=consumer

@@ -32,7 +32,7 @@ def park(
     running = [producer.start_prefill(tokens=5, seed=seed + n) for n in range(count)]
     offers = [producer.finish_prefill(request_id) for request_id in running]
     loads = [consumer.load(offer.params) for offer in offers]
-    wait_until(lambda: consumer.worker._thread.runner.parked() >= count, "they are parked", 60.0)
+    wait_until(lambda: consumer.parked_loads() >= count, "they are parked", 60.0)
     return offers, loads
 
 
@@ -58,7 +58,7 @@ def test_many_loads_that_wait_for_one_producer_cost_one_read_a_look(
     producer, consumer = rig.pair(shape=shape, settings=MANY)
     rig.transfer(producer, consumer)
     _, loads = park(producer, consumer, count=300)
-    assert consumer.all_entries_are_free() or list(consumer.worker._thread.runner.looks())
+    assert consumer.all_entries_are_free() or list(consumer.worker._thread.runner.polls())
     post, sizes = consumer.fabric.post_read, Counter[int]()
 
     def noted(local: Any, local_indices: Any, remote: Any, remote_indices: Any) -> Any:
@@ -206,7 +206,7 @@ def late(
 def test_a_slot_that_opens_in_time_is_waited_for(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer, load, word = late(producer, consumer, opens_within_s=60.0)
-    wait_until(lambda: consumer.worker._thread.runner.parked(), "it is parked")
+    wait_until(lambda: consumer.parked_loads(), "it is parked")
     producer.worker._memory.table.words[offer.slot] = word
     assert rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=8)

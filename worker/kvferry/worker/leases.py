@@ -11,7 +11,9 @@ read that overlapped the release of a block always sees it.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -28,15 +30,25 @@ from kvferry.protocol.ids import (
     progress_word,
     slot_word,
 )
-from kvferry.protocol.notifications import Done
+from kvferry.protocol.notifications import Done, decode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.stream_rows import ServedStream, StreamRowTable
 
+logger = logging.getLogger(__name__)
+
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
+
+_AT_ONCE = 32
+_RELEASED_S = 50e-6
+"""Given to other threads after every `_AT_ONCE`, which take some 100 µs: anyone can send any number, and the step
+thread would wait for 5 ms each time it needs the interpreter's lock."""
 
 MAX_CONSUMERS = 8
 """Most consumers whose notifications are kept under one lease. A lease is for one, but any may be named."""
@@ -339,3 +351,51 @@ class LeaseTable:
         self._pending.pop(slot, None)
         if not keeps_row:
             self._rows.free(lease.stream)
+
+
+class Notifications:
+    """Passes consumers' notifications from the fabric to the lease table. Used on the transfer thread.
+
+    Any agent can send them, so the log of invalid ones is limited.
+    """
+
+    def __init__(self, fabric: Fabric, table: LeaseTable, results: ResultBox) -> None:
+        self._fabric = fabric
+        self._table = table
+        self._results = results
+        self._invalid = RateLimitedLog(logger)
+
+    def take(self) -> bool:
+        """Take the notifications that have arrived. Returns whether there were any.
+
+        Raises:
+            FabricError: the fabric failed.
+        """
+        arrived = self._fabric.take_notifications()
+        for count, (sender, frame) in enumerate(arrived, 1):
+            if count % _AT_ONCE == 0:
+                time.sleep(_RELEASED_S)
+            try:
+                self._take_one(sender, frame)
+            except Exception:  # noqa: BLE001 - shown, with its traceback
+                internal_errors.log("one notification is lost; the others are processed")
+        return bool(arrived)
+
+    def _take_one(self, sender: str, frame: bytes) -> None:
+        try:
+            done = decode_notification(frame)
+            finished = self._table.done(done)
+        except InvalidMessage as invalid:
+            self._invalid.warning("ignored a notification of %s: %s", sender, invalid)
+            with self._results as results:
+                results.counts["bad_notifications"] += 1
+            return
+        except KeyError:
+            logger.debug("ignored a notification of %s: no such lease", sender)
+            with self._results as results:
+                results.counts["late_notifications"] += 1
+            return
+        logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
+        if finished is not None:
+            with self._results as results:
+                results.sent.add(finished)

@@ -1,12 +1,11 @@
 """The transfer thread: the one thread that touches the fabric once the worker runs.
 
-It blocks when there is nothing to do. While something is in flight it polls after a pause that grows from 50 µs to
-1 ms, or to three times the time that polling everything takes, and is reset by any progress, such as a load's next
-stage or wave. It polls for 100 µs at most and then releases the interpreter's lock for 50 µs, for the engine's step
-thread. While leases are held it polls notifications after 2 ms, which grow to 20 ms while none arrive; while a failed
-transfer may still write, or a message is being flushed, every 10 ms. New orders wake it at once. When it is idle it
-checks its integrity, at most once a second, and takes notifications every 250 ms: NIXL keeps them until then, any
-number from any agent that reaches it (80,000 of 60 kB were 4.5 GB).
+    step thread, handshakes ──→ inbox ──→ ┌─ take messages ─→ peers ─→ leases ─→ notifications ─→ loads ─┐
+      (inbox.py: all messages)            └──────────────── pause (pace.py) ←── report ←─────────────────┘
+
+It blocks when there is nothing to do, and never spins. When it is idle it checks its integrity, at most once a second.
+Loads are resumed for 100 µs at most, and then it releases the interpreter's lock for 50 µs, for the engine's step
+thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future
 from typing import ParamSpec
 
 from kvferry.protocol.errors import InvalidMessage
@@ -34,12 +33,21 @@ from kvferry.worker.device import Device, DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import FabricReader
+from kvferry.worker.inbox import (
+    Message,
+    Signal,
+    StepLaunched,
+    StepOrdered,
+    TakeSnapshot,
+    ThreadSnapshot,
+)
 from kvferry.worker.integrity import WorkerIntegrity
+from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.notifications import Notifications
+from kvferry.worker.pace import MAX_BACKOFF_S, MIN_BACKOFF_S, QUARANTINE_POLL_S, PollPace
 from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.peer import Handshake, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
@@ -48,17 +56,9 @@ from kvferry.worker.worker_memory import WorkerMemory
 
 logger = logging.getLogger(__name__)
 
-_MIN_BACKOFF_S = 50e-6
-_MAX_BACKOFF_S = 1e-3
-_LOOKING_SHARE = 3
-"""The longest pause, in multiples of the time that polling everything in flight takes: a thousand transfers are polled
-for at most a quarter of the time."""
-_MIN_NOTIFICATION_BACKOFF_S = 2e-3
-_MAX_NOTIFICATION_BACKOFF_S = 20e-3
-_IDLE_NOTIFICATION_S = 0.25
-"""Interval at which notifications are taken while none are expected."""
-_QUARANTINE_POLL_S = 10e-3
 _LAST_READS_S = 0.5
+"""Own reads get this long to end before the memory goes back to the engine."""
+
 _JOIN_S = 10.0
 
 P = ParamSpec("P")
@@ -82,9 +82,9 @@ class TransferThread:
         handshake: Handshake,
         settings: WorkerSettings,
     ) -> None:
-        self._rope = LoadNotifier(index)
+        self._load_notifier = LoadNotifier(index)
         self.results = ResultBox()
-        self.results.ring = self._rope.ring
+        self.results.ring = self._load_notifier.ring
         self.reader = FabricReader(fabric, settings.failed_read_grace_s)
         first_reads = FirstReads(
             self.reader,
@@ -114,20 +114,24 @@ class TransferThread:
         self.runner = LoadRunner(context, self.results, settings.load_timeout_s, settings.max_loads)
         self._table = memory.table
         self._pool = memory.staging.pool if memory.staging is not None else None
-        self._gauges: WorkerGauges | None = None
+        self._reported_gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
         self._integrity = WorkerIntegrity(
             context, self._table, self.runner, self.results, settings.check_integrity
         )
-        self._ending: list[LeaseProgress | LeaseHold] = []
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._backoff_s = _MIN_BACKOFF_S
-        self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
-        self._take_unexpected_s = 0.0
-        self._stopping = False
+        # Orders of the last step, which are complete when it has been launched.
+        self._incomplete: list[LeaseProgress | LeaseHold] = []
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._pace = PollPace()
+        self._is_stopping = False
         self._thread = threading.Thread(
             target=self._run, args=(memory.caches.device,), name="kvferry-transfer", daemon=True
         )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has started and not ended."""
+        return self._thread.is_alive()
 
     def start(self) -> None:
         """Start the thread, when the engine has captured its graphs. Idempotent."""
@@ -135,16 +139,18 @@ class TransferThread:
             self._thread.start()
 
     def submit(self, head: OrdersHead, frame: bytes, mark: DeviceMark) -> None:
-        """Hand over a step's orders; opens its leases and returns at once, so that no consumer can come before them.
+        """Hand over a step's orders; returns at once.
 
         Args:
             frame: all of the orders, encoded: the transfer thread decodes them.
         """
         self.start()
-        self._rope.tie(head.boot)
+        self._load_notifier.tie(head.boot)
+        # Here, not on the transfer thread: a consumer may have the lease's params as soon as this step returns, and to
+        # one that reads the slot before it is open the lease has ended.
         for opened in head.opens:
             self._table.open(opened)
-        self._inbox.put(partial(self._carry_out, head, frame, mark, time.monotonic()))
+        self._inbox.put(StepOrdered(head, frame, mark, arrived_s=time.monotonic()))
 
     def complete(self, mark: DeviceMark) -> None:
         """The step of the orders submitted last has been launched, and their head has `marks`. Returns at once.
@@ -152,11 +158,17 @@ class TransferThread:
         Args:
             mark: reached when that step has finished.
         """
-        self._inbox.put(partial(self._complete, mark))
+        self._inbox.put(StepLaunched(mark))
 
     def wake(self) -> None:
         """Make the thread look for work; may be called from any thread."""
-        self._inbox.put(lambda: None)
+        self._inbox.put(Signal.WAKE)
+
+    def snapshot(self) -> Future[ThreadSnapshot]:
+        """Ask for the state of the thread between two of its turns, for tests and debugging."""
+        answer: Future[ThreadSnapshot] = Future()
+        self._inbox.put(TakeSnapshot(answer))
+        return answer
 
     def close(self) -> bool:
         """Stop the thread and wait for it; all leases end. Idempotent.
@@ -165,18 +177,18 @@ class TransferThread:
             Whether it has ended; False when it is stuck in a call of the fabric.
         """
         self._table.clear()
-        if self._thread.is_alive():
-            self._inbox.put(self._stop)
+        if self.is_running:
+            self._inbox.put(Signal.STOP)
             self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
+        if self.is_running:
             return False
         self.registry.close()
         return True
 
     def _run(self, device: Device) -> None:
         self._log_errors(device.use)
-        while not self._stopping:
-            self._log_errors(self._take_work)
+        while not self._is_stopping:
+            self._log_errors(self._take_messages)
             self._step()
             self.results.turned_s = time.monotonic()
             self._integrity.stepped(is_idle=self._is_idle())
@@ -193,95 +205,113 @@ class TransferThread:
             return False
 
     def _wind_up(self) -> None:
-        """End all leases and loads before the memory goes back to the engine; own reads get `_LAST_READS_S` to end."""
+        """End all leases and loads before the memory goes back to the engine."""
         self._table.clear()
-        loads = self.runner.stop()
+        unsafe = self.runner.stop()
         end_s = time.monotonic() + _LAST_READS_S
-        while loads and time.monotonic() < end_s:
-            loads = [load for load in loads if not load.settle()]
-            time.sleep(_MAX_BACKOFF_S)
-        if loads:
-            logger.warning("closed while %d loads may still be written", len(loads))
+        while unsafe and time.monotonic() < end_s:
+            unsafe = [load for load in unsafe if not load.settle()]
+            time.sleep(MAX_BACKOFF_S)
+        if unsafe:
+            logger.warning("closed while %d loads may still be written", len(unsafe))
 
-    def _take_work(self) -> bool:
-        """Wait for work, no longer than `_wait_s`, and take all there is. Returns whether there was any."""
-        timeout_s, found = self._wait_s(), False
-        while True:
-            try:
-                item = self._inbox.get(not found, timeout_s)
-            except queue.Empty:
-                return found
-            found = True
-            self._backoff_s, self._notification_backoff_s = (
-                _MIN_BACKOFF_S,
-                _MIN_NOTIFICATION_BACKOFF_S,
-            )
-            item()
+    def _take_messages(self) -> None:
+        """Wait for a message, no longer than `_wait_s`, and carry out all there are."""
+        try:
+            message = self._inbox.get(timeout=self._wait_s())
+            while True:
+                self._pace.woken()
+                self._take(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return
 
-    def _stop(self) -> None:
-        self._stopping = True
+    def _take(self, message: Message) -> None:
+        match message:
+            case StepOrdered():
+                self._carry_out(message)
+            case StepLaunched(mark):
+                self._complete(mark)
+            case TakeSnapshot(answer):
+                try:
+                    answer.set_result(self._snapshot())
+                except Exception as error:  # noqa: BLE001 - raised where the snapshot was asked for
+                    answer.set_exception(error)
+            case Signal.STOP:
+                self._is_stopping = True
+            case Signal.WAKE:
+                # The turn that follows looks for work.
+                pass
 
     def _is_idle(self) -> bool:
         """Whether nothing is left to do but the integrity check and the expiry of unused peers."""
         return self._next_poll_s() is None
 
     def _wait_s(self) -> float:
-        """How long to wait for new work before the next step is due."""
+        """How long to wait for new messages before the next turn is due."""
         poll_s = self._next_poll_s()
         if poll_s is not None:
             return poll_s
-        due_s = [self._take_unexpected_s]
-        due_s += [s for s in (self.registry.next_s(), self._integrity.next_s()) if s is not None]
-        return max(min(due_s) - time.monotonic(), 0.0) + _MAX_BACKOFF_S
+        due_s = self._pace.take_unexpected_s
+        for next_s in (self.registry.next_s(), self._integrity.next_s()):
+            if next_s is not None:
+                due_s = min(due_s, next_s)
+        return max(due_s - time.monotonic(), 0.0) + MAX_BACKOFF_S
 
     def _next_poll_s(self) -> float | None:
-        """How long to wait before the next poll of what changes without a wake-up; None with nothing to poll."""
+        """How long to wait before the next poll of what changes without a message; None with nothing to poll."""
         if self.runner.busy() or self._table.pending() or self.registry.busy():
-            return _MIN_BACKOFF_S if self.runner.is_amid_round() else self._backoff_s
-        polls_s = []
+            if self.runner.is_amid_round():
+                # Not zero: in this time the step thread gets the interpreter's lock.
+                return MIN_BACKOFF_S
+            return self._pace.backoff_s
+        pauses_s: list[float] = []
         if self._table.held():
-            polls_s.append(self._notification_backoff_s)
-        look_s = self.runner.next_s()
-        if look_s is not None:
-            polls_s.append(max(look_s - time.monotonic(), 0.0))
+            pauses_s.append(self._pace.notification_backoff_s)
+        slot_poll_s = self.runner.next_s()
+        if slot_poll_s is not None:
+            pauses_s.append(max(slot_poll_s - time.monotonic(), 0.0))
         if self.runner.closing() or self.registry.closing() or self.reader.refused():
-            polls_s.append(_QUARANTINE_POLL_S)
-        return min(polls_s, default=None)
+            pauses_s.append(QUARANTINE_POLL_S)
+        return min(pauses_s, default=None)
 
-    def _carry_out(
-        self, head: OrdersHead, frame: bytes, mark: DeviceMark, arrived_s: float
-    ) -> None:
+    def _carry_out(self, ordered: StepOrdered) -> None:
         try:
-            orders = decode_orders(frame)
+            orders = decode_orders(ordered.frame)
         except InvalidMessage:
-            self._lose(head)
+            self._lose(ordered.head)
             return
-        self._log_errors(self._change_leases, orders, mark)
+        self._log_errors(self._change_leases, orders, ordered.mark)
         for order in orders.loads:
-            self.runner.add(order, mark, arrived_s, head.boot)
+            self.runner.add(order, ordered.mark, ordered.arrived_s, ordered.head.boot)
+        # After the loads of the same step: one that is ordered and cancelled at once must be found.
         if orders.cancels:
             self._log_errors(self.runner.cancel, orders.cancels)
         for prewarm in orders.prewarms:
-            add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
-            add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)
+            key = PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot)
+            if prewarm.is_static:
+                self.registry.prewarm_static(key, ordered.arrived_s)
+            else:
+                self.registry.prewarm(key, ordered.arrived_s)
 
     def _change_leases(self, orders: StepOrders, mark: DeviceMark) -> None:
+        """Carry out a step's orders for leases; the leases that end with it are reported."""
         if orders.ends:
-            self._log_errors(
-                self._notifications.take
-            )  # a report that has arrived counts before the end of its lease
+            # A report that has arrived counts before the end of its lease.
+            self._log_errors(self._notifications.take)
         # Before the holds: an order that does not fit ends its lease, which `hold` then reports.
-        self._ending = [order for order in orders.progress if self._table.publish(order)]
-        sent = [self._table.hold(hold, mark) for hold in orders.holds]
-        sent += [self._table.hold(hold, None) for hold in orders.completions]
-        self._ending += orders.completions
-        sent += [self._table.end(end) for end in orders.ends]
+        self._incomplete = [order for order in orders.progress if self._table.publish(order)]
+        over = [self._table.hold(hold, mark) for hold in orders.holds]
+        over += [self._table.hold(hold, None) for hold in orders.completions]
+        self._incomplete += orders.completions
+        over += [self._table.end(end) for end in orders.ends]
         with self.results as results:
-            results.sent.update(request_id for request_id in sent if request_id is not None)
+            results.sent.update(request_id for request_id in over if request_id is not None)
 
     def _complete(self, mark: DeviceMark) -> None:
-        ending, self._ending = self._ending, []
-        for order in ending:
+        incomplete = self._incomplete
+        self._incomplete = []
+        for order in incomplete:
             self._table.complete(order, mark)
 
     def _lose(self, head: OrdersHead) -> None:
@@ -291,54 +321,66 @@ class TransferThread:
             results.counts["lost_orders"] += 1
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
 
+    def _snapshot(self) -> ThreadSnapshot:
+        return ThreadSnapshot(
+            loads=self.runner.loads.counts(),
+            first_reads=len(self.registry.first_reads.all()),
+            refused=len(self.reader.refused()),
+            handles=self.reader.fabric.open_handles(),
+            sums=self._integrity.describe(),
+            wrong=self._integrity.errors(),
+        )
+
     def _step(self) -> None:
-        progress = self._log_errors(self.registry.step, time.monotonic(), self.runner.in_use())
-        progress |= self._log_errors(self._table.advance)
-        if self._table.held():
-            progress |= self._take_notifications()
-        elif time.monotonic() >= self._take_unexpected_s:
-            arrived = self._log_errors(self._notifications.take)
-            pause_s = _MIN_NOTIFICATION_BACKOFF_S if arrived else _IDLE_NOTIFICATION_S
-            self._take_unexpected_s = time.monotonic() + pause_s
-        progress |= self._log_errors(self.runner.step)
+        """One turn of the thread: every part of the work once."""
+        has_progressed = self._log_errors(
+            self.registry.step, time.monotonic(), self.runner.in_use()
+        )
+        has_progressed |= self._log_errors(self._table.advance)
+        has_progressed |= self._take_notifications()
+        has_progressed |= self._log_errors(self.runner.step)
         self.reader.retry_refused()
         self._report()
-        if progress:
-            self._backoff_s = _MIN_BACKOFF_S
+        if has_progressed:
+            self._pace.progressed()
         elif not self.runner.is_amid_round():
-            longest_s = max(_MAX_BACKOFF_S, _LOOKING_SHARE * self.runner.round_s)
-            self._backoff_s = min(self._backoff_s * 2, longest_s)
+            self._pace.polled_in_vain(self.runner.round_s)
 
     def _take_notifications(self) -> bool:
-        """Take notifications. Returns whether there were any."""
+        """Take notifications, if it is time. Returns whether any have arrived that were expected."""
+        if not self._table.held():
+            if time.monotonic() >= self._pace.take_unexpected_s:
+                has_arrived = self._log_errors(self._notifications.take)
+                self._pace.took_unexpected(time.monotonic(), has_arrived=has_arrived)
+            return False
         if self._log_errors(self._notifications.take):
-            self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
+            self._pace.notified()
             return True
-        if not self.runner.busy():  # while it is, the thread polls more often anyway
-            self._notification_backoff_s = min(
-                2 * self._notification_backoff_s, _MAX_NOTIFICATION_BACKOFF_S
-            )
+        # While loads run the thread turns more often anyway, and their backoff decides.
+        if not self.runner.busy():
+            self._pace.not_notified()
         return False
 
     def _report(self) -> None:
         """Report what has changed of graces, handshakes and gauges; only this thread changes them."""
-        pool, graces_over, handshake_s = (
-            self._pool,
-            self.reader.graces_over,
-            self.registry.handshake_s,
-        )
+        graces_over = self.reader.graces_over
+        handshake_s = self.registry.handshake_s
         gauges = WorkerGauges(
             peers=self.registry.num_ready,
-            staging_used_bytes=pool.used_bytes if pool is not None else 0,
-            staging_pool_bytes=pool.capacity if pool is not None else 0,
+            staging_used_bytes=self._pool.used_bytes if self._pool is not None else 0,
+            staging_pool_bytes=self._pool.capacity if self._pool is not None else 0,
         )
-        if gauges == self._gauges and not graces_over and not handshake_s:
+        has_new_gauges = gauges != self._reported_gauges
+        # Without news the box is left alone: its lock is the step thread's too.
+        if not has_new_gauges and not graces_over and not handshake_s:
             return
-        self.reader.graces_over, self.registry.handshake_s = 0, []
+        self.reader.graces_over = 0
+        self.registry.handshake_s = []
+        self._reported_gauges = gauges
         with self.results as results:
             results.handshake_s += handshake_s
-            if gauges != self._gauges:
-                results.gauges = self._gauges = gauges
+            if has_new_gauges:
+                results.gauges = gauges
             if graces_over:
                 results.counts["graces_over"] += graces_over
         if graces_over:

@@ -18,7 +18,10 @@ from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
-from kvferry.worker.loads.results import LoadWatchdog, StepResults
+from kvferry.worker.inbox import ThreadSnapshot
+from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.state import LoadState
+from kvferry.worker.loads.watchdog import LoadWatchdog
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.transfer_thread import TransferThread
@@ -167,6 +170,23 @@ class FerryWorker:
         results = self._thread.results.take()
         self._watchdog.poll(results, self._thread.results.turned_s)
         return results
+
+    def snapshot(self, timeout_s: float) -> ThreadSnapshot | None:
+        """The state of the transfer thread between two of its turns, for tests and debugging; waits.
+
+        Returns:
+            None if the thread does not run.
+
+        Raises:
+            TimeoutError: it is stuck in a call.
+        """
+        if not self._thread.is_running:
+            return None
+        return self._thread.snapshot().result(timeout_s)
+
+    def count_loads(self, *states: LoadState) -> int:
+        """How many loads are in these states now."""
+        return self._thread.runner.loads.count(*states)
 
     def close(self) -> None:
         """Stop the thread and give the memory back to the engine. Idempotent."""

@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvferry.connector.metrics.tables import OTHER_PEERS
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.counters import CounterKey
-from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
+from kvferry.worker.loads.record import LoadRecord, Stage
+from kvferry.worker.loads.results import StepResults
 from kvferry.worker.peers.peer import PeerKey
 
 _LONGEST = 128

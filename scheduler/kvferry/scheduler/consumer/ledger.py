@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
@@ -28,7 +29,6 @@ from kvferry.scheduler.consumer.remote_prompt import (
 )
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.requests import RequestTable
-from kvferry.scheduler.transitions import next_state
 
 
 class LoadObserver:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.transitions import TableEnum
+from kvferry.protocol.transitions import TableEnum
 
 LeaseKey = tuple[str, int, str]
 """Boot, slot and epoch: a lease among all leases of all engines."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.orders import LeaseEnd, LeaseHold
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.transitions import TableEnum
+from kvferry.protocol.transitions import TableEnum
 
 
 class LeaseState(TableEnum):

@@ -12,6 +12,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, new_epoch
 from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import Blocks
+from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.heartbeats import heartbeat_s
@@ -28,7 +29,6 @@ from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.lease_slots import LeaseSlots
 from kvferry.scheduler.producer.streams import PublishedStreams
 from kvferry.scheduler.requests import RequestTable
-from kvferry.scheduler.transitions import next_state
 
 
 class LeaseObserver:

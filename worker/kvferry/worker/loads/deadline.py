@@ -29,6 +29,19 @@ counts; 10 was tried first, and a staged load of a hundred slow waves would have
 
 
 @dataclass(slots=True)
+class Progress:
+    """The progress of one load, as far as its parts note it themselves.
+
+    Attributes:
+        changes: the changes of its slot, and the parts of a prompt that it has read.
+        turn: how many of the peer's data reads must have ended before what it waits for, by `ReadQueue.ended`.
+    """
+
+    changes: int = 0
+    turn: int = 0
+
+
+@dataclass(slots=True)
 class Deadline:
     """The two deadlines of one load; all times are of one clock.
 

@@ -10,7 +10,7 @@ from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.entry_buffers import EntryBuffer, IdPages, SlotReads
 from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer
 from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads.slot_watch import SlotWords
+from kvferry.worker.loads.slot_polls import SlotWords
 from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
 
 _PAGES_AT_ONCE = 8

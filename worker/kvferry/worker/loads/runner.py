@@ -1,8 +1,8 @@
-"""The loads of a worker: those that wait for their turn, those that run, parked and quarantined ones.
+"""The runner of a worker's loads: it gives them places, resumes them in turn, fails the late ones and reports the ends.
 
 A load is parked while it waits for its producer: until its slot changes it holds no place among those that run. A
 failed load is quarantined while its reads may still write. A load whose request was aborted is cancelled: it
-fails at once, whatever it waits for.
+fails at once, whatever it waits for. `loads/state.py` draws the states.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from kvferry.protocol.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
-from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
+from kvferry.worker.loads.by_state import LoadsByState
+from kvferry.worker.loads.context import LoadContext, LoadFailed
 from kvferry.worker.loads.deadline import Deadline
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.results import LoadRecord, ResultBox
-from kvferry.worker.loads.slot_watch import SlotPoll, SlotWatch, Wait
-from kvferry.worker.loads.streamed_load import StreamedLoad
+from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.slot_polls import SlotPoll
+from kvferry.worker.loads.slot_watch import SlotWatch
+from kvferry.worker.loads.state import MAY_FAIL, LoadEvent, LoadState
 from kvferry.worker.peers.peer import PeerKey
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,16 @@ _NO_ROOM_S = 1.0
 live producer ends within this time; one of a producer that stands still does not, and would cost the load all of its
 `load_timeout_s`."""
 
+_SHOWN_REQUESTS = 8
+
+_BEGUN = (
+    LoadState.RUNNING,
+    LoadState.PARKED,
+    LoadState.RESUMED,
+    LoadState.FLUSHING,
+    LoadState.QUARANTINED,
+)
+
 
 class LoadRunner:
     """Runs loads. Used on the transfer thread.
@@ -50,27 +63,26 @@ class LoadRunner:
         max_loads: loads that run at once.
 
     Attributes:
-        quarantined: failed loads with reads that may still write, each with the time since when; the oldest is first.
-            Those that have read no data yet keep entries and pages from use, but not their blocks.
+        loads: all loads that are not over. Quarantined ones that have read no data yet keep entries and pages from
+            use, but not their blocks.
         round_s: how long the last round took that resumed every load once, without posts that copied.
     """
 
     def __init__(
         self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int
     ) -> None:
+        self.loads = LoadsByState()
+        self.round_s = 0.0
         self.timeout_s = timeout_s
-        self.quarantined: dict[Load, float] = {}
         self._context = context
         self._results = results
         self._max_loads = max_loads
-        self._waiting: deque[Load] = deque()
         self._watch = SlotWatch(context.reader, context.slot_reads)
-        self._parked: dict[Wait, tuple[Load, Steps]] = {}
-        self._resumed: dict[Load, Steps] = {}
-        self._running: dict[Load, Steps] = {}
+        # The loads of the present round that have not been resumed yet.
         self._round: deque[Load] = deque()
-        self._flushing: list[Load] = []
-        self.round_s = self._stretched_s = self._checked_s = 0.0
+        self._stretched_s = 0.0
+        self._deadlines_checked_s = 0.0
+        # The peers of all loads that have begun; None when it has to be made again. The registry asks in every turn.
         self._in_use: frozenset[PeerKey] | None = None
         self._clock = AwakeClock(LONGEST_TURN_S)
 
@@ -79,9 +91,15 @@ class LoadRunner:
         record = LoadRecord(
             request_id=order.request_id, source=PeerKey.of(order.source), ordered_s=ordered_s
         )
-        kind = Load if order.source.kvferry.stream_row is None else StreamedLoad
-        deadline = Deadline(self._clock.wind(time.monotonic()))
-        self._waiting.append(kind(order, mark, self._context, boot, record, deadline))
+        load = Load(
+            order=order,
+            mark=mark,
+            context=self._context,
+            boot=boot,
+            record=record,
+            deadline=Deadline(self._clock.wind(time.monotonic())),
+        )
+        self.loads.add(load)
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """End these loads, whose requests were aborted: nobody wants them. Those that have ended are left alone.
@@ -90,35 +108,27 @@ class LoadRunner:
         handshake that only they wait for is not begun any more.
         """
         wanted = frozenset(request_ids)
-        contacts = set()
-        waiting, self._waiting = self._waiting, deque()
-        for load in waiting:
-            if load.order.request_id in wanted:
-                self._cancel(load, None)
-            else:
-                self._waiting.append(load)
-        for wait, (load, steps) in list(self._parked.items()):
-            if load.order.request_id in wanted:
-                self._watch.remove(wait)
-                del self._parked[wait]
-                self._cancel(load, steps)
-        for loads in (self._resumed, self._running):
-            for load, steps in list(loads.items()):
-                if load.order.request_id in wanted:
-                    del loads[load]
-                    if load.is_connecting:
-                        contacts.add(load.record.source)
-                    self._cancel(load, steps)
+        cancelled = [load for load in self.loads.of(*MAY_FAIL) if load.order.request_id in wanted]
+        contacts: set[PeerKey] = set()
+        for load in cancelled:
+            has_begun = load.state is not LoadState.WAITING
+            if has_begun and load.is_connecting:
+                contacts.add(load.record.source)
+            self._fail(load, FailureReason.ABORTED, "its request was aborted")
         if contacts:
-            contacts.difference_update(
-                load.record.source for load in self._running if load.is_connecting
-            )
-            self._context.registry.withdraw(contacts)
+            still_wanted = {
+                load.record.source
+                for load in self.loads.of(LoadState.RUNNING)
+                if load.is_connecting
+            }
+            self._context.registry.withdraw(contacts - still_wanted)
         self._in_use = None
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon."""
-        return bool(self._running or self._waiting or self._resumed or self._watch.busy())
+        if self._watch.busy():
+            return True
+        return self.loads.has_any(LoadState.RUNNING, LoadState.WAITING, LoadState.RESUMED)
 
     def next_s(self) -> float | None:
         """When `step` must be called at the latest while it is not busy; None if there is nothing to do."""
@@ -131,150 +141,150 @@ class LoadRunner:
     def in_use(self) -> frozenset[PeerKey]:
         """Peers that reads may be in flight from, or that parked loads wait for."""
         if self._in_use is None:
-            self._in_use = frozenset(load.record.source for load in self.alive())
-        closing = self._watch.closing
-        return self._in_use | {look.peer.key for look in closing} if closing else self._in_use
+            self._in_use = frozenset(load.record.source for load in self.begun())
+        if not self._watch.closing:
+            return self._in_use
+        return self._in_use | {poll.peer.key for poll in self._watch.closing}
 
-    def alive(self) -> Iterator[Load]:
+    def begun(self) -> Iterator[Load]:
         """Loads that have begun; except for parked ones, they may hold entries, waves or transfers."""
-        yield from self._running
-        yield from (load for load, _ in self._parked.values())
-        yield from self._resumed
-        yield from self._flushing
-        yield from self.quarantined
+        return self.loads.of(*_BEGUN)
 
-    def looks(self) -> Iterator[SlotPoll]:
+    def polls(self) -> Iterator[SlotPoll]:
         """Reads of slots that loads wait for."""
-        return self._watch.looks()
+        return self._watch.polls()
 
     def closing(self) -> bool:
         """Whether `step` must be called again, not urgently: reads are in flight that no load waits for."""
-        return bool(self._flushing or self.quarantined or self._watch.closing)
-
-    def flushing(self) -> int:
-        """Number of loads that are over, with the reads behind their last messages still in flight."""
-        return len(self._flushing)
-
-    def parked(self) -> int:
-        """Number of loads that wait for a change of their slot, or, since it has changed, for their turn."""
-        return len(self._parked) + len(self._resumed)
-
-    def waiting(self) -> int:
-        """Number of loads that have not begun."""
-        return len(self._waiting)
+        if self._watch.closing:
+            return True
+        return self.loads.has_any(LoadState.FLUSHING, LoadState.QUARANTINED)
 
     def step(self) -> bool:
-        """Resume every load once, or as many as fit into a stretch: the next call continues with the others. Returns
-        whether there was progress: a load that ended, or reached its next stage or wave. A poll alone is no progress.
+        """Resume every load once, or as many as fit into a stretch: the next call continues with the others.
 
         Deadlines are judged after a load was resumed: what has ended while this process stood still counts.
+
+        Returns:
+            Whether there was progress: a load that ended, or reached its next stage or wave. A poll alone is no
+            progress.
         """
         begun_s = time.monotonic()
         awake_s = self._clock.wind(begun_s)
-        over, moved = self._watch.step(begun_s)
+        over, has_moved = self._watch.step(begun_s)
         for wait in over:
-            load, steps = self._parked.pop(wait)
-            self._resumed[load] = steps
-        ended = self._fail_late(begun_s, awake_s)
-        while (self._resumed or self._waiting) and len(self._running) < self._max_loads:
-            self._begin(awake_s)
+            self.loads.apply(self.loads.parked_for(wait), LoadEvent.RESUME, begun_s)
+        has_ended = self._fail_late(begun_s, awake_s)
+        self._give_places(begun_s, awake_s)
         if not self._round:
-            self._round.extend(self._running)
-        while self._round:
-            load = self._round.popleft()
-            if load not in self._running:
-                continue  # it was cancelled
-            before = load.deadline.noted
-            try:
-                ended |= self._advance(load, self._running[load])
-                moved |= load.deadline.noted is not before
-            except Exception:  # noqa: BLE001 - shown, with its traceback
-                internal_errors.log(f"req={load.order.request_id}: other loads go on")
-            if (
-                time.monotonic()
-                >= max(begun_s, self._context.reader.gil_released_at_s) + _STRETCH_S
-            ):
-                break
-        self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.gil_released_at_s)
+            self._round.extend(self.loads.of(LoadState.RUNNING))
+        ended_in_round, moved_in_round = self._resume_round(begun_s)
+        has_ended |= ended_in_round
+        has_moved |= moved_in_round
+        self._stretched_s += time.monotonic() - self._stretch_began_s(begun_s)
         if not self._round:
-            self.round_s, self._stretched_s = self._stretched_s, 0.0
-            ended |= self._poll_quarantined() | self._end_flushes()
-        if ended:
+            self.round_s = self._stretched_s
+            self._stretched_s = 0.0
+            has_ended |= self._settle_quarantined()
+            has_ended |= self._settle_flushing()
+        if has_ended:
             self._in_use = None
-        return ended or moved
+        return has_ended or has_moved
 
     def stop(self) -> list[Load | SlotPoll]:
         """Stop all loads.
 
         Returns:
-            The loads and looks whose reads may still write.
+            The loads and polls whose reads may still write.
         """
-        parked = (steps for _, steps in self._parked.values())
-        for steps in (*self._running.values(), *self._resumed.values(), *parked):
-            steps.close()
-        return [*self.alive(), *self.looks()]
+        for load in self.loads.of(*MAY_FAIL):
+            load.resumed_steps.close()
+        return [*self.begun(), *self.polls()]
 
-    def _begin(self, awake_s: float) -> None:
-        """Give a place to the next load: resumed ones come first. What it has waited for a place does not count."""
-        if self._resumed:
-            load = next(iter(self._resumed))
-            steps = self._resumed.pop(load)
-        else:
-            load = self._waiting.popleft()
-            steps = load.steps()
-            self._in_use = None
-        load.deadline.excuse(awake_s)
-        self._running[load] = steps
+    def _give_places(self, now_s: float, awake_s: float) -> None:
+        """Begin as many loads as there are places. Resumed ones come first: they have begun already, and their
+        producers hold blocks for them."""
+        while self.loads.count(LoadState.RUNNING) < self._max_loads:
+            load = self.loads.first(LoadState.RESUMED) or self.loads.first(LoadState.WAITING)
+            if load is None:
+                return
+            if load.state is LoadState.WAITING:
+                self._in_use = None
+            # What it has waited for a place does not count.
+            load.deadline.excuse(awake_s)
+            self.loads.apply(load, LoadEvent.BEGIN, now_s)
+
+    def _resume_round(self, begun_s: float) -> tuple[bool, bool]:
+        """Resume loads of the round until it ends or the stretch is over. Returns whether any has ended, or given up
+        its place, and whether any has progressed."""
+        has_ended = False
+        has_moved = False
+        while self._round:
+            load = self._round.popleft()
+            if load.state is not LoadState.RUNNING:
+                # It was cancelled since the round began.
+                continue
+            progress_before = load.deadline.noted
+            try:
+                has_ended |= self._resume(load)
+                has_moved |= load.deadline.noted is not progress_before
+            except Exception:  # noqa: BLE001 - shown, with its traceback
+                internal_errors.log(f"req={load.order.request_id}: other loads go on")
+            if time.monotonic() >= self._stretch_began_s(begun_s) + _STRETCH_S:
+                break
+        return has_ended, has_moved
+
+    def _stretch_began_s(self, begun_s: float) -> float:
+        """When the present stretch began: a post that has released the interpreter's lock begins a new one."""
+        return max(begun_s, self._context.reader.gil_released_at_s)
 
     def _fail_late(self, now_s: float, awake_s: float) -> bool:
         """Fail the loads without a place that are past their deadline. Returns whether there were any."""
-        if now_s < self._checked_s + max(_DEADLINE_CHECK_S, self.timeout_s / _DEADLINE_CHECKS):
+        interval_s = max(_DEADLINE_CHECK_S, self.timeout_s / _DEADLINE_CHECKS)
+        if now_s < self._deadlines_checked_s + interval_s:
             return False
-        self._checked_s = now_s
-        late: list[tuple[Load, str]] = []
-        suspects = [
-            wait
-            for wait, (load, _) in self._parked.items()
-            if load.deadline.missed(awake_s, self.timeout_s)
-        ]
-        for wait in suspects:
-            load, steps = self._parked[wait]
-            # Only for these: a thousand parked loads would feel it in every check.
-            load.deadline.note(load.progress(), awake_s)
-            why = load.deadline.missed(awake_s, self.timeout_s)
-            if why is not None:
-                self._watch.remove(wait)
-                del self._parked[wait]
-                steps.close()
-                late.append((load, why))
-        # Those that only lack a place are given one, unless they have no time left at all.
-        for load, steps in list(self._resumed.items()):
-            why = load.deadline.longest_missed(awake_s, self.timeout_s)
-            if why is not None:
-                del self._resumed[load]
-                steps.close()
-                late.append((load, why))
-        while self._waiting:  # the first was ordered first
-            why = self._waiting[0].deadline.longest_missed(awake_s, self.timeout_s)
-            if why is None:
-                break
-            late.append((self._waiting.popleft(), why))
+        self._deadlines_checked_s = now_s
+        late = [*self._late_parked(awake_s), *self._late_without_place(awake_s)]
         for load, why in late:
             self._fail(load, FailureReason.DEADLINE, why)
         return bool(late)
 
-    def _advance(self, load: Load, steps: Steps) -> bool:
+    def _late_parked(self, awake_s: float) -> Iterator[tuple[Load, str]]:
+        """Parked loads past a deadline, each with the reason."""
+        for load in self.loads.of(LoadState.PARKED):
+            if load.deadline.missed(awake_s, self.timeout_s) is None:
+                continue
+            # Its progress is taken only now: a thousand parked loads would feel it in every check.
+            load.deadline.note(load.progress(), awake_s)
+            why = load.deadline.missed(awake_s, self.timeout_s)
+            if why is not None:
+                yield load, why
+
+    def _late_without_place(self, awake_s: float) -> Iterator[tuple[Load, str]]:
+        """Loads that lack only a place and have no time left at all, each with the reason. The others are given a place
+        in time: those that run have deadlines."""
+        for load in self.loads.of(LoadState.RESUMED):
+            why = load.deadline.longest_missed(awake_s, self.timeout_s)
+            if why is not None:
+                yield load, why
+        for load in self.loads.of(LoadState.WAITING):
+            why = load.deadline.longest_missed(awake_s, self.timeout_s)
+            if why is None:
+                # They wait in the order of their orders: no later one has less time.
+                return
+            yield load, why
+
+    def _resume(self, load: Load) -> bool:
         """Resume one load. Returns whether it has ended, or gives up its place."""
         try:
-            wait = next(steps)
+            wait = next(load.resumed_steps)
             now_s = time.monotonic()
             awake_s = self._clock.wind(now_s)
             load.deadline.note(load.progress(), awake_s)
             if wait is None:
-                self._check_deadline(load, steps, awake_s)
+                self._check_deadline(load, awake_s)
                 return False
-            del self._running[load]
-            self._parked[wait] = load, steps
+            self.loads.apply(load, LoadEvent.PARK, now_s, wait)
             self._watch.add(wait, now_s)
         except StopIteration:
             self._succeed(load)
@@ -285,48 +295,41 @@ class LoadRunner:
             if isinstance(error, PeerLost) and load.peer is not None:
                 self._context.registry.lost(load.peer, str(error), time.monotonic())
         except Exception as error:
-            logger.exception(
-                "req=%s peer=%s: an internal error in a load",
-                load.order.request_id,
-                load.record.source,
-            )
+            logger.exception("%s: an internal error in a load", load)
             self._fail(load, FailureReason.TRANSFER, repr(error))
         return True
 
-    def _check_deadline(self, load: Load, steps: Steps, awake_s: float) -> None:
-        """Check the deadline of a load that runs. Raises `LoadFailed`."""
+    def _check_deadline(self, load: Load, awake_s: float) -> None:
+        """Check the deadline of a load that runs.
+
+        Raises:
+            LoadFailed: it is past its deadline, or waits for a part of the pool in vain.
+        """
         if load.is_connecting:
             load.deadline.excuse(awake_s)
-        reason = FailureReason.DEADLINE
         why = load.deadline.missed(awake_s, self.timeout_s)
-        if why is None and load.lacks_room and awake_s - load.deadline.progressed_s > _NO_ROOM_S:
-            reason = FailureReason.STAGING
-            why = "what failed reads may still write into leaves it no part of the staging pool"
         if why is not None:
-            steps.close()
-            raise LoadFailed(reason, why)
-
-    def _cancel(self, load: Load, steps: Steps | None) -> None:
-        """Fail a load that has been removed from its queue. `steps`: None if it has not begun."""
-        if steps is not None:
-            steps.close()
-        self._fail(load, FailureReason.ABORTED, "its request was aborted")
+            raise LoadFailed(FailureReason.DEADLINE, why)
+        if load.lacks_room and awake_s - load.deadline.progressed_s > _NO_ROOM_S:
+            raise LoadFailed(
+                FailureReason.STAGING,
+                "what failed reads may still write into leaves it no part of the staging pool",
+            )
 
     def _succeed(self, load: Load) -> None:
+        """Report a good load, and then notify its producer: the engine waits for the report."""
         record = load.record
-        del self._running[load]
+        self.loads.apply(load, LoadEvent.LOADED, time.monotonic())
         with self._results as results:
             results.loaded.add(record.request_id)
             results.load_records.append(record)
-        load.tell()  # after the report, which the engine waits for
-        self._flushing.append(load)
+        load.notify_producers()
         if load.undelivered:
             with self._results as results:
                 results.counts["failed_notifications"] += load.undelivered
         logger.debug(
-            "req=%s peer=%s loaded tokens %d…%d: %d B in %d descriptors (%d before merging), %.2f ms",
-            record.request_id,
-            record.source,
+            "%s loaded tokens %d…%d: %d B in %d descriptors (%d before merging), %.2f ms",
+            load,
             load.order.first_token,
             load.order.stop_token,
             record.planned_bytes,
@@ -337,56 +340,80 @@ class LoadRunner:
 
     def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
         """Report a failed load at once; it is quarantined while its reads may still write."""
+        now_s = time.monotonic()
         record = load.record
+        wait = load.wait
+        self.loads.apply(load, LoadEvent.FAILED, now_s)
+        if wait is not None:
+            self._watch.remove(wait)
+        # Closing ends what the steps hold open, such as their turn in the peer's queue. No more reads are posted.
+        load.resumed_steps.close()
         record.reason = reason
-        record.end(time.monotonic())
-        self._running.pop(load, None)
+        record.end(now_s)
         is_over = load.settle()
-        if not is_over:
-            self.quarantined[load] = time.monotonic()
-        safe = is_over or not load.has_read_data
-        is_aborted = reason is FailureReason.ABORTED
-        logger.log(
-            logging.DEBUG if is_aborted else logging.WARNING,
-            "req=%s peer=%s load failed (%s): %s%s",
-            record.request_id,
-            record.source,
-            reason.value,
-            detail,
-            "" if safe else "; its blocks are quarantined",
-        )
+        if is_over:
+            self.loads.apply(load, LoadEvent.SETTLED, now_s)
+        is_safe = is_over or not load.has_read_data
+        self._log_failure(load, reason, detail, is_safe=is_safe)
         with self._results as results:
             results.failed[record.request_id] = reason
             results.load_records.append(record)
-            if not safe:
-                results.alive = self._alive()
-            if (
-                not safe and not is_aborted
-            ):  # reads of aborted loads are expected to end soon, and are not counted
+            if is_safe:
+                return
+            results.alive = self._alive()
+            # Reads of aborted loads are expected to end soon, so those are not counted.
+            if reason is not FailureReason.ABORTED:
                 results.counts["quarantined_loads"] += 1
                 results.counts["quarantined_blocks"] += sum(map(len, load.order.local_blocks))
 
-    def _end_flushes(self) -> bool:
-        in_flight = [load for load in self._flushing if not load.settle()]
-        ended = len(in_flight) < len(self._flushing)
-        self._flushing = in_flight
-        return ended
+    def _log_failure(
+        self, load: Load, reason: FailureReason, detail: str, *, is_safe: bool
+    ) -> None:
+        """A failed load in one line, with its story: it says which stage took how long."""
+        level = logging.WARNING
+        if reason is FailureReason.ABORTED:
+            level = logging.DEBUG
+        logger.log(
+            level,
+            "%s load failed (%s): %s%s; its last events: %s",
+            load,
+            reason.value,
+            detail,
+            "" if is_safe else "; its blocks are quarantined",
+            load.story,
+        )
 
-    def _poll_quarantined(self) -> bool:
-        over = [load for load in self.quarantined if load.settle()]
-        since_s = {load: self.quarantined.pop(load) for load in over}
-        kept_blocks = [load for load in over if load.has_read_data]
+    def _settle_flushing(self) -> bool:
+        """End the good loads behind whose messages nothing is in flight any more. Returns whether there were any."""
+        now_s = time.monotonic()
+        settled = [load for load in self.loads.of(LoadState.FLUSHING) if load.settle()]
+        for load in settled:
+            self.loads.apply(load, LoadEvent.SETTLED, now_s)
+        return bool(settled)
+
+    def _settle_quarantined(self) -> bool:
+        """End the failed loads that nothing can write into any more. Returns whether there were any."""
+        settled = [load for load in self.loads.of(LoadState.QUARANTINED) if load.settle()]
+        if not settled:
+            return False
+        now_s = time.monotonic()
+        kept_blocks = [load for load in settled if load.has_read_data]
+        oldest_s = min((load.since_s for load in kept_blocks), default=now_s)
+        for load in settled:
+            self.loads.apply(load, LoadEvent.SETTLED, now_s)
         if kept_blocks:
+            shown = kept_blocks[:_SHOWN_REQUESTS]
             logger.info(
                 "%s: the blocks are out of quarantine, the oldest after %.1f s; %d loads are left in it",
-                ", ".join(f"req={load.order.request_id}" for load in kept_blocks[:8]),
-                time.monotonic() - min(since_s[load] for load in kept_blocks),
+                ", ".join(f"req={load.order.request_id}" for load in shown),
+                now_s - oldest_s,
                 len(self._alive()),
             )
             with self._results as results:
                 results.alive = self._alive()
-        return bool(over)
+        return True
 
     def _alive(self) -> frozenset[str]:
         """Requests whose blocks may still be written after their load failed."""
-        return frozenset(load.order.request_id for load in self.quarantined if load.has_read_data)
+        quarantined = self.loads.of(LoadState.QUARANTINED)
+        return frozenset(load.order.request_id for load in quarantined if load.has_read_data)

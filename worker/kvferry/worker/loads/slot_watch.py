@@ -1,209 +1,97 @@
-"""The slots that loads wait for, read together: one read from each producer worker fetches those of all its loads.
+"""The slots that loads wait for, read together: one read from each producer worker serves all loads from it.
 
-A load that waits has nothing in flight and holds no entries: the watch's reads have entries of their own. Looks begin
-1 ms apart and, while no slot of the producer changes, a twentieth of the time since the last change, 5 ms at most. A
-look takes the interpreter's lock, for which the engine's step waits. So none begins in the first three quarters of the
-time that the producer's next step takes, if the two before were as long: 50 ms at most, and less by as much as fewer
-tokens are missing than the last step has computed.
+A load that waits has nothing in flight and holds no entries: the watch's reads have entries of their own. When they
+begin is `poll_schedule`'s.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.protocol.ids import EMPTY, Epoch, SlotState, progress_of, slot_word
+from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.errors import FabricError, internal_errors
-from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import FabricReader, Reads
+from kvferry.worker.fabric.port import TransferState
+from kvferry.worker.fabric.reads import FabricReader
+from kvferry.worker.loads.poll_schedule import PollSchedule
+from kvferry.worker.loads.slot_polls import SlotPoll, Wait, WaitBatch
 from kvferry.worker.peers.peer import Peer
 
-SlotWords: TypeAlias = tuple[tuple[int, int], ...]
-"""The two words of a slot on every producer worker that a load reads from, in the order of the peer's routes."""
-
-_SHORTEST_S = 1e-3
-_LONGEST_S = 5e-3
-_SHARE = 20
-_QUIET_SHARE = 0.75
-_LONGEST_QUIET_S = 50e-3
-_MOST_ENTRIES = 1024
-"""Most entries of one look; the slots of more loads are looked at in turn."""
-
-
-def complete_tokens(words: SlotWords, epoch: Epoch, num_tokens: int) -> int | None:
-    """The leading tokens of a prompt that are complete on every producer worker, all of them where it is READY; None if
-    the slot of any worker is not under this epoch."""
-    ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
-    least = num_tokens
-    for state, progress in words:
-        if state == computing:
-            least = min(least, progress_of(progress, epoch))
-        elif state != ready:
-            return None
-    return least
+_MAX_ENTRIES = 1024
+"""Most entries of one poll; the slots of more loads are polled in turn."""
 
 
 @dataclass(slots=True, eq=False)
-class Wait:
-    """The wait of one load for a change of its slot.
+class _WatchedPeer:
+    """One peer: its waits, and the poll in flight.
 
     Attributes:
-        words: as the load has read them; when the wait is over, as they are now.
-        epoch: that the load follows.
-        num_tokens: of the whole prompt.
-        until_s: a look that begins at this time or later ends the wait, whatever it finds.
-        looked_s: when the look began that has ended the wait.
-        error: why the peer cannot be read from; None while it can.
-        missing: tokens of the prompt that were not complete when the wait began.
-    """
-
-    peer: Peer
-    slot: int
-    words: SlotWords
-    epoch: Epoch
-    num_tokens: int
-    until_s: float = math.inf
-    looked_s: float = -math.inf
-    error: Exception | None = None
-    missing: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.missing = self.num_tokens - self.complete
-
-    @property
-    def complete(self) -> int:
-        """The leading tokens of the prompt that are complete by `words`."""
-        return complete_tokens(self.words, self.epoch, self.num_tokens) or 0
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """Waits that one look serves: int32 `slots[waits]`, uint64 `seen[waits, routes, 2]`, float64 `until_s[waits]`."""
-
-    waits: list[Wait]
-    slots: np.ndarray
-    seen: np.ndarray
-    until_s: np.ndarray
-
-    @classmethod
-    def of(cls, waits: list[Wait]) -> _Part:
-        slots = np.array([wait.slot for wait in waits], dtype=np.int32)
-        seen = np.array([wait.words for wait in waits], dtype=np.uint64)
-        return cls(waits, slots, seen, np.array([wait.until_s for wait in waits]))
-
-
-@dataclass(slots=True, eq=False)
-class SlotPoll:
-    """One read of slots from every worker of a peer; `entries` are those of the first route, then of the next one."""
-
-    peer: Peer
-    part: _Part
-    entries: tuple[int, ...]
-    reads: Reads
-    begun_s: float
-    transfers: list[Transfer] = field(default_factory=list)
-
-    def settle(self) -> bool:
-        """Whether nothing is written into the entries any more; raises nothing."""
-        return self.reads.settle()
-
-
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """One peer: the waits, the look in flight, and when the next one is due.
-
-    Attributes:
-        changed_s: the last change, or the first wait.
-        stepped_s: when a change last reported tokens: a step of the producer has ended.
-        gaps_s: times between the last three of them.
-        step_tokens: the tokens of the last one.
         missing: most tokens that any wait lacks.
-        parts: the waits by slot, as looks take them in turn; empty when they have to be divided again.
+        batches: the waits by slot, as polls take them in turn; empty when they have to be divided again.
     """
 
     peer: Peer
-    changed_s: float
-    due_s: float
-    stepped_s: float = -math.inf
-    gaps_s: tuple[float, float] = (0.0, 0.0)
-    step_tokens: int = 1
+    schedule: PollSchedule
     missing: int = 0
     waits: set[Wait] = field(default_factory=set)
-    parts: deque[_Part] = field(default_factory=deque)
-    look: SlotPoll | None = None
+    batches: deque[WaitBatch] = field(default_factory=deque)
+    poll: SlotPoll | None = None
 
-    def next_part(self) -> _Part:
-        if not self.parts:
-            waits, most = (
-                sorted(self.waits, key=lambda wait: wait.slot),
-                max(1, _MOST_ENTRIES // len(self.peer.routes)),
-            )
-            self.parts.extend(
-                _Part.of(waits[first : first + most]) for first in range(0, len(waits), most)
-            )
-        self.parts.rotate(-1)
-        return self.parts[-1]
-
-    def changed(self, now_s: float, tokens: int) -> None:
-        """Slots have changed, and report so many tokens more."""
-        self.changed_s = now_s
-        if tokens > 0:
-            gap_s = now_s - self.stepped_s if self.stepped_s > -math.inf else 0.0
-            self.stepped_s, self.gaps_s, self.step_tokens = now_s, (self.gaps_s[1], gap_s), tokens
-
-    @property
-    def quiet_until_s(self) -> float:
-        """When the next step can have ended, at the earliest."""
-        gap_s = min(self.gaps_s) * min(1.0, self.missing / self.step_tokens)
-        return self.stepped_s + min(_QUIET_SHARE * gap_s, _LONGEST_QUIET_S)
+    def next_batch(self) -> WaitBatch:
+        if not self.batches:
+            waits = sorted(self.waits, key=lambda wait: wait.slot)
+            count = max(1, _MAX_ENTRIES // len(self.peer.routes))
+            for first in range(0, len(waits), count):
+                self.batches.append(WaitBatch.of_waits(waits[first : first + count]))
+        self.batches.rotate(-1)
+        return self.batches[-1]
 
     def is_recent(self, now_s: float) -> bool:
-        """Whether waits that begin now are for the step after the last one."""
-        return bool(self.waits) or now_s < self.stepped_s + _LONGEST_QUIET_S
+        """Whether what is known of the peer's steps is of use for waits that begin now."""
+        return bool(self.waits) or self.schedule.is_recent(now_s)
 
     def add(self, wait: Wait) -> None:
         self.waits.add(wait)
         self.missing = max(self.missing, wait.missing)
-        self.parts.clear()
+        self.batches.clear()
 
     def remove(self, waits: list[Wait]) -> list[Wait]:
         """Remove those that are still waiting, and return them."""
-        found = [wait for wait in waits if wait in self.waits]
-        self.waits.difference_update(found)
-        if found:
+        still_waiting = [wait for wait in waits if wait in self.waits]
+        if still_waiting:
+            self.waits.difference_update(still_waiting)
             self.missing = max((wait.missing for wait in self.waits), default=0)
-            self.parts.clear()
-        return found
+            self.batches.clear()
+        return still_waiting
 
 
 class SlotWatch:
     """See the module. Used on the transfer thread.
 
     Attributes:
-        closing: looks that failed, or that no load waits for any more, and that may still write into their entries.
+        closing: polls that failed, or that no load waits for any more, and that may still write into their entries.
     """
 
     def __init__(self, reader: FabricReader, slot_reads: SlotReads) -> None:
         self.closing: list[SlotPoll] = []
         self._reader = reader
         self._slot_reads = slot_reads
-        self._watched: dict[Peer, _Watched] = {}
+        self._watched: dict[Peer, _WatchedPeer] = {}
 
     def add(self, wait: Wait, now_s: float) -> None:
         """Begin to wait. The peer has at least one route."""
         watched = self._watched.get(wait.peer)
         if watched is None or not watched.is_recent(now_s):
-            watched = self._watched[wait.peer] = _Watched(wait.peer, now_s, now_s)
+            watched = _WatchedPeer(wait.peer, PollSchedule(changed_s=now_s, due_s=now_s))
+            self._watched[wait.peer] = watched
         elif not watched.waits:
-            watched.changed_s, watched.due_s = now_s, math.inf
+            watched.schedule.begin(now_s)
         watched.add(wait)
-        watched.due_s = min(watched.due_s, max(now_s + _SHORTEST_S, watched.quiet_until_s))
+        watched.schedule.add_wait(now_s, watched.missing)
 
     def remove(self, wait: Wait) -> None:
         """End a wait; one that is over already may be removed too."""
@@ -211,90 +99,100 @@ class SlotWatch:
         if watched is not None and watched.remove([wait]) and not watched.waits:
             self._close(watched)
 
-    def looks(self) -> Iterator[SlotPoll]:
-        """All looks that may still write."""
-        yield from (watched.look for watched in self._watched.values() if watched.look is not None)
+    def polls(self) -> Iterator[SlotPoll]:
+        """All polls that may still write."""
+        for watched in self._watched.values():
+            if watched.poll is not None:
+                yield watched.poll
         yield from self.closing
 
     def busy(self) -> bool:
-        """Whether a look is in flight that loads wait for."""
-        return any(watched.look is not None for watched in self._watched.values())
+        """Whether a poll is in flight that loads wait for."""
+        return any(watched.poll is not None for watched in self._watched.values())
 
     def next_s(self) -> float | None:
-        """When the next look is due; None without waits."""
-        return min(
-            (watched.due_s for watched in self._watched.values() if watched.waits), default=None
-        )
+        """When the next poll is due; None without waits."""
+        due_s = (watched.schedule.due_s for watched in self._watched.values() if watched.waits)
+        return min(due_s, default=None)
 
     def step(self, now_s: float) -> tuple[list[Wait], bool]:
-        """Begin the looks that are due, and end those that have ended.
+        """Begin the polls that are due, and end those that have ended.
 
         Returns:
-            The waits that are over, and whether any look began or ended.
+            The waits that are over, and whether any poll began or ended.
         """
         over: list[Wait] = []
-        moved = False
+        has_moved = False
         for watched in list(self._watched.values()):
-            before = watched.look
+            poll_before = watched.poll
             try:
                 over += self._advance(watched, now_s)
             except Exception as error:  # noqa: BLE001 - given to the loads, which show it
                 over += self._fail(watched, error)
-            moved |= watched.look is not before
+            has_moved |= watched.poll is not poll_before
             if not watched.waits:
                 self._close(watched)
             if not watched.is_recent(now_s):
                 del self._watched[watched.peer]
-        self.closing = [look for look in self.closing if not self._try_close(look)]
-        return over, moved
+        self.closing = [poll for poll in self.closing if not self._try_close(poll)]
+        return over, has_moved
 
-    def _advance(self, watched: _Watched, now_s: float) -> list[Wait]:
-        if watched.look is None and watched.waits and now_s >= watched.due_s:
+    def _advance(self, watched: _WatchedPeer, now_s: float) -> list[Wait]:
+        """Begin a poll that is due, or end one that has ended. Returns the waits that are over."""
+        if watched.poll is None and watched.waits and now_s >= watched.schedule.due_s:
             self._begin(watched, now_s)
-        look = watched.look
-        if look is None or TransferState.IN_FLIGHT in [
-            self._reader.fabric.poll(one) for one in look.transfers
-        ]:
+        poll = watched.poll
+        if poll is None or self._is_in_flight(poll):
             return []
-        part, shape = look.part, (len(watched.peer.routes), len(look.part.waits), 2)
-        found = self._slot_reads.memory[list(look.entries)].reshape(shape).swapaxes(0, 1)
-        is_over = (found != part.seen).any(axis=(1, 2)) | (part.until_s <= look.begun_s)
+        words = self._words_of(poll)
         self._close(watched)
-        over, tokens = [], 0
-        for index in np.flatnonzero(is_over).tolist():
-            wait = part.waits[index]
-            wait.words = tuple((state, progress) for state, progress in found[index].tolist())
-            wait.looked_s = look.begun_s
-            tokens += wait.complete - (wait.num_tokens - wait.missing)
-            over.append(wait)
+        over = poll.batch.end_waits(words, poll.begun_s)
+        new_tokens = sum(wait.new_tokens for wait in over)
         over = watched.remove(over)
         if over:
-            watched.changed(now_s, tokens)
-        pause_s = min(max((now_s - watched.changed_s) / _SHARE, _SHORTEST_S), _LONGEST_S)
-        watched.due_s = max(look.begun_s + pause_s, watched.quiet_until_s)
+            watched.schedule.changed(now_s, new_tokens)
+        watched.schedule.polled(poll.begun_s, now_s, watched.missing)
         return over
 
-    def _begin(self, watched: _Watched, now_s: float) -> None:
-        """Post a look, unless there are too few entries now."""
-        part, routes = watched.next_part(), watched.peer.routes
-        count = len(part.waits)
+    def _is_in_flight(self, poll: SlotPoll) -> bool:
+        states = [self._reader.fabric.poll(transfer) for transfer in poll.transfers]
+        return TransferState.IN_FLIGHT in states
+
+    def _words_of(self, poll: SlotPoll) -> np.ndarray:
+        """The words that a poll has read, uint64 `[waits, routes, 2]`; a copy."""
+        by_route = self._slot_reads.memory[list(poll.entries)]
+        shape = (len(poll.peer.routes), len(poll.batch.waits), 2)
+        return by_route.reshape(shape).swapaxes(0, 1)
+
+    def _begin(self, watched: _WatchedPeer, now_s: float) -> None:
+        """Post a poll, unless there are too few entries now."""
+        batch = watched.next_batch()
+        routes = watched.peer.routes
+        count = len(batch.waits)
         taken = self._slot_reads.try_take(count * len(routes), str(watched.peer.key))
         if taken is None:
-            watched.due_s = now_s + _SHORTEST_S
+            watched.schedule.put_off(now_s)
             return
-        look = watched.look = SlotPoll(
-            watched.peer, part, tuple(sorted(taken)), self._reader.reads(), now_s
+        # Entries in order: NIXL merges neighbours into one descriptor.
+        poll = SlotPoll(
+            peer=watched.peer,
+            batch=batch,
+            entries=tuple(sorted(taken)),
+            reads=self._reader.reads(),
+            begun_s=now_s,
         )
-        entries = np.array(look.entries, dtype=np.int32)
+        watched.poll = poll
+        entries = np.array(poll.entries, dtype=np.int32)
         self._slot_reads.memory[entries] = EMPTY
         for index, route in enumerate(routes):
             local = entries[index * count : (index + 1) * count]
-            look.transfers.append(
-                look.reads.post(self._slot_reads.descriptors, local, route.slots, part.slots)
+            transfer = poll.reads.post(
+                self._slot_reads.descriptors, local, route.slots, batch.slots
             )
+            poll.transfers.append(transfer)
 
-    def _fail(self, watched: _Watched, error: Exception) -> list[Wait]:
-        """A look has failed: so have all waits for this peer."""
+    def _fail(self, watched: _WatchedPeer, error: Exception) -> list[Wait]:
+        """A poll has failed: so have all waits for this peer."""
         if not isinstance(error, FabricError):
             internal_errors.log(f"peer={watched.peer.key}: its slots cannot be read")
         self._close(watched)
@@ -303,13 +201,15 @@ class SlotWatch:
             wait.error = error
         return over
 
-    def _close(self, watched: _Watched) -> None:
-        look, watched.look = watched.look, None
-        if look is not None and not self._try_close(look):
-            self.closing.append(look)
+    def _close(self, watched: _WatchedPeer) -> None:
+        """Give the entries of the poll back, now or when nothing can write into them any more."""
+        poll = watched.poll
+        watched.poll = None
+        if poll is not None and not self._try_close(poll):
+            self.closing.append(poll)
 
-    def _try_close(self, look: SlotPoll) -> bool:
-        if not look.settle():
+    def _try_close(self, poll: SlotPoll) -> bool:
+        if not poll.settle():
             return False
-        self._slot_reads.give_back(look.entries, str(look.peer.key))
+        self._slot_reads.give_back(poll.entries, str(poll.peer.key))
         return True

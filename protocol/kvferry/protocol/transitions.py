@@ -1,4 +1,4 @@
-"""Transition tables of state machines. A ledger executes its table and has no other way to change a state."""
+"""State machines as tables: every transition that may happen is one row, and every other one raises."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from kvferry.protocol.errors import LocalProtocolError
 class TableEnum(enum.Enum):
     """An enum whose members are keys of tables used in every step."""
 
-    # `Enum.__hash__` is a Python call that hashes the name; the identity's is not, and members are singletons.
+    # `Enum.__hash__` is a Python call that hashes the member's name.
     __hash__ = object.__hash__
 
 
 State = TypeVar("State", bound=enum.Enum)
 Event = TypeVar("Event", bound=enum.Enum)
+After = TypeVar("After", bound=enum.Enum | None)
 
 
 def next_state(
-    transitions: Mapping[tuple[State, Event], State | None],
+    transitions: Mapping[tuple[State, Event], After],
     state: State,
     event: Event,
     subject: object,
-) -> State | None:
-    """The state after `event` by a table of all transitions of a state machine; None ends it.
+) -> After:
+    """The state after `event` by a table of all transitions of a state machine; None, where a table has it, ends it.
 
     Raises:
         LocalProtocolError: `event` may not happen in `state`; the text begins with `str(subject)`.
