@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.connector.tracing.spans import MOST_OPEN, SpanItem, SpanSink, WorkerLoads
+from kvferry.connector.tracing.spans import MAX_OPEN, SpanItem, SpanSink, WorkerLoads
 from kvferry.trace.events import (
     DecodeArrived,
     Finished,
@@ -70,10 +70,10 @@ class Made(NamedTuple):
     ended_ns: int | None
 
 
-def spans_of(*items: SpanItem, most_open: int = MOST_OPEN) -> list[ReadableSpan]:
+def spans_of(*items: SpanItem, max_open: int = MAX_OPEN) -> list[ReadableSpan]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    SpanSink(provider.get_tracer("test"), most_open).take(items, 0)
+    SpanSink(provider.get_tracer("test"), max_open).take(items, 0)
     return list(exporter.get_finished_spans())
 
 
@@ -231,6 +231,6 @@ def test_the_oldest_open_entries_are_dropped_beyond_the_limit() -> None:
         LeaseOver(at_ns=9, request=request, lease=lease, how="done")
         for request, lease in leases.items()
     ]
-    spans = spans_of(*begun, *ended, most_open=2)
+    spans = spans_of(*begun, *ended, max_open=2)
     assert [attributes_of(span)["kvferry.request_id"] for span in spans] == ["p3", "p4"]
     assert [made.parent for made in tree_of(spans)] == [PARENT_ID] * 2

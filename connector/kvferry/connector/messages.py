@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class FerryMetadata(KVConnectorMetadata):
     """One step's orders, encoded; empty when there are none.
 
+
     Attributes:
         head: the part that workers read before their step goes on (`encode_head`).
         frame: all orders (`encode_orders`).
@@ -60,13 +61,12 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
     @classmethod
     def from_workers(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:
         """The handshake of the worker at `place`: it and its replicas, out of all workers of the engine."""
-        return cls(
-            tuple(
-                encode(one)
-                for one in workers
-                if (one.place.pp, one.place.tp) == (place.pp, place.tp)
-            )
+        replicas = (
+            worker
+            for worker in workers
+            if worker.place.pp == place.pp and worker.place.tp == place.tp
         )
+        return cls(tuple(encode(worker) for worker in replicas))
 
 
 def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
@@ -74,24 +74,27 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
 
     Raises:
         InvalidMessage: a description cannot be read.
-        InvalidConfig: it is another connector's. A MultiConnector passes on the metadata of one child only, so at most
-            one of its children may hand prompts over. Or there are more tensors than an engine reads of another.
+        InvalidConfig: it is another connector's, or there are more tensors than an engine reads of another.
     """
-    frames: list[bytes] = []
-    for one in handshakes:
-        if not isinstance(one, FerryHandshake):
+    by_place: dict[Place, WorkerDescription] = {}
+    for handshake in handshakes:
+        if not isinstance(handshake, FerryHandshake):
+            # A MultiConnector passes on the metadata of one child only. If that is another connector, no peer would
+            # ever learn of this one.
             raise InvalidConfig(
                 "connectors",
-                type(one).__name__,
+                type(handshake).__name__,
                 "one child that hands prompts over: FerryConnector",
             )
-        frames.extend(one.frames)
-    by_place = {worker.place: worker for worker in map(decode_worker, frames)}
-    tensors = sum(len(worker.tensors) for worker in by_place.values())
-    if tensors > MAX_ENGINE_TENSORS:
+        for frame in handshake.frames:
+            worker = decode_worker(frame)
+            by_place[worker.place] = worker
+    num_tensors = sum(len(worker.tensors) for worker in by_place.values())
+    if num_tensors > MAX_ENGINE_TENSORS:
+        # Refused here, at the engine's own start: peers would refuse it at every handshake.
         raise InvalidConfig(
             "parallel sizes",
-            f"{tensors} paged tensors of all workers",
+            f"{num_tensors} paged tensors of all workers",
             f"at most {MAX_ENGINE_TENSORS}",
         )
     places = sorted(by_place, key=lambda place: (place.pp, place.pcp, place.tp))
@@ -99,12 +102,13 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
 
 
 def engine_groups() -> list[ProcessGroup]:
-    """The CPU groups that this worker shares with the engine's other workers, innermost axis first: tensor parallel,
-    prefill context parallel, pipeline. Groups of one rank are left out. vLLM's world group is not used: with data
-    parallelism it spans several engines.
+    """The CPU groups that this worker shares with the engine's other workers.
+
+    Innermost axis first: tensor parallel, prefill context parallel, pipeline. Groups of one rank are left out.
     """
     from vllm.distributed import parallel_state
 
+    # Not vLLM's world group, which would be one call: with data parallelism it spans several engines.
     axes: list[Any] = [
         parallel_state.get_tp_group(),
         parallel_state.get_pcp_group(),
@@ -122,8 +126,8 @@ def gather_workers(
 ) -> tuple[WorkerDescription, ...]:
     """The descriptions of all workers of the engine, in the order of `worker_index`.
 
-    A collective call: all workers must make it, with equal axes in equal order, and it waits for them. A worker that
-    has failed also calls it, with its error, so that the others do not wait for ever. Without groups it is local.
+    A collective call: all workers must make it, with equal axes in equal order, and it waits for them. Without groups
+    it is local.
 
     Args:
         mine: this worker's description, or its error.
@@ -134,23 +138,30 @@ def gather_workers(
         InvalidMessage: a worker's description cannot be read.
         Exception: `mine`, if it is an error.
     """
-    known: list[bytes | str] = [
-        f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else encode(mine)
-    ]
+    # Bytes are a description, a text is an error. A worker that has failed calls this too, with its error: otherwise
+    # the others would wait for it for ever.
+    frames: list[bytes | str] = []
+    if isinstance(mine, Exception):
+        frames.append(f"{type(mine).__name__}: {mine}")
+    else:
+        frames.append(encode(mine))
+    # Each axis gathers what the axes within it have gathered, so the last one has those of all workers.
     for group in groups:
-        reported: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(reported, known, group=group)
-        known = [description for rank in reported for description in rank]
+        frames_by_rank: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(frames_by_rank, frames, group=group)
+        frames = [frame for rank_frames in frames_by_rank for frame in rank_frames]
     if isinstance(mine, Exception):
         raise mine
-    failed = [
-        f"worker {index}: {error}" for index, error in enumerate(known) if isinstance(error, str)
-    ]
-    if failed:
-        raise SiblingFailed("; ".join(failed))
-    return tuple(
-        decode_worker(description) for description in known if isinstance(description, bytes)
-    )
+    errors = []
+    workers = []
+    for index, frame in enumerate(frames):
+        if isinstance(frame, str):
+            errors.append(f"worker {index}: {frame}")
+        else:
+            workers.append(frame)
+    if errors:
+        raise SiblingFailed("; ".join(errors))
+    return tuple(decode_worker(frame) for frame in workers)
 
 
 @dataclass
@@ -159,8 +170,8 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
 
     Attributes:
         alive: requests whose blocks may still be written after their load failed.
-        over: held requests whose slots have been cleared, each reported once. vLLM's own `finished_sending` is only
-            for requests that vLLM holds.
+        over: held requests whose slots have been cleared, each reported once. Not in vLLM's own `finished_sending`,
+            which is only for requests that vLLM holds.
         gauges: the workers' latest values.
         loads: the worker's ended loads, where OpenTelemetry is on.
     """
@@ -169,6 +180,10 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
     over: dict[int, frozenset[str]] = field(default_factory=dict)
     gauges: dict[int, WorkerGauges] = field(default_factory=dict)
     loads: dict[int, tuple[LoadEnded, ...]] = field(default_factory=dict)
+
+    def is_empty(self) -> bool:
+        """Whether no worker has news."""
+        return not (self.alive or self.over or self.gauges or self.loads)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         if isinstance(other, FerryWorkerMetadata):

@@ -22,42 +22,43 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # By engine, metric and value of its label.
         self._children: dict[tuple[int, str, str], Any] = {}
         self._counters_by_peer: dict[str, Any] = {}
-        self._named: dict[tuple[int, str], set[str]] = {}
+        self._peers_with_label: dict[tuple[int, str], set[str]] = {}
         self._create(COUNTERS, self._counter_cls, labelnames)
         self._create(GAUGES, self._gauge_cls, labelnames, multiprocess_mode="mostrecent")
         self._create(HISTOGRAMS, self._histogram_cls, labelnames)
 
     def _create(
-        self, specs: Mapping[str, Metric], kind: Any, labelnames: list[str], **options: Any
+        self, specs: Mapping[str, Metric], metric_class: Any, labelnames: list[str], **options: Any
     ) -> None:
         for name, spec in specs.items():
             if spec.buckets:
                 options["buckets"] = list(spec.buckets)
-            labels = [*labelnames, spec.label] if spec.label else labelnames
-            metric = kind(
-                name=f"vllm:{spec.exported}", documentation=spec.doc, labelnames=labels, **options
+            labels = list(labelnames)
+            if spec.label:
+                labels.append(spec.label)
+            metric = metric_class(
+                name=f"vllm:{spec.exported}",
+                documentation=spec.doc,
+                labelnames=labels,
+                **options,
             )
             if spec.label == PEER:
                 self._counters_by_peer[name] = metric
-            for engine, values in self.per_engine_labelvalues.items():
-                for label in spec.values or ("",):
-                    child = metric.labels(*values, *((label,) if spec.label else ()))
-                    self._children[engine, name, label] = child
+            # All known children exist from the start, so a counter is 0 before its first event, not absent.
+            for engine, engine_values in self.per_engine_labelvalues.items():
+                if not spec.label:
+                    self._children[engine, name, ""] = metric.labels(*engine_values)
+                for value in spec.values:
+                    self._children[engine, name, value] = metric.labels(*engine_values, value)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's statistics. Metrics that are not in the tables, e.g. of a newer worker, are ignored."""
         for name, by_label in transfer_stats_data.get("counters", {}).items():
             for label, amount in by_label.items():
-                child = self._children.get((engine_idx, name, label)) or self._of_peer(
-                    engine_idx, name, label
-                )
-                if child is None:
-                    continue
-                child.inc(amount)
-                if (name, label) == ("leases_released", "expired"):
-                    self._children[engine_idx, "expired", ""].inc(amount)
+                self._count(engine_idx, name, label, amount)
         for name, value in transfer_stats_data.get("gauges", {}).items():
             gauge = self._children.get((engine_idx, name, ""))
             if gauge is not None:
@@ -68,14 +69,28 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                 for value in values:
                     histogram.observe(value)
 
-    def _of_peer(self, engine: int, name: str, label: str) -> Any:
+    def _count(self, engine: int, name: str, label: str, amount: float) -> None:
+        child = self._children.get((engine, name, label))
+        if child is None:
+            child = self._child_of_peer(engine, name, label)
+        if child is None:
+            return
+        child.inc(amount)
+        if name == "leases_released" and label == "expired":
+            # Also under the name that vLLM's own connector counts it by.
+            self._children[engine, "expired", ""].inc(amount)
+
+    def _child_of_peer(self, engine: int, name: str, label: str) -> Any:
         """The child of a producer, created if needed; None for an unknown metric or engine."""
-        counter, values = self._counters_by_peer.get(name), self.per_engine_labelvalues.get(engine)
-        if counter is None or values is None:
+        counter = self._counters_by_peer.get(name)
+        engine_values = self.per_engine_labelvalues.get(engine)
+        if counter is None or engine_values is None:
             return None
-        named = self._named.setdefault((engine, name), set())
-        if len(named) >= MAX_PEER_LABELS:
+        with_label = self._peers_with_label.setdefault((engine, name), set())
+        # Workers bound their labels too. This bound is the front end's own: a child is never removed.
+        if len(with_label) >= MAX_PEER_LABELS:
             return self._children[engine, name, OTHER_PEERS]
-        named.add(label)
-        child = self._children[engine, name, label] = counter.labels(*values, label)
+        with_label.add(label)
+        child = counter.labels(*engine_values, label)
+        self._children[engine, name, label] = child
         return child

@@ -1,9 +1,4 @@
-"""Statistics that workers and scheduler send to the front end: plain counters, samples and gauges.
-
-Some metrics have a label for the producer. Clients choose the hosts in params, so a producer gets a label only after a
-good load: then it was connected and the MAC of the params was checked. Labels are never removed, so their number is
-bounded.
-"""
+"""Statistics that workers and scheduler send to the front end: plain counters, samples and gauges."""
 
 from __future__ import annotations
 
@@ -29,27 +24,30 @@ class PeerLabels:
     """Labels of the first producers, by address: a restarted engine keeps its label.
 
     Args:
-        most: number of labels besides `other`.
+        max_labels: number of labels besides `other`.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: dict[tuple[str, int], str] = {}
+    def __init__(self, max_labels: int) -> None:
+        self._max_labels = max_labels
+        self._by_address: dict[tuple[str, int], str] = {}
 
     def label_of(self, source: PeerKey, *, is_good: bool) -> str:
         """The label of the producer of an ended load."""
         address = (source.host, source.port)
-        known = self._known.get(address)
-        if known is None and is_good and len(self._known) < self._most:
-            known = self._known[address] = _UNCLEAN.sub(
-                "_", f"{source.host}:{source.port}"[-_LONGEST:]
-            )
-        return OTHER_PEERS if known is None else known
+        label = self._by_address.get(address)
+        if label is not None:
+            return label
+        # Clients choose the hosts in params. So a producer gets a label only after a good load: then it was connected,
+        # and the MAC of the params was checked. Labels are never removed, so their number is bounded.
+        if not is_good or len(self._by_address) >= self._max_labels:
+            return OTHER_PEERS
+        label = _UNCLEAN.sub("_", f"{source.host}:{source.port}"[-_LONGEST:])
+        self._by_address[address] = label
+        return label
 
 
 LabelledCounts = dict[str, dict[str, float]]
 """By metric and label value."""
-Samples = dict[str, list[float]]
 
 
 class FerryStats(KVConnectorStats):
@@ -73,19 +71,27 @@ class FerryStats(KVConnectorStats):
         counters: LabelledCounts = {}
         for (name, label), amount in counts.items():
             counters.setdefault(name, {})[label] = amount
-        reported = {name: list(values) for name, values in samples.items()}
-        return cls(data={"counters": counters, "samples": reported, "gauges": dict(gauges or {})})
+        data = {
+            "counters": counters,
+            "samples": {name: list(values) for name, values in samples.items()},
+            "gauges": dict(gauges or {}),
+        }
+        return cls(data=data)
 
     @classmethod
     def from_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
         """Statistics of a worker's step; None if there are none."""
-        if not (results.load_records or results.failed or results.counts or results.handshake_s):
+        has_loads = results.load_records or results.failed
+        if not has_loads and not results.counts and not results.handshake_s:
             return None
         counters: LabelledCounts = {name: {"": amount} for name, amount in results.counts.items()}
-        samples = {"handshake_s": list(results.handshake_s)} if results.handshake_s else {}
+        samples: dict[str, list[float]] = {}
+        if results.handshake_s:
+            samples["handshake_s"] = list(results.handshake_s)
         failed = Counter(reason.value for reason in results.failed.values())
+        # Aborted loads are counted apart: a client that goes away is no fault of any engine.
         aborted = failed.pop(FailureReason.ABORTED.value, 0)
-        if aborted:  # a client that goes away is no fault of any engine
+        if aborted:
             counters["aborted_loads"] = {"": aborted}
         if failed:
             counters["failed_transfers"] = {"": failed.total()}
@@ -103,6 +109,7 @@ class FerryStats(KVConnectorStats):
         self.data: dict[str, Any] = {"counters": {}, "samples": {}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
+        # Gauges replace earlier ones: only the scheduler reports them, with the latest values of each worker.
         _add(self.data.setdefault("counters", {}), other.data.get("counters", {}))
         for name, values in other.data.get("samples", {}).items():
             self.data.setdefault("samples", {}).setdefault(name, []).extend(values)
@@ -111,16 +118,17 @@ class FerryStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """A summary of the interval, for the log."""
+        counters: LabelledCounts = self.data.get("counters", {})
         samples: dict[str, list[float]] = self.data.get("samples", {})
-        counters: dict[str, dict[str, float]] = self.data.get("counters", {})
-        reported: dict[str, int | float] = {
-            name: round(sum(by_label.values()), 6) for name, by_label in sorted(counters.items())
-        }
+        gauges: dict[str, float] = self.data.get("gauges", {})
+        summary: dict[str, int | float] = {}
+        for name, by_label in sorted(counters.items()):
+            summary[name] = round(sum(by_label.values()), 6)
         for name, values in sorted(samples.items()):
             if values:
-                reported[f"{name} mean"] = round(sum(values) / len(values), 6)
-        gauges: dict[str, float] = self.data.get("gauges", {})
-        return {**reported, **gauges}
+                summary[f"{name} mean"] = round(sum(values) / len(values), 6)
+        summary.update(gauges)
+        return summary
 
     def is_empty(self) -> bool:
         return not any(self.data.get(kind) for kind in ("counters", "samples", "gauges"))
@@ -128,9 +136,9 @@ class FerryStats(KVConnectorStats):
 
 def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:
     """The increments of counters by an ended load."""
-    peer = labels.label_of(load.source, is_good=load.reason is None)
     if load.reason is FailureReason.ABORTED:
         return {}
+    peer = labels.label_of(load.source, is_good=load.reason is None)
     if load.reason is not None:
         return {("peer_failed_loads", peer): 1}
     counts = {
@@ -154,7 +162,9 @@ def _placing(load: LoadRecord) -> str:
         return "none"
     if not load.staged_bytes:
         return "direct"
-    return "staged" if load.staged_bytes >= load.planned_bytes else "mixed"
+    if load.staged_bytes < load.planned_bytes:
+        return "mixed"
+    return "staged"
 
 
 def _samples_of(load: LoadRecord) -> dict[str, float]:

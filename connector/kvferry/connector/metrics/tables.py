@@ -1,7 +1,4 @@
-"""Every metric of kvferry: its name, its meaning and the values of its label.
-
-Metrics with the meaning of one of vLLM's NixlConnector have its name, so that dashboards keep working.
-"""
+"""Every metric of kvferry: its name, its meaning and the values of its label."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.side_channel.connections import REASONS
 
+# Up to the default of `load_timeout_s`.
 _SECONDS = (
     0.0002,
     0.0005,
@@ -30,6 +28,7 @@ _SECONDS = (
     30.0,
     60.0,
 )
+# Powers of 4: 16 KiB to 16 GiB for a load, 256 B to 256 MiB for one descriptor.
 _BYTES = tuple(float(1 << power) for power in range(14, 37, 2))
 _RUNS = tuple(float(1 << power) for power in range(8, 29, 2))
 _LEFT_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0)
@@ -88,6 +87,7 @@ def _by_peer(exported: str, doc: str) -> Metric:
     return Metric(exported, doc, PEER, (OTHER_PEERS,))
 
 
+# Metrics with the meaning of one of vLLM's NixlConnector have its name (`nixl_…`), so that dashboards keep working.
 COUNTERS: Mapping[str, Metric] = {
     "loads": Metric("kvferry_loads", "Prompts ordered to be loaded from another engine."),
     "turn_loads": Metric("kvferry_turn_loads", "Loads that read a last turn from its decoder."),

@@ -65,6 +65,7 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
         self._boot = boot
         self._file = file
         self._spans = spans
+        # Requests to be decoded here, until they end; those of them that no step has computed yet.
         self._decoding: set[str] = set()
         self._unscheduled: set[str] = set()
 
@@ -194,12 +195,9 @@ def scheduler_tracing(
         InvalidConfig: `trace_dir` is not writable.
     """
     file = open_trace_file(vllm_config, config, ProcessRole.SCHEDULER, local.boot, "")
-    is_on = has_opentelemetry_on(vllm_config)
-    spans = (
-        Recorder[SpanItem](SpanSink(trace.get_tracer("kvferry")), "kvferry-spans")
-        if is_on
-        else None
-    )
+    spans: Recorder[SpanItem] | None = None
+    if has_opentelemetry_on(vllm_config):
+        spans = Recorder(SpanSink(trace.get_tracer("kvferry")), "kvferry-spans")
     return SchedulerTracing(local.boot, file, spans)
 
 
@@ -215,9 +213,14 @@ def _lease_in(params: object, prompt_tokens: int) -> TracedLease | None:
             source = read_turn(params, prompt_tokens)
     except InputError:
         return None
-    return _remote_name(RemoteLease.of(source)) if isinstance(source, RemotePrefill) else None
+    if not isinstance(source, RemotePrefill):
+        return None
+    return _remote_name(RemoteLease.of(source))
 
 
 def _traceparent(request: Request) -> str:
+    """The request's `traceparent` header, bounded: a client chooses it."""
     headers = request.trace_headers
-    return str(headers.get("traceparent", ""))[:_LONGEST_TRACEPARENT] if headers else ""
+    if not headers:
+        return ""
+    return str(headers.get("traceparent", ""))[:_LONGEST_TRACEPARENT]

@@ -36,7 +36,7 @@ from kvferry.trace.events import (
     TracedLease,
 )
 
-MOST_OPEN = 1 << 16
+MAX_OPEN = 1 << 16
 """Requests and leases that are open at once; above it the oldest ones are dropped."""
 
 _FLUSH_MS = 2000
@@ -78,9 +78,9 @@ class SpanSink:
     The exporter is vLLM's and has its own threads.
     """
 
-    def __init__(self, tracer: Tracer, most_open: int = MOST_OPEN) -> None:
+    def __init__(self, tracer: Tracer, max_open: int = MAX_OPEN) -> None:
         self._tracer = tracer
-        self._most_open = most_open
+        self._max_open = max_open
         self._traceparents: dict[str, str] = {}
         self._leases: dict[TracedLease, _OpenLease] = {}
         self._handovers: dict[str, _OpenHandover] = {}
@@ -91,7 +91,8 @@ class SpanSink:
             self._take(item)
 
     def close(self) -> None:
-        """Flush the exporter: a forked engine ends without the hooks that would do it."""
+        """Flush the exporter."""
+        # A forked engine ends without the hooks that would do it.
         flush = getattr(trace.get_tracer_provider(), "force_flush", None)
         if flush is not None:
             flush(_FLUSH_MS)
@@ -116,54 +117,68 @@ class SpanSink:
                     if load.request in self._handovers:
                         self._handovers[load.request].loads.append((item.worker, load))
             case LoadReported() if item.request in self._handovers:
-                outcome = "loaded" if item.good else "failed"
-                self._end_handover(item.request, item.at_ns, outcome, "" if item.good else outcome)
+                if item.good:
+                    self._end_handover(item.request, item.at_ns, "loaded")
+                else:
+                    self._end_handover(item.request, item.at_ns, "failed", failure="failed")
             case Recomputed() if item.request in self._handovers:
                 self._end_handover(item.request, item.at_ns, f"recomputed: {item.reason}")
             case Finished() if item.request in self._handovers:
-                if self._handovers[item.request].ordered_ns:
-                    self._handovers[
-                        item.request
-                    ].is_aborted = True  # its workers have not reported yet
+                handover = self._handovers[item.request]
+                if handover.ordered_ns:
+                    # Its workers have not reported the load yet: the handover ends when they have.
+                    handover.is_aborted = True
                 else:
                     self._end_handover(item.request, item.at_ns, "not loaded")
             case _:
                 pass
 
     def _keep(self, kept: dict[Key, Value], key: Key, value: Value) -> None:
+        """Keep a value, instead of the oldest one if there are too many."""
         kept[key] = value
-        if len(kept) > self._most_open:
-            del kept[next(iter(kept))]
+        if len(kept) > self._max_open:
+            oldest = next(iter(kept))
+            del kept[oldest]
 
     def _end_lease(self, over: LeaseOver) -> None:
         opened = self._leases.pop(over.lease)
-        begun_ns, params = opened.scheduled.at_ns, opened.params
-        attributes: dict[str, str | int] = {
-            **_names(over.request, over.lease),
-            "kvferry.how": over.how,
-        }
-        if params is not None:
-            attributes["kvferry.tokens"] = params.tokens
+        begun_ns = opened.scheduled.at_ns
+        attributes = _names(over.request, over.lease)
+        attributes["kvferry.how"] = over.how
+        if opened.params is not None:
+            attributes["kvferry.tokens"] = opened.params.tokens
         parent = _parent(self._traceparents.get(over.request, ""))
         inside = self._make("kvferry.lease", begun_ns, over.at_ns, parent, attributes)
-        if params is not None:
-            self._make("kvferry.lease.prefill", begun_ns, params.at_ns, inside)
-            self._make("kvferry.lease.held", params.at_ns, over.at_ns, inside)
+        if opened.params is not None:
+            held_ns = opened.params.at_ns
+            self._make("kvferry.lease.prefill", begun_ns, held_ns, inside)
+            self._make("kvferry.lease.held", held_ns, over.at_ns, inside)
 
     def _end_handover(self, request: str, ended_ns: int, outcome: str, failure: str = "") -> None:
+        """Make the spans of a handover.
+
+        Args:
+            failure: why the span has the status of an error; empty if it has not.
+        """
         opened = self._handovers.pop(request)
         arrived = opened.arrived
+        # A failed request has ended too: vLLM ends it before its load is reported.
+        if opened.is_aborted and not failure:
+            outcome = "aborted"
         attributes: Attributes = {
             **_names(request, arrived.lease),
-            # vLLM ends a failed request before its load is reported.
-            "kvferry.outcome": "aborted" if opened.is_aborted and not failure else outcome,
+            "kvferry.outcome": outcome,
             "kvferry.producer": arrived.producer,
             "kvferry.remote_request_id": arrived.remote_request,
             "kvferry.tokens": arrived.tokens,
         }
-        parent = _parent(arrived.traceparent)
         inside = self._make(
-            "kvferry.handover", arrived.at_ns, ended_ns, parent, attributes, failure
+            "kvferry.handover",
+            arrived.at_ns,
+            ended_ns,
+            _parent(arrived.traceparent),
+            attributes,
+            failure,
         )
         if opened.ordered_ns:
             self._make("kvferry.handover.wait", arrived.at_ns, opened.ordered_ns, inside)
@@ -179,9 +194,13 @@ class SpanSink:
             "kvferry.staged_bytes": load.staged_bytes,
             "kvferry.early_bytes": load.early_bytes,
         }
-        first, last = load.stages[0], load.stages[-1]
         inside = self._make(
-            "kvferry.load", first.begun_ns, last.ended_ns, parent, attributes, load.reason
+            "kvferry.load",
+            load.stages[0].begun_ns,
+            load.stages[-1].ended_ns,
+            parent,
+            attributes,
+            load.reason,
         )
         for stage in load.stages:
             self._make(f"kvferry.load.{stage.stage}", stage.begun_ns, stage.ended_ns, inside)
@@ -196,16 +215,16 @@ class SpanSink:
         failure: str = "",
     ) -> Context:
         """Make a span; times are nanoseconds since the epoch. Returns the context for the spans inside it."""
-        made = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun_ns)
+        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun_ns)
         if failure:
-            made.set_status(Status(StatusCode.ERROR, failure))
-        made.end(ended_ns)
-        return trace.set_span_in_context(made, Context())
+            span.set_status(Status(StatusCode.ERROR, failure))
+        span.end(ended_ns)
+        return trace.set_span_in_context(span, Context())
 
 
 def _parent(traceparent: str) -> Context:
-    """The context of a `traceparent` in W3C format. It is empty if there is none, so that no other span of this process
-    becomes the parent."""
+    """The context of a `traceparent` in W3C format; an empty one if there is none."""
+    # Never the current context, or another span of this process would become the parent.
     return _PROPAGATOR.extract({"traceparent": traceparent}, Context())
 
 

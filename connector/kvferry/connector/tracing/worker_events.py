@@ -46,9 +46,10 @@ class WorkerTracing:
 
     def ended(self, loads: Sequence[LoadRecord]) -> None:
         """These loads have ended."""
-        offset_ns = time.time_ns() - time.monotonic_ns()  # of the wall clock
+        # Loads are timed with the monotonic clock; the events of several processes are put together by the wall clock.
+        wall_offset_ns = time.time_ns() - time.monotonic_ns()
         for load in loads:
-            event = load_event(load, offset_ns)
+            event = load_event(load, wall_offset_ns)
             if self._file is not None:
                 self._file.record(event)
             if self._keeps:
@@ -56,7 +57,8 @@ class WorkerTracing:
 
     def take(self) -> tuple[LoadEnded, ...]:
         """The events since the last call."""
-        taken, self._kept = tuple(self._kept), []
+        taken = tuple(self._kept)
+        self._kept.clear()
         return taken
 
     def close(self) -> None:
@@ -65,24 +67,33 @@ class WorkerTracing:
             self._file.close()
 
 
-def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
-    """The event of a load with its stages and its reads, converted from the monotonic clock to the wall clock."""
-    begun_ns = int(load.ordered_s * _NS) + offset_ns
+def load_event(load: LoadRecord, wall_offset_ns: int) -> LoadEnded:
+    """The event of a load with its stages and its reads, converted from the monotonic clock to the wall clock.
+
+    Args:
+        wall_offset_ns: what the wall clock shows more than the monotonic one.
+    """
+
+    def wall_ns(monotonic_s: float) -> int:
+        return int(monotonic_s * _NS) + wall_offset_ns
+
+    # A stage begins when the one before it has ended.
     stages: list[StageSpan] = []
+    ended_ns = wall_ns(load.ordered_s)
     for stage, ended_s in load.ended_s.items():
-        ended_ns = int(ended_s * _NS) + offset_ns
-        stages.append(StageSpan(stage=Phase[stage.name], begun_ns=begun_ns, ended_ns=ended_ns))
         begun_ns = ended_ns
-    chunks = (
-        ChunkSpan(
+        ended_ns = wall_ns(ended_s)
+        stages.append(StageSpan(stage=Phase[stage.name], begun_ns=begun_ns, ended_ns=ended_ns))
+    chunks = []
+    for stop_token, begun_s, ended_s in load.chunks[:MOST_CHUNKS]:
+        chunk = ChunkSpan(
             stop_token=stop_token,
-            begun_ns=int(begun_s * _NS) + offset_ns,
-            ended_ns=int(ended_s * _NS) + offset_ns,
+            begun_ns=wall_ns(begun_s),
+            ended_ns=wall_ns(ended_s),
         )
-        for stop_token, begun_s, ended_s in load.chunks[:MOST_CHUNKS]
-    )
+        chunks.append(chunk)
     return LoadEnded(
-        at_ns=begun_ns,
+        at_ns=ended_ns,
         request=load.request_id[:_LONGEST_NAME],
         producer=load.source.engine_id,
         stages=tuple(stages),
@@ -100,25 +111,33 @@ def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
 def worker_tracing(
     vllm_config: VllmConfig, config: FerryConfig, place: Place
 ) -> WorkerTracing | None:
-    """The tracing of a worker side; None where it is off. Its file has no boot id, which workers do not know.
+    """The tracing of a worker side; None where it is off.
 
     Raises:
         InvalidConfig: `trace_dir` is not writable.
     """
+    # Without a boot id, which workers do not know.
     file = open_trace_file(vllm_config, config, ProcessRole.WORKER, "", str(place))
     keeps = has_opentelemetry_on(vllm_config)
-    return WorkerTracing(file, keeps=keeps) if file is not None or keeps else None
+    if file is None and not keeps:
+        return None
+    return WorkerTracing(file, keeps=keeps)
 
 
 def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:
-    """Whether OpenTelemetry is on. vLLM starts with an endpoint only if OpenTelemetry is installed."""
+    """Whether OpenTelemetry is on."""
+    # vLLM starts with an endpoint only if OpenTelemetry is installed.
     return vllm_config.observability_config.otlp_traces_endpoint is not None
 
 
 def open_trace_file(
     vllm_config: VllmConfig, config: FerryConfig, part: ProcessRole, boot: str, place: str
 ) -> Recorder[Event] | None:
-    """The recorder for `trace_dir`; None without that option."""
+    """The recorder for `trace_dir`; None without that option.
+
+    Raises:
+        InvalidConfig: `trace_dir` is not writable.
+    """
     if config.trace_dir is None:
         return None
     transfer = vllm_config.kv_transfer_config

@@ -37,7 +37,9 @@ from kvferry.connector.messages import (
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
 from kvferry.connector.worker_side.step_watch import StepWatch
+from kvferry.protocol.geometry import Place
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.loads.results import StepResults
@@ -51,8 +53,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_STEP_TIMEOUT_S = 2e-3
-"""Time that a step that computes nothing waits for a load; without it vLLM would sleep and step again. So a load of a
-few megabytes is reported in the step that ordered it, and an engine that waits for a long one steps less often."""
+"""Time that a step that computes nothing waits for a load.
+
+Without it vLLM would sleep and step again. With it a load of a few megabytes is reported in the step that ordered it,
+and an engine that waits for a long one steps less often.
+"""
 
 
 class WorkerSide:
@@ -70,15 +75,16 @@ class WorkerSide:
         self._step = StepResults()
         self._has_reported = True
         self._labels = PeerLabels(config.max_peer_labels)
-        self._report_wanted = False
+        self._wants_report = False
         self._is_idle = False
         self._is_child = False
         self._watch = StepWatch(vllm_config.max_concurrent_batches)
         self._tracing: WorkerTracing | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe and register the caches, and exchange descriptions with the engine's other workers (collective). If
-        it fails, nothing stays open.
+        """Describe and register the caches, and exchange descriptions with the engine's other workers (collective).
+
+        If it fails, nothing stays open.
 
         Raises:
             InvalidConfig: a cache cannot be described.
@@ -92,13 +98,14 @@ class WorkerSide:
             raise
 
     def describe(self, *, is_child: bool = False) -> FerryHandshake | None:
-        """The descriptions of this worker and its replicas, for peers; None before the caches exist. vLLM asks for them
-        when it has captured its graphs, perhaps long before the first step.
+        """The descriptions of this worker and its replicas, for peers; None before the caches exist.
 
         Args:
             is_child: whether this connector is a child of a MultiConnector.
         """
         if self._worker is not None:
+            # vLLM asks when it has captured its graphs, perhaps long before the first step. From now on peers can send
+            # notifications, and NIXL keeps them, of any size, until the worker's thread takes them.
             self._worker.start()
         if self._handshake is None:
             return None
@@ -106,12 +113,13 @@ class WorkerSide:
         return replace(self._handshake, is_child=is_child)
 
     def bind(self, metadata: FerryMetadata) -> None:
-        """Start the step's orders, which run in parallel with the forward pass. The step before has been launched: with
-        drafts, vLLM's first model runner does not say so on the pipeline stages before the last one."""
+        """Start the step's orders, which run in parallel with the forward pass."""
+        # The step before has been launched. It is ended here too, because with drafts vLLM's first model runner does
+        # not say so on the pipeline stages before the last one.
         self._watch.end()
         self.end_step()
         self._watch.begin()
-        self._report_wanted |= metadata.wants_report
+        self._wants_report |= metadata.wants_report
         self._is_idle = metadata.is_idle
         if metadata.head and self._worker is not None:
             self._worker.carry_out(metadata.head, metadata.frame)
@@ -128,26 +136,31 @@ class WorkerSide:
     def take_results(self) -> KVConnectorTransferResults:
         """The loads that ended since the last step. `take_stats` and `take_metadata` return the step's other results.
 
-        Ended leases are not reported here, since vLLM does not hold their blocks: see `take_metadata`. A child of a
-        MultiConnector has it hold those of aborted loads, as if they were being sent.
+        Ended leases are not reported here, since vLLM does not hold their blocks: see `take_metadata`.
         """
         self._watch.reports()
         if self._watch.has_raised():
+            # vLLM throws this step's output away. What there is to report waits for a good step: reported here it would
+            # be lost, and the blocks would stay held.
             self.end_step()
-            self._step = (
-                StepResults()
-            )  # the step's output is thrown away: what there is to report waits for another
+            self._step = StepResults()
             return KVConnectorTransferResults()
-        timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
-        self._step = (
-            self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
-        )
+        self._step = StepResults()
+        if self._worker is not None:
+            timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
+            self._step = self._worker.take_results(timeout_s)
         self._has_reported = False
         if self._tracing is not None and self._step.load_records:
             self._tracing.ended(self._step.load_records)
+        sent: set[str] = set()
+        if self._is_child:
+            # Another child may hold the request's blocks. vLLM would free them at the first of two reports, and end the
+            # engine at the second (vllm#46240). So this child holds the blocks of aborted loads too, as if they were
+            # being sent: MultiConnector counts its children that hold a request.
+            sent = self._step.over_cancels
         failed = set(self._step.failed)
         return KVConnectorTransferResults(
-            finished_sending=self._step.over_cancels if self._is_child else set(),
+            finished_sending=sent,
             finished_recving=self._step.loaded | failed,
             failed_recving=failed,
         )
@@ -163,26 +176,23 @@ class WorkerSide:
         """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
         if self._watch.has_raised():
             return None
-        alive, over, report_wanted = (
-            self._step.alive,
-            frozenset(self._step.sent),
-            self._report_wanted,
-        )
-        gauges, loads = self._step.gauges, self._tracing.take() if self._tracing is not None else ()
-        self._step.alive, self._step.sent, self._step.gauges, self._report_wanted = (
-            None,
-            set(),
-            None,
-            False,
-        )
-        if alive is None and not over and not report_wanted and gauges is None and not loads:
-            return None
-        return FerryWorkerMetadata(
-            alive={} if alive is None else {self._index: alive},
-            over={self._index: over} if over or report_wanted else {},
-            gauges={} if gauges is None else {self._index: gauges},
-            loads={self._index: loads} if loads else {},
-        )
+        metadata = FerryWorkerMetadata()
+        if self._step.alive is not None:
+            metadata.alive[self._index] = self._step.alive
+        if self._step.sent or self._wants_report:
+            metadata.over[self._index] = frozenset(self._step.sent)
+        if self._step.gauges is not None:
+            metadata.gauges[self._index] = self._step.gauges
+        if self._tracing is not None:
+            loads = self._tracing.take()
+            if loads:
+                metadata.loads[self._index] = loads
+        # Each is reported once.
+        self._step.alive = None
+        self._step.sent = set()
+        self._step.gauges = None
+        self._wants_report = False
+        return None if metadata.is_empty() else metadata
 
     def close(self) -> None:
         """Stop the thread and release the memory. Idempotent."""
@@ -197,7 +207,8 @@ class WorkerSide:
         try:
             self._worker = self._make_worker(kv_caches)
         except Exception as error:
-            gather_workers(error, groups)  # raises `error` after the other workers have received it
+            # The other workers wait in the same collective call. They get the error and stop too; then it is raised.
+            gather_workers(error, groups)
             raise
         siblings = gather_workers(self._worker.description, groups)
         self._worker.add_siblings(siblings)
@@ -211,23 +222,12 @@ class WorkerSide:
         )
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:
-        vllm_config, config = self._vllm_config, self._config
-        secrets = secrets_from_environment()
-        topology, place = topology_of(vllm_config), place_of_this_worker()
-        self._tracing = worker_tracing(vllm_config, config, place)
-        layers = vllm_config.compilation_config.static_forward_context
-        block_layouts = block_layouts_of(
-            layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype
-        )
-        caches = discover(
-            kv_caches,
-            self._kv_cache_config,
-            block_layouts,
-            sharding_of(vllm_config, place),
-            interleave=interleave_of(vllm_config, place),
-            head_groups=groups_of_heads(vllm_config.model_config.hf_text_config.to_dict()),
-        )
+        vllm_config = self._vllm_config
+        config = self._config
+        topology = topology_of(vllm_config)
+        place = place_of_this_worker()
         self._index = worker_index(topology, place)
+        self._tracing = worker_tracing(vllm_config, config, place)
         agent = AgentConfig(backends=config.backends, num_threads=config.num_threads)
         return FerryWorker(
             engine_id=vllm_config.kv_transfer_config.engine_id,
@@ -236,34 +236,57 @@ class WorkerSide:
             topology=topology,
             facts=facts_of(vllm_config, config),
             groups=groups_of(self._kv_cache_config),
-            caches=caches,
-            settings=WorkerSettings(
-                lease_slots=lease_slots(config, vllm_config),
-                handshake_timeout_s=config.handshake_timeout_s,
-                load_timeout_s=config.load_timeout_s,
-                max_loads=config.max_loads,
-                staging_pool_bytes=self._pool_bytes(),
-                direct_min_bytes=config.direct_min_bytes,
-                host_buffer=uses_host_buffer(vllm_config),
-                is_read_from=vllm_config.kv_transfer_config.is_kv_producer
-                or config.bidirectional_kv_xfer,
-                row_blocks=row_blocks(vllm_config, self._kv_cache_config, config),
-                secrets=secrets,
-                allowed_hosts=allowed_hosts_of(
-                    config.allowed_hosts, secrets, envs.VLLM_NIXL_SIDE_CHANNEL_HOST
-                ),
-                peer_ttl_s=config.engine_ttl,
-                max_peers=config.max_peers,
-                failed_read_grace_s=config.failed_read_grace_s,
-                check_integrity=config.debug_check_integrity,
-            ),
+            caches=self._describe_caches(kv_caches, place),
+            settings=self._worker_settings(),
             make_fabric=lambda name: NixlFabric(name, agent),
         )
 
+    def _describe_caches(self, kv_caches: dict[str, torch.Tensor], place: Place) -> KvCaches:
+        vllm_config = self._vllm_config
+        block_layouts = block_layouts_of(
+            vllm_config.compilation_config.static_forward_context,
+            kv_caches,
+            self._kv_cache_config,
+            vllm_config.model_config.dtype,
+        )
+        model_config = vllm_config.model_config.hf_text_config.to_dict()
+        return discover(
+            kv_caches,
+            self._kv_cache_config,
+            block_layouts,
+            sharding_of(vllm_config, place),
+            interleave=interleave_of(vllm_config, place),
+            head_groups=groups_of_heads(model_config),
+        )
+
+    def _worker_settings(self) -> WorkerSettings:
+        vllm_config = self._vllm_config
+        config = self._config
+        secrets = secrets_from_environment()
+        own_host = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        is_producer = vllm_config.kv_transfer_config.is_kv_producer
+        return WorkerSettings(
+            lease_slots=lease_slots(config, vllm_config),
+            handshake_timeout_s=config.handshake_timeout_s,
+            load_timeout_s=config.load_timeout_s,
+            max_loads=config.max_loads,
+            staging_pool_bytes=self._pool_bytes(),
+            direct_min_bytes=config.direct_min_bytes,
+            host_buffer=uses_host_buffer(vllm_config),
+            is_read_from=is_producer or config.bidirectional_kv_xfer,
+            row_blocks=row_blocks(vllm_config, self._kv_cache_config, config),
+            secrets=secrets,
+            allowed_hosts=allowed_hosts_of(config.allowed_hosts, secrets, own_host),
+            peer_ttl_s=config.engine_ttl,
+            max_peers=config.max_peers,
+            failed_read_grace_s=config.failed_read_grace_s,
+            check_integrity=config.debug_check_integrity,
+        )
+
     def _pool_bytes(self) -> int | None:
-        """The staging pool's size; 0 for an engine that never reads."""
-        transfer = self._vllm_config.kv_transfer_config
-        reads = transfer.is_kv_consumer or self._config.bidirectional_kv_xfer
-        if not reads and not uses_host_buffer(self._vllm_config):
-            return 0
-        return self._config.staging_pool_bytes
+        """The staging pool's size; 0 for an engine that neither reads nor copies to host memory."""
+        is_consumer = self._vllm_config.kv_transfer_config.is_kv_consumer
+        reads = is_consumer or self._config.bidirectional_kv_xfer
+        if reads or uses_host_buffer(self._vllm_config):
+            return self._config.staging_pool_bytes
+        return 0
