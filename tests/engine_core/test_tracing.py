@@ -299,7 +299,7 @@ def test_a_load_that_follows_a_prefill_says_what_it_read_when() -> None:
         restarts=2,
         chunks=chunks,
     )
-    event = load_event(load, offset_ns=5)
+    event = load_event(load, wall_offset_ns=5)
     assert event.chunks[0] == ChunkSpan(
         stop_token=1, begun_ns=2 * 10**9 + 5, ended_ns=25 * 10**8 + 5
     )
