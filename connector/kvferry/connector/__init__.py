@@ -2,8 +2,7 @@
 
     {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": "kv_producer"}
 
-Both names are one class. It is imported on first use, so that importing this package (as vLLM's plugin loader does in
-every process) costs nothing. Before that, the version of vLLM is checked.
+Both names are one class.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ __all__ = ["FerryConnector", "NixlConnector"]
 
 
 def __getattr__(name: str) -> Any:
+    # On first use: vLLM's plugin loader imports this package in every process, and that must cost nothing.
     if name in __all__:
         from kvferry.connector.vllm.version import check_vllm_version
 

@@ -15,7 +15,7 @@ __all__ = ["AllowedHosts", "TrustedHosts", "allowed_hosts_of", "warn_of_trust"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_ADVISED = 256
+_MAX_ADVISED = 256
 """Hosts that the log gives advice about; clients choose them."""
 
 
@@ -28,15 +28,14 @@ def allowed_hosts_of(
         listed: the key `allowed_hosts`; None if it is not set.
         own_host: this engine's `VLLM_NIXL_SIDE_CHANNEL_HOST`.
     """
-    return (
-        AllowedHosts.of(listed)
-        if listed is not None
-        else AllowedHosts.without_list(secrets, own_host)
-    )
+    if listed is None:
+        return AllowedHosts.without_list(secrets, own_host)
+    return AllowedHosts.of(listed)
 
 
 def warn_of_trust(allowed: AllowedHosts, secrets: Secrets) -> None:
-    """At the start of an engine that reads from others: say whom it trusts where no secret decides that."""
+    """At the start of an engine that reads from others: say whom it trusts."""
+    # With a secret, engines without it are refused, so the secret decides.
     if secrets:
         return
     if allowed.this_host:
@@ -54,7 +53,9 @@ def warn_of_trust(allowed: AllowedHosts, secrets: Secrets) -> None:
 
 
 class TrustedHosts:
-    """Judges the hosts that params name. Used on the engine's thread: looks no name up, and does not wait.
+    """Judges the hosts that params name.
+
+    Used on the engine's thread: it looks no name up, and does not wait.
 
     Args:
         has_list: whether `allowed_hosts` is set.
@@ -74,7 +75,7 @@ class TrustedHosts:
         why = self._allowed.why_not(host)
         if why is None:
             return None
-        if host not in self._advised and len(self._advised) < _MOST_ADVISED:
+        if host not in self._advised and len(self._advised) < _MAX_ADVISED:
             self._advised.add(host)
             logger.warning(
                 "prompts of host %s are computed here: it %s. %s",
@@ -85,22 +86,25 @@ class TrustedHosts:
         return f"host {shorten(host)} {why}"
 
     def _advice(self, host: str) -> str:
+        """What to do so that prompts of this host are read, if it is a producer's."""
         try:
-            written = json.dumps(str(read_host(host)))
+            entry = json.dumps(str(read_host(host)))
         except ValueError:
             return (
                 f"Set {HOST_VARIABLE} on its producer to an address or a name that decoders reach"
             )
+        change = f'set "allowed_hosts": [{entry}] in kv_connector_extra_config here'
         if self._has_list:
-            key = f"add {written} to allowed_hosts here"
-        else:
-            key = f'set "allowed_hosts": [{written}] in kv_connector_extra_config here'
+            change = f"add {entry} to allowed_hosts here"
         if host_is_loopback(host):
-            other = f"on another host, set {HOST_VARIABLE} there to an address that decoders reach"
-            return f"If its producer is on this host, {key}; if it is {other}"
+            # A producer's default host is a loopback address, which names this host for every engine.
+            return (
+                f"If its producer is on this host, {change}; if it is on another host, "
+                f"set {HOST_VARIABLE} there to an address that decoders reach"
+            )
         if self._has_list:
-            return f"If that is a producer, {key}"
+            return f"If that is a producer, {change}"
         return (
-            f"If that is a producer, give both engines one {VARIABLE}, or {key} "
+            f"If that is a producer, give both engines one {VARIABLE}, or {change} "
             f'(every program on that host is trusted then; ["{ANY}"]: every client)'
         )

@@ -1,8 +1,6 @@
 """`kv_connector_extra_config`, parsed once into a frozen value.
 
-All keys of vLLM's NixlConnector are accepted, so that a deployment changes one key to change connectors. A warning
-names those that have no effect here. A key that neither connector knows stops the start; under the name `NixlConnector`
-it is ignored with a warning, because the stock connector ignores it too.
+All keys of vLLM's NixlConnector are accepted, so that a deployment changes one key to change connectors.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 MAX_PEER_LABELS = 1024
 """Upper limit of `max_peer_labels`; the front end creates no more labels, whatever workers report."""
 
-
 logger = logging.getLogger(__name__)
-
 
 STOCK_NAME = "NixlConnector"
 """The name of vLLM's own connector. Under it, a configuration made for that connector must start."""
@@ -48,6 +44,12 @@ STOCK_NAME = "NixlConnector"
 def _option(
     default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False
 ) -> Any:
+    """An option's field.
+
+    Args:
+        check: see `config_values`.
+        peer: whether vLLM's NixlConnector has this key.
+    """
     return field(default=default, metadata={"check": check, "doc": doc, "peer": peer})
 
 
@@ -198,21 +200,19 @@ WITHOUT_MEANING = {
     "push_registration_timeout": "transfers are pulled, never pushed",
     "enable_cross_layers_blocks": "any two memory layouts are paired",
 }
+"""Keys of vLLM's NixlConnector that have no effect here, and why not."""
 
 
 def known_keys() -> tuple[str, ...]:
     """All keys that are accepted under any name."""
-    return tuple(sorted([*(option.name for option in fields(FerryConfig)), *WITHOUT_MEANING]))
+    options = [option.name for option in fields(FerryConfig)]
+    return tuple(sorted([*options, *WITHOUT_MEANING]))
 
 
 def read_config(
     extra: Mapping[str, Any], kv_connector: str | None = "FerryConnector"
 ) -> FerryConfig:
-    """Parse `kv_connector_extra_config`.
-
-    Under the name `NixlConnector` an unknown key is ignored with a warning, as the stock connector ignores it. A number
-    of one of that connector's keys may be quoted there; out of range, the nearest valid one is used, with a warning.
-    Under any other name all three stop the start.
+    """Parse `kv_connector_extra_config`. A value of None is the default.
 
     Args:
         kv_connector: the name in `--kv-transfer-config`.
@@ -220,6 +220,8 @@ def read_config(
     Raises:
         InvalidConfig: an unknown key, or an invalid value; the text names the key and what is valid.
     """
+    # A configuration that was made for the stock connector must start under its name. What that connector ignores is
+    # ignored with a warning there, and its numbers are read as leniently. Under any other name these are mistakes.
     is_stock = kv_connector == STOCK_NAME
     options = {option.name: option.metadata for option in fields(FerryConfig)}
     values: dict[str, Any] = {}
@@ -233,10 +235,10 @@ def read_config(
         elif key in WITHOUT_MEANING:
             logger.warning("%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key])
         else:
-            accepted = one_of(str(key), known_keys())
+            accepted_keys = one_of(str(key), known_keys())
             if not is_stock:
-                raise InvalidConfig(str(key), value, accepted)
-            logger.warning("%s is not a key of kvferry and is ignored; %s", key, accepted)
+                raise InvalidConfig(str(key), value, accepted_keys)
+            logger.warning("%s is not a key of kvferry and is ignored; %s", key, accepted_keys)
     return FerryConfig(**values)
 
 
@@ -251,8 +253,10 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
         raise InvalidConfig(
             "prewarm_peers", list(config.prewarm_peers), "none: a kv_producer reads from no engine"
         )
-    if config.allowed_hosts is not None:
-        allowed = AllowedHosts.of(config.allowed_hosts)
-        for peer in config.prewarm_peers:
-            if not allowed.allow(address_of(peer)[0]):
-                raise InvalidConfig("prewarm_peers", peer, "hosts that allowed_hosts lists")
+    if config.allowed_hosts is None:
+        return
+    allowed = AllowedHosts.of(config.allowed_hosts)
+    for peer in config.prewarm_peers:
+        host, _ = address_of(peer)
+        if not allowed.allow(host):
+            raise InvalidConfig("prewarm_peers", peer, "hosts that allowed_hosts lists")

@@ -6,6 +6,7 @@ Raises:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
@@ -24,9 +25,8 @@ SMALLEST_POOL_BYTES = 1 << 20
 MAX_ALLOWED_HOSTS = 1024
 MAX_PREWARM_PEERS = 256
 
-_CHOICES = {"true": True, "1": True, "false": False, "0": False}
-"""Keys in lower case: the upstream guide writes `"True"`, in quotes."""
-
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+"""By their text in lower case: the upstream guide writes `"True"`, in quotes."""
 
 _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})"
@@ -34,16 +34,23 @@ _ADDRESS = re.compile(
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[address]:port`. Raises `ValueError` with the text if it is neither."""
-    found = _ADDRESS.fullmatch(text)
-    if found is None or not 1 <= int(found["port"]) <= 65535:
+    """Host and port of `host:port` or `[address]:port`.
+
+    Raises:
+        ValueError: with the text, if it is neither.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
         raise ValueError(text)
-    host = found["six"] or found["name"]
+    port = int(match["port"])
+    if not 1 <= port <= 65535:
+        raise ValueError(text)
+    host = match["six"] or match["name"]
     try:
         read_host(host)
     except ValueError:
         raise ValueError(text) from None
-    return host, int(found["port"])
+    return host, port
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +62,26 @@ class NumberRange:
     is_whole: bool = False
 
     def __call__(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
+        accepted_types = (int,) if self.is_whole else (int, float)
+        # In Python True is a number, and `"num_threads": true` is a mistake.
+        if isinstance(value, bool) or not isinstance(value, accepted_types):
             raise InvalidConfig(key, value, self._expected())
         if not self.low <= value <= self.high:
             raise InvalidConfig(key, value, self._expected())
-        return value if self.is_whole else float(value)
+        if self.is_whole:
+            return value
+        return float(value)
 
     def nearest(self, key: str, value: Any) -> float:
         """The number in range that is nearest to `value`, which may be quoted."""
-        try:
-            found = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            found = math.nan
-        if math.isnan(found):
+        number = math.nan
+        if not isinstance(value, bool):
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                number = float(value)
+        if math.isnan(number):
             raise InvalidConfig(key, value, self._expected())
-        clipped = min(max(found, self.low), self.high)
-        if clipped != found:
+        clipped = min(max(number, self.low), self.high)
+        if clipped != number:
             logger.warning(
                 "%s=%s is out of range: %g is used; %s",
                 key,
@@ -78,7 +89,9 @@ class NumberRange:
                 clipped,
                 self._expected(),
             )
-        return int(clipped) if self.is_whole else float(clipped)
+        if self.is_whole:
+            return int(clipped)
+        return float(clipped)
 
     def _expected(self) -> str:
         if self.is_whole:
@@ -124,24 +137,38 @@ def pool_size(key: str, value: Any) -> int:
 
 def yes_or_no(key: str, value: Any) -> bool:
     """True or false, or 0 or 1; may be quoted, in upper or lower case."""
-    choice = _CHOICES.get(str(value).lower()) if isinstance(value, str) or value in (0, 1) else None
-    if choice is None:
+    boolean = None
+    if isinstance(value, str) or value in (0, 1):
+        boolean = _BOOLEANS.get(str(value).lower())
+    if boolean is None:
         raise InvalidConfig(key, value, "a choice: true or false")
-    return choice
+    return boolean
 
 
 def name(key: str, value: Any) -> str:
     """A short text."""
-    if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
+    if not _is_printable_text(value, 256):
         raise InvalidConfig(key, value, "a text of 1 to 256 printable characters")
-    return value
+    return str(value)
 
 
 def path(key: str, value: Any) -> str:
     """A path, which need not exist."""
-    if not isinstance(value, str) or not 1 <= len(value) <= 4096 or not value.isprintable():
+    if not _is_printable_text(value, 4096):
         raise InvalidConfig(key, value, "a path of printable characters")
-    return value
+    return str(value)
+
+
+def _is_printable_text(value: Any, max_length: int) -> bool:
+    if not isinstance(value, str):
+        return False
+    return 1 <= len(value) <= max_length and value.isprintable()
+
+
+def _is_list_of_texts(value: Any, *, max_length: int) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) > max_length:
+        return False
+    return all(isinstance(entry, str) for entry in value)
 
 
 def hosts(key: str, value: Any) -> tuple[str, ...]:
@@ -150,8 +177,8 @@ def hosts(key: str, value: Any) -> tuple[str, ...]:
         'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation, or "*" for any host (clients '
         "are trusted then)"
     )
-    few = isinstance(value, (list, tuple)) and 1 <= len(value) <= MAX_ALLOWED_HOSTS
-    if not few or not all(isinstance(x, str) for x in value):
+    # An empty list would allow no host at all.
+    if not _is_list_of_texts(value, max_length=MAX_ALLOWED_HOSTS) or not value:
         raise InvalidConfig(key, value, expected)
     try:
         AllowedHosts.of(value)
@@ -166,12 +193,11 @@ def addresses(key: str, value: Any) -> tuple[str, ...]:
         f"a list of at most {MAX_PREWARM_PEERS} side channels of producers,"
         ' e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
     )
-    few = isinstance(value, (list, tuple)) and len(value) <= MAX_PREWARM_PEERS
-    if not few or not all(isinstance(x, str) for x in value):
+    if not _is_list_of_texts(value, max_length=MAX_PREWARM_PEERS):
         raise InvalidConfig(key, value, expected)
     try:
-        for one in value:
-            address_of(one)
+        for peer in value:
+            address_of(peer)
     except ValueError as bad:
         raise InvalidConfig(key, str(bad), expected) from None
     return tuple(value)
@@ -179,6 +205,7 @@ def addresses(key: str, value: Any) -> tuple[str, ...]:
 
 def names(key: str, value: Any) -> tuple[str, ...]:
     """Names of NIXL plugins; an empty list means UCX alone, as in the stock connector."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) and x for x in value):
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(isinstance(plugin, str) and plugin for plugin in value):
         raise InvalidConfig(key, value, 'a list of names of NIXL plugins, e.g. ["UCX"]')
     return tuple(value) or ("UCX",)

@@ -44,9 +44,13 @@ logger = logging.getLogger(__name__)
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector. Tested with vLLM 0.32, compared with the source of 0.33. A hook that only one of them calls
-    has no effect in the other."""
+    """vLLM's KV connector.
 
+    Tested with vLLM 0.32, compared with the source of 0.33. A hook that only one of them calls has no effect in the
+    other.
+    """
+
+    # vLLM reads this attribute to attribute the tokens of a load (`get_external_cache_hit_sources`).
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(
@@ -85,7 +89,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Heads before tokens: then a head range of a block is one run, and so is a whole block."""
         model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
+        if model is None or model.use_mla:
+            return None
+        return "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -94,7 +100,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
-        return FerryStats(data=data) if data is not None else FerryStats()
+        if data is None:
+            return FerryStats()
+        return FerryStats(data=data)
 
     @classmethod
     def build_prom_metrics(
@@ -118,6 +126,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        # None: vLLM asks again in the next step. True: the load is asynchronous, so the request waits without a step.
         matched = self.scheduler_side.matched_tokens(request, num_computed_tokens)
         return matched, bool(matched)
 

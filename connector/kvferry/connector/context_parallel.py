@@ -1,11 +1,6 @@
 """Finds attention backends that do not support context parallelism, by name.
 
-It reads the attributes by which layers, backends and implementations of vLLM 0.32 declare it:
-
-- `layer.get_attn_backend().supports_pcp()`, and where a backend has no such method, `layer.impl.supports_pcp`;
-- `layer.impl.need_to_return_lse_for_decode`: with decode context parallelism every rank attends to its own tokens, and
-  partial results can only be merged with their log-sum-exp;
-- `layer.impl.supports_mtp_with_cp_non_trivial_interleave_size`, where a drafter checks several tokens at once.
+It reads the attributes by which layers, backends and implementations of vLLM 0.32 declare what they support.
 """
 
 from __future__ import annotations
@@ -40,9 +35,11 @@ class Incapable:
     layers: tuple[str, ...]
 
     def __str__(self) -> str:
-        named = ", ".join(self.layers[:_MAX_NAMED])
-        more = f" and {len(self.layers) - _MAX_NAMED} more" if len(self.layers) > _MAX_NAMED else ""
-        return f"{self.backend} of {named}{more} {self.lacks}"
+        layers = ", ".join(self.layers[:_MAX_NAMED])
+        num_more = len(self.layers) - _MAX_NAMED
+        if num_more > 0:
+            layers += f" and {num_more} more"
+        return f"{self.backend} of {layers} {self.lacks}"
 
 
 class AttentionRefused(KvferryError):
@@ -54,7 +51,8 @@ class AttentionRefused(KvferryError):
     """
 
     def __init__(self, sizes: str, reasons: tuple[Incapable, ...]) -> None:
-        self.sizes, self.reasons = sizes, reasons
+        self.sizes = sizes
+        self.reasons = reasons
         listed = "; ".join(str(reason) for reason in reasons)
         super().__init__(
             f"context parallelism of {sizes}: {listed}; choose another attention backend, or sizes of 1"
@@ -79,31 +77,35 @@ def check_attention_cp_compatibility(
         AttentionRefused: names the sizes and, for every backend, the missing features and its layers.
     """
     parallel = vllm_config.parallel_config
-    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    pcp = parallel.prefill_context_parallel_size
+    dcp = parallel.decode_context_parallel_size
     interleave = parallel.cp_kv_cache_interleave_size
-    interleaved_drafts = (
-        pcp * dcp > 1 and vllm_config.speculative_config is not None and interleave > 1
-    )
-    found: dict[tuple[str, str], list[str]] = {}
+    has_drafter = vllm_config.speculative_config is not None
+    has_interleaved_drafts = pcp * dcp > 1 and has_drafter and interleave > 1
+    layers_by_lack: dict[tuple[str, str], list[str]] = {}
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         is_target = target_layer_names is None or name in target_layer_names
         # A drafter that every rank runs on its own has nothing to merge.
-        alone = not is_target and getattr(getattr(layer, "impl", None), "dcp_world_size", dcp) == 1
-        for backend, lacks in _lacks(
-            layer, pcp > 1 and is_target, dcp > 1 and not alone, interleaved_drafts and not alone
-        ):
-            found.setdefault((backend, lacks), []).append(name)
-    if found:
-        raise AttentionRefused(
-            f"pcp={pcp}, dcp={dcp}, interleave={interleave}",
-            tuple(
-                Incapable(backend, lacks, tuple(names)) for (backend, lacks), names in found.items()
-            ),
+        impl = getattr(layer, "impl", None)
+        runs_alone = not is_target and getattr(impl, "dcp_world_size", dcp) == 1
+        lacks = _lacks(
+            layer,
+            is_partitioned=pcp > 1 and is_target,
+            is_merged=dcp > 1 and not runs_alone,
+            has_interleaved_drafts=has_interleaved_drafts and not runs_alone,
         )
+        for lack in lacks:
+            layers_by_lack.setdefault(lack, []).append(name)
+    if layers_by_lack:
+        reasons = tuple(
+            Incapable(backend, lack, tuple(names))
+            for (backend, lack), names in layers_by_lack.items()
+        )
+        raise AttentionRefused(f"pcp={pcp}, dcp={dcp}, interleave={interleave}", reasons)
 
 
 def _lacks(
-    layer: object, partitioned: bool, merged: bool, interleaved_drafts: bool
+    layer: object, *, is_partitioned: bool, is_merged: bool, has_interleaved_drafts: bool
 ) -> Iterator[tuple[str, str]]:
     """The features that one layer's backend lacks, as (backend, lack)."""
     make_backend = getattr(layer, "get_attn_backend", None)
@@ -111,46 +113,50 @@ def _lacks(
     impl = getattr(layer, "impl", None)
     if backend is None and impl is None:
         return
-    if partitioned:
-        asked = backend if backend is not None and hasattr(backend, "supports_pcp") else impl
-        if problem := _problem(asked, "supports_pcp"):
-            yield _name_of(backend, impl), f"cannot do prefill context parallelism ({problem})"
+    name = _name_of(backend, impl)
+    if is_partitioned:
+        # A backend without this method leaves the answer to its implementation.
+        declares = backend is not None and hasattr(backend, "supports_pcp")
+        problem = _problem(backend if declares else impl, "supports_pcp")
+        if problem:
+            yield name, f"cannot do prefill context parallelism ({problem})"
     if impl is None:
         return
-    if merged and (problem := _problem(impl, "need_to_return_lse_for_decode")):
-        yield _name_of(backend, impl), f"cannot do decode context parallelism ({problem})"
-    if interleaved_drafts and (
-        problem := _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")
-    ):
-        yield (
-            _name_of(backend, impl),
-            f"cannot check drafts under an interleave of several tokens ({problem})",
-        )
+    if is_merged:
+        # Every rank attends to its own tokens. Partial results can only be merged with their log-sum-exp.
+        problem = _problem(impl, "need_to_return_lse_for_decode")
+        if problem:
+            yield name, f"cannot do decode context parallelism ({problem})"
+    if has_interleaved_drafts:
+        # A drafter has several tokens checked at once.
+        problem = _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")
+        if problem:
+            yield name, f"cannot check drafts under an interleave of several tokens ({problem})"
 
 
-def _problem(asked: object, attribute: str) -> str:
+def _problem(declaring: object, attribute: str) -> str:
     """Why the attribute does not declare support; empty when it does."""
-    answer = getattr(asked, attribute, None)
-    if callable(answer):
+    declared = getattr(declaring, attribute, None)
+    if callable(declared):
         try:
-            answer = answer()
+            declared = declared()
         except NotImplementedError:
-            return f"it does not declare {attribute}"
-    if answer is True:
+            declared = None
+    if declared is True:
         return ""
-    return (
-        f"it does not declare {attribute}"
-        if answer is None
-        else f"{attribute} is {answer}, not True"
-    )
+    if declared is None:
+        return f"it does not declare {attribute}"
+    return f"{attribute} is {declared}, not True"
 
 
 def _name_of(backend: object, impl: object) -> str:
-    named = getattr(backend, "get_name", None)
-    if callable(named):
+    get_name = getattr(backend, "get_name", None)
+    if callable(get_name):
         try:
-            return str(named())
+            return str(get_name())
         except NotImplementedError:
             pass
-    one = backend if backend is not None else impl
-    return one.__name__ if isinstance(one, type) else type(one).__name__
+    named = impl if backend is None else backend
+    if isinstance(named, type):
+        return named.__name__
+    return type(named).__name__

@@ -12,19 +12,20 @@ class _Forward(logging.Handler):
     """Passes records on to vLLM's handlers, with the prefix."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        marked = copy.copy(record)
-        marked.msg = f"kvferry: {record.msg}"
+        prefixed = copy.copy(record)
+        prefixed.msg = f"kvferry: {record.msg}"
         for handler in logging.getLogger("vllm").handlers:
-            if marked.levelno >= handler.level:
-                handler.handle(marked)
+            if prefixed.levelno >= handler.level:
+                handler.handle(prefixed)
 
 
 def join_vllm_log() -> None:
     """Send the logger `kvferry` to vLLM's handlers, unless it has handlers of its own. Idempotent."""
     escape_logs()
-    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
-    if other_handlers(ours) or not theirs.handlers:
+    own_logger = logging.getLogger("kvferry")
+    vllm_logger = logging.getLogger("vllm")
+    if other_handlers(own_logger) or not vllm_logger.handlers:
         return
-    ours.addHandler(_Forward())
-    ours.setLevel(theirs.level)
-    ours.propagate = False
+    own_logger.addHandler(_Forward())
+    own_logger.setLevel(vllm_logger.level)
+    own_logger.propagate = False

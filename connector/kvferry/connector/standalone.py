@@ -6,10 +6,13 @@
                                                       while "b" not in step().loaded: …
     step() until "a" is in its `sent`
 
-`step` is to be called again and again, on the thread that launches the device's work. The caller allocates blocks:
-those of an offered prompt must not change until `sent` names it; those of a load that has failed must not be used while
-`writing` names it. Block 0 is no block: on both ends it stands for one that a window has left behind. Prompts that are
-read while they are computed, turns and evictions are left out.
+`step` is called again and again, on the thread that launches the device's work. The caller allocates the blocks:
+
+- those of an offered prompt must not change until `sent` names it;
+- those of a load that has failed must not be used while `writing` names it;
+- block 0 is no block: on both ends it stands for one that a window has left behind.
+
+Prompts that are read while they are computed, turns and evictions are left out.
 """
 
 from __future__ import annotations
@@ -51,8 +54,13 @@ _NO_MAC = "0" * 64
 
 @dataclass(slots=True)
 class Ended:
-    """Requests of which all workers have reported the end: their blocks are free (`sent`), complete (`loaded`), or must
-    not be used (`failed`, with the first reason)."""
+    """Requests of which all workers have reported the end.
+
+    Attributes:
+        sent: their blocks are free.
+        loaded: their blocks are complete.
+        failed: their blocks must not be used; with the first reason.
+    """
 
     sent: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -103,11 +111,13 @@ class StandaloneEngine:
             settings.lease_slots, lease_s, self.counters, workers=len(shards)
         )
         self.loads = ConsumerLedger(self.counters, max_ended=max_ended)
-        self.host, self.port = host, port
+        self.host = host
+        self.port = port
         self._copies_blocks = settings.host_buffer and settings.is_read_from
         self._ended = Ended()
         self._reports: dict[str, dict[int, FailureReason | None]] = {}
         self._writing: dict[int, frozenset[str]] = {}
+        # Whatever raises on the way, threads and registered memory of the parts before it are given back.
         with contextlib.ExitStack() as undo:
             self.workers: list[FerryWorker] = []
             for index, (place, caches) in enumerate(shards):
@@ -141,6 +151,7 @@ class StandaloneEngine:
                 host, port, self.counters, settings.secrets, self.leases.clock, knows=self._knows
             )
             undo.pop_all()
+        # Last: from now on peers may ask.
         self.listener.publish(self.description)
 
     @property
@@ -164,11 +175,14 @@ class StandaloneEngine:
         Raises:
             InvalidBlocks: not those of this engine's cache groups, or block 0 is among those that are needed.
         """
-        self._check_blocks(blocks, len(prompt.tokens), from_first=False)
-        lease = self.leases.finish(request_id, blocks if self._copies_blocks else ())
+        num_tokens = len(prompt.tokens)
+        self._check_blocks(blocks, num_tokens, from_first=False)
+        # Workers need the blocks only to copy them to host memory; peers name the blocks that they read.
+        copied_blocks = blocks if self._copies_blocks else ()
+        lease = self.leases.finish(request_id, copied_blocks)
         if lease is None:
             return None
-        return self.params_of(lease, blocks, len(prompt.tokens), digest_chain(prompt)).to_json()
+        return self.params_of(lease, blocks, num_tokens, digest_chain(prompt)).to_json()
 
     def params_of(
         self,
@@ -178,8 +192,11 @@ class StandaloneEngine:
         digests: tuple[str, ...],
         row: int | None = None,
     ) -> RemotePrefill:
-        """The signed params of a prompt. `row`: where its blocks are listed, in place of `blocks`, while it is
-        computed."""
+        """The signed params of a prompt.
+
+        Args:
+            row: where its blocks are listed, in place of `blocks`, while it is computed.
+        """
         sizes = self.description.topology
         params = RemotePrefill(
             remote_engine_id=self.description.engine_id,
@@ -231,13 +248,17 @@ class StandaloneEngine:
         return count
 
     def step(self, compute: Callable[[], object] = lambda: None) -> Ended:
-        """One step: orders go to the workers, `compute` launches the device's work, and the workers' results are
-        applied. Returns the requests that have ended since the last step."""
+        """One step: orders go to the workers, `compute` launches the device's work, workers' results are applied.
+
+        Returns:
+            The requests that have ended since the last step.
+        """
         receive_messages(self.listener.inbox, self.leases, self.boot, self.counters)
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
         try:
             compute()
         except BaseException:
+            # What the step was to write is not there: its prompts must not become READY.
             for worker in self.workers:
                 worker.fail_step()
             raise
@@ -245,22 +266,30 @@ class StandaloneEngine:
             worker.end_step()
         self.collect()
         self.renewer.submit(self.loads.take_commands())
-        self.counters.take_samples()  # vLLM's metrics take them; a program that wants them takes them before
-        ended, self._ended = self._ended, Ended()
+        # vLLM's metrics take them, and here nobody would: they would grow. A program that wants them takes them before.
+        self.counters.take_samples()
+        ended = self._ended
+        self._ended = Ended()
         return ended
 
     def order(self, orders: StepOrders) -> None:
         """Hand orders to the workers."""
-        if orders:
-            head, frame = encode_head(orders), encode_orders(orders)
-            for worker in self.workers:
-                worker.carry_out(head, frame)
+        if not orders:
+            return
+        head = encode_head(orders)
+        frame = encode_orders(orders)
+        for worker in self.workers:
+            worker.carry_out(head, frame)
 
     def collect(self) -> list[StepResults]:
-        """Apply the workers' results since the last call to the ledgers, as `step` does. Returns them by worker."""
+        """Apply the workers' results since the last call to the ledgers, as `step` does.
+
+        Returns:
+            The results, by worker.
+        """
         by_worker = [worker.take_results() for worker in self.workers]
         for index, results in enumerate(by_worker):
-            self._join(index, results)
+            self._apply(index, results)
         return by_worker
 
     def close(self) -> None:
@@ -270,34 +299,41 @@ class StandaloneEngine:
         for worker in self.workers:
             worker.close()
 
-    def _join(self, index: int, results: StepResults) -> None:
-        """Apply one worker's results. A load is over when every worker has reported it, and bad if it is on one."""
+    def _apply(self, index: int, results: StepResults) -> None:
+        """Apply one worker's results."""
         if results.alive is not None:
             self._writing[index] = results.alive
         self._ended.sent += self.leases.acknowledge(index, results.sent)
-        for request_id, reason in (*dict.fromkeys(results.loaded).items(), *results.failed.items()):
-            reports = self._reports.setdefault(request_id, {})
-            reports[index] = reason
-            if len(reports) < len(self.workers):
-                continue
-            del self._reports[request_id]
-            failed = next(filter(None, reports.values()), None)
-            if failed is None:
-                self.loads.loaded(request_id)
-                self._ended.loaded.append(request_id)
-            else:
-                self.loads.failed(request_id)
-                self._ended.failed[request_id] = failed
-            self.loads.finished(
-                request_id
-            )  # nothing is asked about it any more; its params may be megabytes
+        for request_id in results.loaded:
+            self._report(index, request_id, None)
+        for request_id, reason in results.failed.items():
+            self._report(index, request_id, reason)
+
+    def _report(self, index: int, request_id: str, failure: FailureReason | None) -> None:
+        """One worker has reported a load. It is over when every worker has, and bad if it is on one of them."""
+        failures = self._reports.setdefault(request_id, {})
+        failures[index] = failure
+        if len(failures) < len(self.workers):
+            return
+        del self._reports[request_id]
+        reasons = [reason for reason in failures.values() if reason is not None]
+        if reasons:
+            self.loads.failed(request_id)
+            self._ended.failed[request_id] = reasons[0]
+        else:
+            self.loads.loaded(request_id)
+            self._ended.loaded.append(request_id)
+        # Nothing is asked about it any more, and its params may be megabytes.
+        self.loads.finished(request_id)
 
     def _check_blocks(self, blocks: Blocks, num_tokens: int, *, from_first: bool) -> None:
-        """Raises `InvalidBlocks` if a block that these tokens need is block 0: the plan takes it for one that is not
-        held, and would leave its tokens out of a load that ends well.
+        """Check that no block that these tokens need is block 0.
 
         Args:
             from_first: whether the blocks begin with the prompt's first token; otherwise they are its last ones.
+
+        Raises:
+            InvalidBlocks: one is, or there are other cache groups.
         """
         groups = self.description.groups
         if len(blocks) != len(groups):
@@ -305,11 +341,18 @@ class StandaloneEngine:
                 "blocks", f"of {len(blocks)} cache groups", f"those of {len(groups)}"
             )
         for index, (group, ids) in enumerate(zip(groups, blocks, strict=True)):
+            if group.policy == "state":
+                continue
             span = group.block_tokens * self.description.topology.dcp
-            first = first_needed(group, num_tokens) // span
-            stop = -(-num_tokens // span)
-            needed = ids[first:stop] if from_first else ids[max(0, len(ids) - (stop - first)) :]
-            if group.policy != "state" and NULL_BLOCK in needed:
+            first_block = first_needed(group, num_tokens) // span
+            stop_block = -(-num_tokens // span)
+            if from_first:
+                needed = ids[first_block:stop_block]
+            else:
+                num_needed = stop_block - first_block
+                needed = ids[max(0, len(ids) - num_needed) :]
+            # The plan takes block 0 for one that is not held, and would leave its tokens out of a load that ends well.
+            if NULL_BLOCK in needed:
                 raise InvalidBlocks(
                     f"blocks[{index}]",
                     NULL_BLOCK,
@@ -317,5 +360,5 @@ class StandaloneEngine:
                 )
 
     def _knows(self, boot: str, name: LeaseName) -> bool:
-        """Called on the listener's thread."""
+        """Whether this engine has a lease. Called on the listener's thread."""
         return boot == self.boot and name in self.leases.slots
