@@ -20,7 +20,7 @@ _MADE = (DEFAULT_MODEL, *RANDOM_MODELS)
 _WEIGHTS, _OLD_WEIGHTS = ".safetensors", ".bin"
 """The files that vLLM loads, in its order of preference; repositories may hold others of the same weights."""
 _ALL_WEIGHTS = (_WEIGHTS, _OLD_WEIGHTS, ".pt", ".pth", ".h5", ".msgpack", ".onnx")
-_FORMAT = 1
+_FORMAT = 2
 """Counts changes of how they are made: another number, another folder."""
 
 

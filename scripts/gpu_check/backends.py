@@ -28,14 +28,9 @@ from scripts.accuracy.settings import TINY_MODEL
 _LEFT_OUT = ("SPARSE", "TURBOQUANT")
 """Backends of models and of caches that are not tried here."""
 _OVERRIDES: dict[str, dict[str, Any]] = {
-    # what all backends can do: heads of 128, DeepSeek's parts of a head
+    # what all backends can do: heads of 128, 16 heads of MLA
     TINY_MODEL: {"head_dim": 128},
-    "small-mla": {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
+    "small-mla": {"num_attention_heads": 16, "num_key_value_heads": 16},
 }
 _ERROR = re.compile(r"\w*(?:Error|Exception|Config|Refused): .*")
 

@@ -17,7 +17,7 @@ VOCABULARY = 1024
 FIRST_TOKEN = 3
 """Smaller ids have a meaning to engines (padding, begin, end)."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Counts changes of how they are made: another number, another folder."""
 
 # Untied embeddings and wide weights: otherwise all logits are nearly equal and rounding decides.
@@ -72,7 +72,8 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
     "small-deep": SmallModel("Llama", {"num_hidden_layers": 30, "num_key_value_heads": 1}),
     # Llama-like, one layer: drafts for the others
     "small-draft": SmallModel("Llama", {"num_hidden_layers": 1}),
-    # DeepSeek-V2-like, MLA with dense layers; vLLM's CPU kernel wants rows of 512 + 64
+    # DeepSeek-V2-like, MLA with dense layers; vLLM's CPU kernel wants rows of 512 + 64, its prefill on
+    # GPUs knows a few sizes of heads, and (128, 64, 128) is one
     "small-mla": SmallModel(
         "DeepseekV2",
         {
@@ -81,8 +82,8 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
             "q_lora_rank": None,
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
             "first_k_dense_replace": 2,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
