@@ -107,7 +107,9 @@ def _build_stand_ins() -> None:
     """One library with all functions, and beside it one without any for every name under which they are looked for."""
     modules = [*(_PACKAGES / "torch" / "lib").glob("*.so"), *(_PACKAGES / "vllm").rglob("*.so")]
     needed = {name for module in modules for name in _needed(module)}
-    wanted = set(_nvidia_symbols(modules))
+    # Triton compiles its own use of the driver where it is installed.
+    driver = (_PACKAGES / "triton" / "backends" / "nvidia" / "driver.c").read_text()
+    wanted = {*_nvidia_symbols(modules), *re.findall(r"\bcu[A-Z]\w+(?=\()", driver)}
     if not {"libcudart.so.13", "libcuda.so.1"} <= needed:
         raise BuildFailed(
             f"torch and vLLM in {_PACKAGES} ask for other libraries: {', '.join(sorted(needed))}"

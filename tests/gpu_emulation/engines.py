@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,11 @@ NOISE = 1e-3
 
 _ENGINE_ARGS: Mapping[str, Any] = {
     "max_model_len": 256,
-    # The interpreter takes seconds for what a GPU does in microseconds: small steps, and none but a few tokens.
+    # The interpreter takes seconds for what a GPU does in microseconds: small steps, few tokens.
     "max_num_batched_tokens": 64,
     "max_num_seqs": 2,
     "num_gpu_blocks_override": None,
     "kv_cache_memory_bytes": 16 << 20,
-    "attention_config": {"backend": "TRITON_ATTN"},
 }
 
 
@@ -34,23 +33,33 @@ class Settings:
 
     Attributes:
         block_size: tokens.
-        layout: NHD or HND.
+        layout: NHD or HND; empty for vLLM's choice.
+        backend: of attention; empty for vLLM's choice.
         engine_args: more of vLLM's `EngineArgs`.
+        environment: variables of its process.
+        extra_config: of the connector.
     """
 
     block_size: int = 16
     layout: str = ""
+    backend: str = "TRITON_ATTN"
+    dtype: str = "float32"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
 
     def spec(self, name: str, model: str, role: str = "") -> EngineSpec:
         """The engine of this name."""
+        attention = {"attention_config": {"backend": self.backend}} if self.backend else {}
+        layout = {"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {}
         return EngineSpec(
             name,
             str(small_model(model, default_cache_dir())),
             role,
             block_size=self.block_size,
-            engine_args={**_ENGINE_ARGS, **self.engine_args},
-            environment={"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {},
+            engine_args={**_ENGINE_ARGS, "dtype": self.dtype, **attention, **self.engine_args},
+            environment={**layout, **self.environment},
+            extra_config=self.extra_config,
         )
 
 
@@ -82,23 +91,46 @@ class Trio:
         name: str,
         model: str,
         producer: Settings,
-        consumer: Settings,
+        consumer: Settings | None = None,
     ) -> Trio:
-        """All three side by side; they end with `running`."""
+        """All three side by side; they end with `running`. Without a consumer's settings both have the same."""
+        decode = consumer or producer
         specs = (
             producer.spec(f"{name}-producer", model, "kv_producer"),
-            consumer.spec(f"{name}-consumer", model, "kv_consumer"),
-            consumer.spec(f"{name}-alone", model),
+            decode.spec(f"{name}-consumer", model, "kv_consumer"),
+            decode.spec(f"{name}-alone", model),
         )
         return Trio(*start(running, logs, specs))
 
-    def worst_difference(self, lengths: tuple[int, ...], tokens: int = 3) -> float:
+    def worst_difference(self, lengths: Sequence[int], tokens: int = 3) -> float:
         """Hand prompts of these lengths over; by how much log-probabilities differ from the single engine's."""
         worst = 0.0
         for number, length in enumerate(lengths):
             prompt = prompt_of(length, number)
-            answer, _ = hand_over(self.producer, self.consumer, prompt)
-            worst = max(
-                worst, difference(answer, self.alone.answer(prompt, tokens=len(answer.tokens)))
-            )
+            answer, _ = hand_over(self.producer, self.consumer, prompt, tokens)
+            worst = max(worst, difference(answer, self.alone.answer(prompt, tokens=tokens)))
         return worst
+
+    def worst_continuation(self, lengths: Sequence[int], tokens: int = 3) -> float:
+        """The same of prompts that end with a token which the single engine has decoded, not prefilled: in bfloat16
+        both give other numbers, and a consumer decodes a prompt's last token."""
+        worst = 0.0
+        for number, length in enumerate(lengths):
+            prompt = prompt_of(length, number)
+            said = self.alone.answer(prompt, tokens=tokens + 1)
+            rest = Answer(said.tokens[1:], said.logprobs[1:], None)
+            answer, _ = hand_over(self.producer, self.consumer, [*prompt, said.tokens[0]], tokens)
+            worst = max(worst, difference(answer, rest))
+        return worst
+
+
+def graph_replays(engine: ForkedEngine) -> int:
+    """CUDA graphs that the engine's worker has replayed."""
+    (count,) = engine.on_workers(_replays)
+    return int(count)
+
+
+def _replays(_worker: Any) -> int:
+    from tests.gpu_emulation.emulation import graphs
+
+    return graphs.replays

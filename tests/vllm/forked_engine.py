@@ -10,7 +10,7 @@ workers are forked where they would be spawned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,6 +90,37 @@ class ForkedEngine:
         assert isinstance(answer, Answer)
         return answer
 
+    def begin(
+        self,
+        prompt: Sequence[int],
+        params: Mapping[str, Any] | None = None,
+        tokens: int = 8,
+        **more: Any,
+    ) -> str:
+        """A request that is served while other commands come; its id."""
+        name = self._call("begin", list(prompt), tokens, dict(params) if params else None, more)
+        return str(name)
+
+    def result(self, name: str) -> Answer:
+        """The answer to a request that was begun."""
+        found: list[Answer] = []
+
+        def is_there() -> bool:
+            found.extend(filter(None, [self._call("result", name)]))
+            return bool(found)
+
+        wait_until(is_there, f"{self.spec.name} answers {name}", timeout_s=ANSWER_S)
+        return found[0]
+
+    def abort(self, name: str) -> None:
+        """End a request that was begun."""
+        self._call("abort", name)
+
+    def kill(self) -> None:
+        """End the process as a fault does."""
+        self._process.kill()
+        self._process.join()
+
     def metrics(self) -> Scrape:
         """The metrics that a server's `/metrics` would have."""
         return parse_metrics(self._call("metrics"))
@@ -104,7 +135,11 @@ class ForkedEngine:
         Args:
             state: which one, of a layer that has several.
         """
-        self._call("on_workers", flip_a_byte, (layer, block, state))
+        self.on_workers(flip_a_byte, layer, block, state)
+
+    def on_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returns for each worker and these arguments, in the worker's process."""
+        return list(self._call("on_workers", function, arguments))
 
     def groups(self) -> list[list[str]]:
         """The layers of every cache group that is transferred, in the order of `remote_block_ids`."""

@@ -134,6 +134,7 @@ class Engine:
 
         steps.MAX_IDLE_S = 0.05  # `free_blocks` is to know soon what is free
         self._asked = 0
+        self._answers: dict[str, Answer] = {}
 
     def serve(self, pipe: Connection) -> None:
         while True:
@@ -145,13 +146,22 @@ class Engine:
                     break
                 pipe.send(("", getattr(self, name)(*arguments)))
             elif busy:
-                self._engine.step()
+                self._step()
         self._engine.engine_core.shutdown()
 
     def ask(
         self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]
     ) -> Answer:
-        """One request, alone.
+        """One request, and its answer. For `more` see `begin`."""
+        name = self.begin(prompt, tokens, params, more)
+        while name not in self._answers:
+            self._step()
+        return self._answers.pop(name)
+
+    def begin(
+        self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]
+    ) -> str:
+        """A request that is served between commands; returns its id.
 
         Args:
             more: `id`: the request's; `lora`: the folder of an adapter; `salt`: its `cache_salt`; `image`: of PIL.
@@ -175,15 +185,25 @@ class Engine:
             asked["multi_modal_data"] = {"image": more["image"]}
         name, lora = more.get("id", str(self._asked)), _lora(more.get("lora"))
         self._engine.add_request(name, asked, sampling, lora_request=lora)
-        while True:
-            for output in self._engine.step():
-                if output.finished:
-                    (said,) = output.outputs
-                    logprobs = [
-                        each[token].logprob
-                        for token, each in zip(said.token_ids, said.logprobs, strict=True)
-                    ]
-                    return Answer(list(said.token_ids), logprobs, output.kv_transfer_params)
+        return str(name)
+
+    def result(self, name: str) -> Answer | None:
+        """The answer to a request that was begun, once; None while there is none."""
+        return self._answers.pop(name, None)
+
+    def abort(self, name: str) -> None:
+        self._engine.abort_request([name])
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                (said,) = output.outputs
+                logprobs = [
+                    each[token].logprob
+                    for token, each in zip(said.token_ids, said.logprobs, strict=True)
+                ]
+                answer = Answer(list(said.token_ids), logprobs, output.kv_transfer_params)
+                self._answers[output.request_id] = answer
 
     def metrics(self) -> str:
         from prometheus_client import generate_latest

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as tree
 
+from tests.gpu_emulation.emulation import graphs
+
 _AS_THEY_ARE = {
     "_has_compatible_shallow_copy_type",
     "_local_scalar_dense",
@@ -41,7 +43,8 @@ _libraries: dict[str, Any] = {}
 
 
 def install(_module: ModuleType) -> None:
-    """Replace all kernels that are registered for CUDA."""
+    """Replace all kernels that are registered for CUDA, and what replays them."""
+    graphs.install()
     warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"))
     for name in sorted(registered | _BY_OTHER_WAYS):
@@ -66,39 +69,61 @@ def on_the_cpu(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator for tensors on the device: called with CPU tensors over the same memory."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        launch = _Launch(operator, args, kwargs)
+        result = launch.run()
+        graphs.note(lambda: launch.run_into(result))
+        return result
 
-        def down(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if value.device.type != "cuda":
-                    given[id(value)] = (value, value)
-                    return value
-                here = cpu_view(value)
-                given[id(here)] = (here, value)
-                return here
-            if isinstance(value, torch.device) and value.type == "cuda":
-                return torch.device("cpu")
-            if isinstance(value, torch.Generator):
-                return None
-            return value
+    return run
 
-        def up(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            known = given.get(id(value))
-            return known[1] if known else _on_the_device(value)
 
-        args, kwargs = tree.tree_map(down, (args, kwargs))
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        result = operator(*args, **kwargs)
-        for here, there in given.values():
+class _Launch:
+    """An operator with the arguments that it was called with."""
+
+    def __init__(
+        self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._operator = operator
+        self._args = args
+        self._kwargs = {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+        self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the id of a CPU tensor that the operator is given: that tensor, and whose memory it has."""
+
+    def run(self) -> Any:
+        """Its result; what is new in it is on the device too."""
+        return tree.tree_map(self._up, self._call())
+
+    def run_into(self, result: Any) -> None:
+        """The same again, as a graph does: what was new in its result is written where that lies."""
+        known = tree.tree_leaves(result)
+        for here, there in zip(tree.tree_leaves(self._call()), known, strict=True):
+            if isinstance(here, torch.Tensor) and id(here) not in self._given:
+                _copy(there, here)
+
+    def _call(self) -> Any:
+        self._given.clear()
+        args, kwargs = tree.tree_map(self._down, (self._args, self._kwargs))
+        result = self._operator(*args, **kwargs)
+        for here, there in self._given.values():
             if here.size() != there.size():  # of an `out` that the operator has resized
                 there.resize_(here.size())
                 _copy(there, here.contiguous())
-        return tree.tree_map(up, result)
+        return result
 
-    return run
+    def _down(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            here = cpu_view(value) if value.device.type == "cuda" else value
+            self._given[id(here)] = (here, value)
+            return here
+        if isinstance(value, torch.device) and value.type == "cuda":
+            return torch.device("cpu")
+        return None if isinstance(value, torch.Generator) else value
+
+    def _up(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self._given.get(id(value))
+        return known[1] if known else _on_the_device(value)
 
 
 def cpu_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from types import ModuleType
 _CHANGES = {
     "torch": "aten",
     "vllm._custom_ops": "vllm_ops",
+    "vllm.vllm_flash_attn.flash_attn_interface": "flash_attention",
     "triton.runtime.interpreter": "triton_interpreter",
     "nixl_cu12._bindings": "nixl_memory",
     "nixl_cu13._bindings": "nixl_memory",
@@ -74,6 +75,7 @@ def _start() -> None:
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         # A library that is loaded is found under its own name by all who look for it later.
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(libraries))
     sys.meta_path.insert(0, _AfterImport())
 
 

@@ -9,6 +9,9 @@ import torch
 
 from tests.gpu_emulation.emulation.aten import register
 
+_PLAIN = ("auto", "bfloat16", "float16", "float32")
+"""Types of a cache whose numbers are the model's, without scales."""
+
 
 def install(_module: ModuleType) -> None:
     """Take the place of vLLM's kernels."""
@@ -40,6 +43,11 @@ def _normed(hidden: torch.Tensor, epsilon: float) -> torch.Tensor:
 def _silu_and_mul(result: torch.Tensor, hidden: torch.Tensor) -> None:
     gate, up = hidden.chunk(2, -1)
     result.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _gelu_tanh_and_mul(result: torch.Tensor, hidden: torch.Tensor) -> None:
+    gate, up = hidden.chunk(2, -1)
+    result.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 def _rotary_embedding(
@@ -77,7 +85,7 @@ def _reshape_and_cache_flash(
     key_scale: torch.Tensor,
     value_scale: torch.Tensor,
 ) -> None:
-    if kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+    if kv_cache_dtype not in _PLAIN:
         raise NotImplementedError(f"of reshape_and_cache_flash: {kv_cache_dtype}")
     block_size = key_cache.shape[1]
     for states, cache in ((key, key_cache), (value, value_cache)):
@@ -86,12 +94,33 @@ def _reshape_and_cache_flash(
                 cache[slot // block_size, slot % block_size] = states[token].to(cache.dtype)
 
 
+def _concat_and_cache_mla(
+    latent: torch.Tensor,
+    rotary_key: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> None:
+    if kv_cache_dtype not in _PLAIN:
+        raise NotImplementedError(f"of concat_and_cache_mla: {kv_cache_dtype}")
+    rows = torch.cat((latent, rotary_key.flatten(1)), -1)
+    block_size = cache.shape[1]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            cache[slot // block_size, slot % block_size] = rows[token].to(cache.dtype)
+
+
 _FUNCTIONS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "_C": {
         "rms_norm": _rms_norm,
         "fused_add_rms_norm": _fused_add_rms_norm,
         "silu_and_mul": _silu_and_mul,
+        "gelu_tanh_and_mul": _gelu_tanh_and_mul,
         "rotary_embedding": _rotary_embedding,
     },
-    "_C_cache_ops": {"reshape_and_cache_flash": _reshape_and_cache_flash},
+    "_C_cache_ops": {
+        "concat_and_cache_mla": _concat_and_cache_mla,
+        "reshape_and_cache_flash": _reshape_and_cache_flash,
+    },
 }
