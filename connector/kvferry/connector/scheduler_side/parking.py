@@ -29,6 +29,7 @@ class Parking:
 
     def enter(self, request: Request) -> None:
         """A request waits. It is parked if enough others do."""
+        # One that cannot be parked counts as looked at: vLLM looks its prefix up in every step.
         has_room = len(self._looked_at) < MAX_ASKED
         if has_room or not can_park(request):
             self._looked_at.add(request.request_id)
@@ -41,7 +42,9 @@ class Parking:
         self._looked_at.discard(request_id)
         request = self._parked.pop(request_id, None)
         if request is not None:
+            # Answered before its turn to be looked at: vLLM can admit it in the next step.
             unpark(request)
+        # The first that arrived: nobody waits longer than it must because others arrived later.
         while self._parked and len(self._looked_at) < MAX_ASKED:
             first_id = next(iter(self._parked))
             first = self._parked.pop(first_id)

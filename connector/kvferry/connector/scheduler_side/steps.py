@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
@@ -243,10 +243,9 @@ class Steps:
 
     # Waking, on any thread.
 
-    @property
-    def wake(self) -> Callable[[], None]:
-        """Has the loop look for reasons to step. Thread-safe."""
-        return self._loop.wake
+    def wake(self) -> None:
+        """Have the loop look for reasons to step."""
+        self._loop.wake()
 
     def poll(self) -> None:
         """Wake an engine that has rested for `MAX_IDLE_S`. Called by the listener's thread, twice a second or more."""
