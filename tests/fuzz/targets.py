@@ -37,15 +37,9 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.ids import epoch_from_text, epoch_to_text
 from kvferry.protocol.notifications import MAGIC, decode_notification, encode_notification
 from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, encode_orders
-from kvferry.protocol.params import (
-    MAX_KEYS,
-    RemoteDecode,
-    RemotePrefill,
-    decode_params,
-    read_params,
-    read_turn,
-)
+from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_mac import check_params_mac, sign_params
+from kvferry.protocol.params_reader import decode_params, read_params, read_turn
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe, decode_answers
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory

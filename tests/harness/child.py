@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.params import RemotePrefill, read_params
+from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.params_reader import read_params
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.worker.fabric.agent import load_bindings

@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import ForeignParams, InvalidParams
-from kvferry.protocol.params import (
-    SHORTEST_LEASE_S,
-    RemoteDecode,
-    RemotePrefill,
-    Ticket,
-    read_params,
-    read_turn,
-)
+from kvferry.protocol.params import SHORTEST_LEASE_S, RemoteDecode, RemotePrefill, Ticket
+from kvferry.protocol.params_reader import read_params, read_turn
 from tests.protocol.samples import make_params, make_ticket, params_of_length
 
 NAMES = st.text(

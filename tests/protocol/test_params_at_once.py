@@ -12,10 +12,11 @@ from unittest import mock
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.protocol import params
+from kvferry.protocol import params_reader
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import RemotePrefill, read_params, read_turn
+from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_params
+from kvferry.protocol.params_reader import read_params, read_turn
 from tests.protocol.samples import KEY, make_params
 
 Read = Callable[[Mapping[str, Any]], object]
@@ -169,7 +170,7 @@ def outcome(read: Read, raw: Mapping[str, Any]) -> str:
 
 def part_by_part(read: Read, raw: Mapping[str, Any]) -> str:
     """The result without the fast path."""
-    with mock.patch.object(params, "_read_at_once", return_value=None):
+    with mock.patch.object(params_reader, "_read_unchanged", return_value=None):
         return outcome(read, raw)
 
 
@@ -198,5 +199,5 @@ def test_any_params_are_read_as_if_there_were_no_quick_way(
 
 
 def test_what_a_producer_writes_is_read_at_once() -> None:
-    with mock.patch.object(params, "_read_part_by_part", side_effect=AssertionError):
+    with mock.patch.object(params_reader, "_read_tolerantly", side_effect=AssertionError):
         assert isinstance(read_params(sign_params(make_params(), KEY).to_json()), RemotePrefill)

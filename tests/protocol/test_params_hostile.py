@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import (
-    MAX_BLOCKS,
-    MAX_DIGESTS,
-    MAX_GROUPS,
-    MAX_KEYS,
-    RemotePrefill,
-    decode_params,
-    most_blocks,
-    read_params,
-    read_turn,
-)
+from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, RemotePrefill
+from kvferry.protocol.params_reader import decode_params, most_blocks, read_params, read_turn
 from kvferry.protocol.prompt_queries import encode_params
 from tests.protocol.frames import deep
 from tests.protocol.samples import make_params

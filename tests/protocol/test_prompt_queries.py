@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import MAX_REQUEST_BYTES, decode_request, encode
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.params import decode_params
+from kvferry.protocol.params_reader import decode_params
 from kvferry.protocol.prompt_queries import (
     Answer,
     Answers,

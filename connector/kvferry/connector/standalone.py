@@ -31,8 +31,9 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
-from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket, read_params
+from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
+from kvferry.protocol.params_reader import read_params
 from kvferry.protocol.side_channel.hosts import check_announced
 from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -11,10 +12,18 @@ from kvferry.protocol.errors import MISSING, InputError, cut
 
 T = TypeVar("T")
 
-# Both are anchored: msgspec quotes the refused value, and a hostile value can contain text that looks like a path.
-_AT = re.compile(r"(?P<expected>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `([^`]+)`")
-_UNKNOWN = re.compile(r"\AInvalid (?:enum )?value ")
+# msgspec gives its reason as one text, and has no attributes for the field and the expected type.
+# Both patterns match the whole text: msgspec quotes the refused value, and a hostile value can contain text that looks
+# like a path.
+_REASON = re.compile(r"(?P<expected>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `([^`]+)`")
+_UNKNOWN_VALUE = re.compile(r"\AInvalid (?:enum )?value ")
+_KEY_OF_PATH = re.compile(r"[^.\[\]]+")
+
+# What an error names where no field can be named.
+_WHOLE = "message"
+# Messages are nested no deeper than this; hostile ones may be.
+_SEARCH_DEPTH = 4
 
 
 def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
@@ -26,13 +35,12 @@ def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
     try:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as refused:
-        raise _named(refused, value, error) from None
-    except UnicodeEncodeError as refused:  # msgspec encodes text that is in place of a number
-        raise error(
-            (_path_of(refused.object, value) or "message").removeprefix("."),
-            refused.object,
-            "no lone surrogates",
-        ) from None
+        raise _with_field(refused, value, error) from None
+    except UnicodeEncodeError as refused:
+        # msgspec encodes text that stands in place of a number, and this error names no field.
+        path = _path_of(refused.object, value) or _WHOLE
+        expected = "no lone surrogates"
+        raise error(path.removeprefix("."), refused.object, expected) from None
 
 
 def decode(
@@ -52,61 +60,70 @@ def decode(
         error: when the message is longer than `max_bytes`, is not msgpack, or does not fit the decoder's type.
     """
     if len(payload) > max_bytes:
-        raise error(where or "message", f"{len(payload)} bytes", f"at most {max_bytes} bytes")
+        raise error(where or _WHOLE, f"{len(payload)} bytes", f"at most {max_bytes} bytes")
     try:
         return decoder.decode(payload)
     except msgspec.ValidationError as refused:
-        raise _named(refused, None, error, where) from None
+        raise _with_field(refused, None, error, where) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise error(
-            where or "message", payload[:16], cut(f"well-formed msgpack ({refused})")
-        ) from None
+        expected = cut(f"well-formed msgpack ({refused})")
+        raise error(where or _WHOLE, payload[:16], expected) from None
 
 
-def _named(
+def _with_field(
     refused: msgspec.ValidationError, root: object, error: type[InputError], where: str = ""
 ) -> InputError:
-    match = _AT.fullmatch(str(refused))
-    path = (match.group("path") if match else None) or ""
-    expected = match.group("expected") if match else str(refused)
-    missing = _MISSING.fullmatch(expected)
-    if missing:
+    """The error for msgspec's refusal; `root` is the refused object, None if it was never decoded."""
+    expected = str(refused)
+    path = ""
+    reason = _REASON.fullmatch(expected)
+    if reason is not None:
+        path = reason.group("path") or ""
+        expected = reason.group("expected")
+    missing = _MISSING_FIELD.fullmatch(expected)
+    if missing is not None:
         return error(_joined(where, path, missing.group(1)), MISSING, "a value")
-    expected = _UNKNOWN.sub(
-        "a value that this version knows, not ", expected.removeprefix("Expected ")
-    )
-    return error(_joined(where, path) or "message", _at_path(root, path), cut(expected))
+    expected = expected.removeprefix("Expected ")
+    expected = _UNKNOWN_VALUE.sub("a value that this version knows, not ", expected)
+    return error(_joined(where, path) or _WHOLE, _value_at(root, path), cut(expected))
 
 
-def _path_of(text: str, value: object, depth: int = 4) -> str | None:
-    """The path of a text in plain objects, searched as deep as messages are nested, or None."""
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    for key, child in children:
+def _path_of(text: str, value: object, depth: int = _SEARCH_DEPTH) -> str | None:
+    """The path of a text in plain objects, or None if it is not found."""
+    for key, child in _children(value):
         name = f"[{key}]" if isinstance(key, int) else f".{key}"
-        below = "" if child == text else _path_of(text, child, depth - 1) if depth else None
-        if below is not None:
-            return f"{name}{below}"
+        if child == text:
+            return name
+        if depth:
+            below = _path_of(text, child, depth - 1)
+            if below is not None:
+                return f"{name}{below}"
     return None
+
+
+def _children(value: object) -> Iterable[tuple[object, object]]:
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    return ()
 
 
 def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _at_path(root: object, path: str) -> object:
+def _value_at(root: object, path: str) -> object:
     """The value that a msgspec path like `a.b[0][1]` points at, or `unusable` when there is none."""
     value = root
-    for key in re.findall(r"[^.\[\]]+", path):
+    for key in _KEY_OF_PATH.findall(path):
         if isinstance(value, dict) and key in value:
             value = value[key]
         elif isinstance(value, (list, tuple)) and key.isdigit() and int(key) < len(value):
             value = value[int(key)]
         else:
             return "unusable"
-    return "unusable" if value is None and root is None else value
+    # Bytes are not decoded a second time for an error, so there is no value to show.
+    if root is None:
+        return "unusable"
+    return value

@@ -2,15 +2,15 @@
 
 A `kv_transfer_params` object can arrive with another prompt than its own: all prompts of a batched request get the same
 object, and the next turn of a conversation is tokenised again. So the producer sends digests of the tokens in its
-blocks, and the consumer loads only the prefix that both prompts share.
+blocks, and the consumer loads only the prefix that both prompts share. (vLLM's own connector answered the second prompt
+of a batch from the first one's cache, and its prefix cache stayed poisoned.)
 
     d[-1] = H("identity", lora, salt, weights)        start, one per adapter, cache salt and version of the weights
     d[i]  = H("chunk", d[i-1], media in chunk i, tokens of chunk i)
 
 `H` is BLAKE2b with 16 bytes of output and the personalisation `kvferry-digest-1`. A chunk is 256 tokens, the last one
-has the remaining 1 to 256, so `n` tokens have `ceil(n / 256)` digests. Every variable-length part is preceded by its
-length, so no two inputs share an encoding; `weights` is absent for the weights of the start. Golden vectors:
-`tests/protocol/test_digests.py`.
+has the remaining 1 to 256, so `n` tokens have `ceil(n / 256)` digests. `weights` is absent for the weights of the
+start. Golden vectors: `tests/protocol/test_digests.py`.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Prompt:
         salt: vLLM's `cache_salt`, or None.
         media: multimodal items in order of their offset.
         weights: version of weights that were updated at run time, as named by an operator; empty for those of the
-            start, which the fingerprint covers.
+            start.
     """
 
     tokens: Sequence[int]
     lora: str | None = None
     salt: str | None = None
     media: tuple[Media, ...] = ()
+    # The weights of the start need no name here: the fingerprint of the model covers them, at the handshake.
     weights: str = ""
 
 
@@ -64,11 +65,17 @@ def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ..
     Raises:
         ValueError: a token id outside [0, 2**32), or `num_tokens` beyond the prompt.
     """
-    count = len(prompt.tokens) if num_tokens is None else num_tokens
-    if not 0 <= count <= len(prompt.tokens):
-        raise ValueError(f"num_tokens is {count}; expected 0 to {len(prompt.tokens)}")
-    identity, tokens = _identity(prompt), _as_uint32(prompt.tokens, count)
+    if num_tokens is None:
+        num_tokens = len(prompt.tokens)
+    _check_within(prompt, num_tokens)
+    identity = _identity(prompt)
+    tokens = _as_uint32(prompt.tokens, num_tokens)
     return tuple(digest.hex() for digest in _digests(prompt.media, identity, tokens))
+
+
+def _check_within(prompt: Prompt, num_tokens: int) -> None:
+    if not 0 <= num_tokens <= len(prompt.tokens):
+        raise ValueError(f"num_tokens is {num_tokens}; expected 0 to {len(prompt.tokens)}")
 
 
 class GrowingChain:
@@ -81,46 +88,53 @@ class GrowingChain:
 
     def grow(self, num_tokens: int) -> None:
         """Make the digests of the whole chunks within the first `num_tokens` tokens."""
-        start, stop = len(self._whole) * CHUNK_TOKENS, num_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+        start = len(self._whole) * CHUNK_TOKENS
+        stop = num_tokens // CHUNK_TOKENS * CHUNK_TOKENS
         if stop > start:
             self._whole += self._after(start, stop)
             self._digest = bytes.fromhex(self._whole[-1])
 
     def know(self, chain: Sequence[str], num_tokens: int) -> None:
-        """Take the digests of the whole chunks within the first `num_tokens` tokens from the chain of a prompt that
-        begins with them."""
+        """Take digests from the chain of another prompt that begins with the same `num_tokens` tokens."""
         whole = chain[: num_tokens // CHUNK_TOKENS]
         if len(whole) > len(self._whole):
-            self._whole, self._digest = list(whole), bytes.fromhex(whole[-1])
+            self._whole = list(whole)
+            self._digest = bytes.fromhex(whole[-1])
 
     def digests(self, num_tokens: int) -> tuple[str, ...]:
-        """The same as `digest_chain`, of at least as many tokens as before. Raises as that does."""
-        if num_tokens > len(self._prompt.tokens):
-            raise ValueError(
-                f"num_tokens is {num_tokens}; expected 0 to {len(self._prompt.tokens)}"
-            )
+        """The same as `digest_chain`, of at least as many tokens as before.
+
+        Raises:
+            ValueError: as `digest_chain`.
+        """
+        _check_within(self._prompt, num_tokens)
         self.grow(num_tokens)
-        return (*self._whole, *self._after(len(self._whole) * CHUNK_TOKENS, num_tokens))
+        start = len(self._whole) * CHUNK_TOKENS
+        return (*self._whole, *self._after(start, num_tokens))
 
     def _after(self, start: int, stop: int) -> list[str]:
         tokens = self._prompt.tokens[start:stop]
-        part = _as_uint32(tokens, len(tokens))
-        return [digest.hex() for digest in _digests(self._prompt.media, self._digest, part, start)]
+        encoded = _as_uint32(tokens, len(tokens))
+        digests = _digests(self._prompt.media, self._digest, encoded, start)
+        return [digest.hex() for digest in digests]
 
 
 def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
     """The number of leading tokens of `prompt` that a sequence of `num_tokens` tokens with these digests shares.
 
-    The answer is `num_tokens` or a multiple of `CHUNK_TOKENS`: the last boundary up to which every digest is equal.
-    A boundary beyond the local tokens does not count.
+    Returns:
+        `num_tokens` or a multiple of `CHUNK_TOKENS`: the last boundary up to which every digest is equal.
 
     Example: 300 equal tokens, then a difference; `num_tokens` 700: boundaries 256, 512, 700; the answer is 256.
     """
-    identity, tokens = _identity(prompt), _as_uint32(prompt.tokens, num_tokens)
+    identity = _identity(prompt)
+    tokens = _as_uint32(prompt.tokens, num_tokens)
     shared = 0
+    # The chain may be longer than the local prompt, or shorter.
     for expected, digest in zip(chain, _digests(prompt.media, identity, tokens), strict=False):
         stop = min(shared + CHUNK_TOKENS, num_tokens)
-        if stop * TOKEN_BYTES > len(tokens) or digest.hex() != expected:
+        is_beyond = stop * TOKEN_BYTES > len(tokens)
+        if is_beyond or digest.hex() != expected:
             break
         shared = stop
     return shared
@@ -132,31 +146,33 @@ _MEDIA = struct.Struct("<QQQ")
 
 
 def _counted(part: bytes) -> bytes:
+    # Every part of variable length is preceded by its length, so no two inputs share an encoding.
     return _LENGTH.pack(len(part)) + part
 
 
 _CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
+# The beginning of every chunk's message is hashed once, here: a copy of a state costs half of a new one.
 _CHUNK = _EMPTY.copy()
 _CHUNK.update(_counted(b"chunk") + _LENGTH.pack(DIGEST_BYTES))
 _WHOLE_CHUNK = _counted(b"") + _LENGTH.pack(_CHUNK_BYTES)
 """The bytes between the digest of the chunk before and the tokens of a whole chunk without media."""
 
 
-def _hash(message: bytes) -> bytes:
-    state = _EMPTY.copy()  # costs half of a new one
-    state.update(message)
-    return state.digest()
-
-
 def _optional(text: str | None) -> bytes:
-    return b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass")
+    if text is None:
+        return b""
+    # The sign tells an empty text from none.
+    return b"=" + text.encode("utf-8", "surrogatepass")
 
 
 def _identity(prompt: Prompt) -> bytes:
     parts = [b"identity", _optional(prompt.lora), _optional(prompt.salt)]
     if prompt.weights:
         parts.append(_optional(prompt.weights))
-    return _hash(b"".join(map(_counted, parts)))
+    state = _EMPTY.copy()
+    for part in parts:
+        state.update(_counted(part))
+    return state.digest()
 
 
 def _digests(
@@ -169,37 +185,44 @@ def _digests(
         tokens: bytes of the tokens from `first` on; a chunk has `CHUNK_TOKENS` tokens, the last one the rest.
     """
     for at in range(0, len(tokens), _CHUNK_BYTES):
-        part = tokens[at : at + _CHUNK_BYTES]
-        rest = _WHOLE_CHUNK
-        if media or len(part) < _CHUNK_BYTES:
+        chunk = tokens[at : at + _CHUNK_BYTES]
+        between = _WHOLE_CHUNK
+        if media or len(chunk) < _CHUNK_BYTES:
             start = first + at // TOKEN_BYTES
-            rest = _described(media, start, start + len(part) // TOKEN_BYTES) + _LENGTH.pack(
-                len(part)
-            )
+            stop = start + len(chunk) // TOKEN_BYTES
+            between = _encoded_media(media, start, stop) + _LENGTH.pack(len(chunk))
         state = _CHUNK.copy()
-        state.update(digest + rest)
-        state.update(part)
+        state.update(digest + between)
+        state.update(chunk)
         digest = state.digest()
         yield digest
 
 
-def _described(media: tuple[Media, ...], start: int, stop: int) -> bytes:
-    seen = [item for item in media if item.offset < stop and start < item.offset + item.length]
-    return _counted(
-        b"".join(
-            _MEDIA.pack(item.offset, item.length, len(content)) + content
-            for item in seen
-            for content in (item.content.encode("utf-8", "surrogatepass"),)
-        )
-    )
+def _encoded_media(media: tuple[Media, ...], start: int, stop: int) -> bytes:
+    """The items that cover any of the tokens `[start, stop)`, as bytes."""
+    encoded = bytearray()
+    for item in media:
+        if item.offset < stop and start < item.offset + item.length:
+            content = item.content.encode("utf-8", "surrogatepass")
+            encoded += _MEDIA.pack(item.offset, item.length, len(content))
+            encoded += content
+    return _counted(bytes(encoded))
 
 
 def _as_uint32(tokens: Sequence[int], count: int) -> memoryview:
-    """The first `count` tokens as bytes, little-endian. `array` is five times as fast as numpy here, twice as fast
-    from a list as from other sequences, and raises for ids that do not fit."""
-    chosen, ids = tokens if len(tokens) == count else tokens[:count], array("I")
+    """The first `count` tokens as bytes, little-endian.
+
+    Raises:
+        ValueError: a token id outside [0, 2**32).
+    """
+    # `array` is five times as fast as numpy here, twice as fast from a list as from other sequences, and refuses ids
+    # that do not fit.
+    ids = array("I")
+    chosen = tokens if len(tokens) == count else tokens[:count]
+    if not isinstance(chosen, list):
+        chosen = list(chosen)
     try:
-        ids.fromlist(chosen if isinstance(chosen, list) else list(chosen))
+        ids.fromlist(chosen)
     except OverflowError:
         raise ValueError("a token id is outside [0, 2**32)") from None
     if sys.byteorder == "big":

@@ -20,8 +20,8 @@
     ├── FabricError           NIXL (`kvferry.worker.fabric.port`)
     └── LocalProtocolError    this process did something that its own state machine forbids: a bug in kvferry
 
-An `InputError` names the field, the value that was found and what was expected. It never stops an engine: the
-handler counts it, logs it once and goes on without a transfer (only `InvalidConfig` stops a start).
+An `InputError` names the field, the value and what was expected. It never stops a running engine: its handler counts
+it, logs it once and goes on without a transfer. Only `InvalidConfig` stops an engine, at its start.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InputError(KvferryError):
 
     Args:
         field: path of the field, e.g. `kvferry.lease_slot`.
-        value: the value found; shown shortened, so that a hostile value cannot flood a log.
+        value: its value; shown shortened, so that a hostile value cannot flood a log.
         expected: description of a valid value.
     """
 
@@ -53,10 +53,11 @@ class InputError(KvferryError):
         self.field = field
         self.shown_value = shorten(value)
         self.expected = expected
-        wanted = expected if expected.startswith("did you mean") else f"expected {expected}"
-        super().__init__(
-            f"{f'{self.what}: ' if self.what else ''}{field} is {self.shown_value}; {wanted}"
-        )
+        # `one_of` guesses a name; the guess is a sentence of its own.
+        is_guess = expected.startswith("did you mean")
+        wanted = expected if is_guess else f"expected {expected}"
+        problem = f"{field} is {self.shown_value}; {wanted}"
+        super().__init__(f"{self.what}: {problem}" if self.what else problem)
 
 
 class Shown(str):
@@ -139,49 +140,66 @@ class LocalProtocolError(KvferryError):
 
 
 def shorten(value: object) -> str:
-    """`repr` of a value, cut to a length that is safe to log, without building the repr of a huge or deep container."""
+    """`repr` of a value, cut to a length that is safe to log."""
+    # Not `repr` and then a cut: the repr of a huge or deep container takes its time and its memory before it is cut.
     try:
-        text = _SHORT.repr(value)
+        text = _short_repr.repr(value)
     except Exception:  # noqa: BLE001 - a hostile __repr__ must not get further than this line
         text = f"<{type(value).__name__}>"
     return cut(text)
 
 
-def one_of(found: str, accepted: Iterable[str], *, is_long: bool = False) -> str:
-    """`did you mean …? one of …`, for errors; the guess only if a name is close. `is_long`: not both."""
+def one_of(given: str, accepted: Iterable[str], *, is_long: bool = False) -> str:
+    """`did you mean …? one of …`, for the `expected` of an error.
+
+    Args:
+        given: the name that is not accepted. A guess is made only if an accepted name is close to it.
+        is_long: the list is too long to be shown beside a guess.
+    """
     names = {name.lower(): name for name in accepted}
-    near = difflib.get_close_matches(found.lower(), names, n=1)
-    guess, every = (
-        f"did you mean {names[near[0]]}?" if near else "",
-        f"one of {', '.join(names.values())}",
-    )
-    return guess if guess and is_long else f"{guess} {every}".strip()
+    listed = f"one of {', '.join(names.values())}"
+    near = difflib.get_close_matches(given.lower(), names, n=1)
+    if not near:
+        return listed
+    guess = f"did you mean {names[near[0]]}?"
+    if is_long:
+        return guess
+    return f"{guess} {listed}"
 
 
 def cut(text: str) -> str:
     """The text, or its beginning and an ellipsis."""
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return text[: _MAX_SHOWN - 1] + "…"
+
+
+_SIZED = (list, tuple, dict, set, frozenset, bytes, bytearray, str)
 
 
 def _summary(value: object) -> str | None:
-    if (
-        isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray, str))
-        and len(value) > _MAX_SHOWN
-    ):
+    if isinstance(value, _SIZED) and len(value) > _MAX_SHOWN:
         return f"{type(value).__name__} of length {len(value)}"
     return None
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
-        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
-        self.maxstring = self.maxlong = self.maxother = _MAX_SHOWN
+        self.maxlist = 8
+        self.maxtuple = 8
+        self.maxdict = 8
+        self.maxset = 8
+        self.maxfrozenset = 8
+        self.maxstring = _MAX_SHOWN
+        self.maxlong = _MAX_SHOWN
+        self.maxother = _MAX_SHOWN
 
     def repr1(self, x: Any, level: int) -> str:
-        """Nested values are as short as outer ones; the base class sorts all keys of a dict, and copies all bytes."""
+        """The short form of a value at any level."""
+        # The base class sorts all keys of a dict, and copies all bytes, before it leaves most of them out.
         return _summary(x) or super().repr1(x, level)
 
 
-_SHORT = _Short()
+_short_repr = _ShortRepr()

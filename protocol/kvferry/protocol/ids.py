@@ -1,8 +1,5 @@
 """Types of the identifiers that cross process borders, with the bounds that their decoders enforce.
 
-Some routers decode JSON numbers to float64, which changes integers above 2**53. So an epoch is sent as hexadecimal
-text; all other integers are small.
-
 The words in a lease slot, which a consumer reads before and after the data:
 
     word 0   bits 63 … 4    epoch, 60 random bits, never zero
@@ -29,10 +26,11 @@ Epoch = NewType("Epoch", int)
 
 EPOCH_BITS = 60
 
-Text = Annotated[
-    str, Meta(min_length=1, max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")
-]
-"""Names: no control characters, which could forge lines of a log, and no lone surrogates, which cannot be encoded."""
+# No control characters, which could forge lines of a log; no lone surrogates, which cannot be encoded.
+_NAME = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z"
+Text = Annotated[str, Meta(min_length=1, max_length=512, pattern=_NAME)]
+"""A name of a host, an engine, a request or a layer."""
+# Numbers of more than 53 bits are text: some routers decode JSON numbers to float64, which would change them.
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Hex256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 HexEpoch = Annotated[str, Meta(pattern=r"\A(?!0+\Z)[0-9a-f]{15}\Z")]
@@ -57,7 +55,9 @@ def new_boot_id() -> BootId:
 
 
 def new_epoch() -> Epoch:
-    """A fresh epoch: random, so that epochs neither repeat nor can be guessed."""
+    """A fresh epoch."""
+    # Random, not counted: it is also the proof that a message about a lease comes from who has its ticket. And a slot
+    # that is used again must not show an epoch that an old ticket names.
     return Epoch(secrets.randbits(EPOCH_BITS - 1) + 1)
 
 
@@ -99,8 +99,15 @@ def progress_word(epoch: Epoch, tokens: int) -> int:
 
 def progress_of(word: int, epoch: Epoch) -> int:
     """The complete tokens that a slot's second word reports under this epoch: 0 if it is of another one."""
-    return word & MAX_PROGRESS if word >> PROGRESS_BITS == _tag(epoch) else 0
+    if word >> PROGRESS_BITS != _tag(epoch):
+        return 0
+    return word & MAX_PROGRESS
+
+
+_TAG_MASK = (1 << (64 - PROGRESS_BITS)) - 1
 
 
 def _tag(epoch: Epoch) -> int:
-    return epoch & ((1 << (64 - PROGRESS_BITS)) - 1)
+    # The two words are written one after the other, so a reader may see the tokens of one lease beside the epoch of the
+    # next. The epoch's low bits in the second word tell them apart.
+    return epoch & _TAG_MASK

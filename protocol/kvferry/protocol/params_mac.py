@@ -3,8 +3,11 @@
 The key is generated at the producer's start and given to consumers at the handshake. So a client without access to the
 side channel cannot point a valid lease at another request's blocks, nor a request at another host.
 
-Covered is everything that a consumer acts on. Not covered are what only routers read (`transfer_mode`), which of the
-two legs it is for (`do_remote_prefill`), and what vLLM itself adds to an answer (`remote_prefill_cached_tokens`).
+The MAC covers everything that a consumer acts on. Three kinds of fields are not covered:
+
+- `transfer_mode`, which only routers read;
+- `do_remote_prefill` and `do_remote_decode`, which say which of the two legs the object is for;
+- `remote_prefill_cached_tokens`, which vLLM itself adds to an answer.
 """
 
 from __future__ import annotations
@@ -37,12 +40,10 @@ def sign_params(params: RemotePrefill, key: bytes) -> RemotePrefill:
 
 
 def sign_early(signed: RemotePrefill, key: bytes, opens_within_s: float) -> RemotePrefill:
-    """Signed params as a ticket whose slot may open only later.
-
-    One prompt has both: the ticket, and the params of its answer. The digests and block ids of a long prompt are
-    encoded once, for the latter.
-    """
-    opens_ms = round(opens_within_s * 1000)
+    """Signed params as a ticket whose slot may open only later."""
+    # One prompt needs both objects: the early ticket, and the params of its answer. The early MAC is over the other
+    # one, so the digests and block ids of a long prompt are encoded and hashed once.
+    opens_ms = _milliseconds(opens_within_s)
     mac = _early_mac(signed.kvferry.mac, opens_ms, key)
     ticket = msgspec.structs.replace(signed.kvferry, mac=mac, opens_within_s=opens_ms / 1000)
     return msgspec.structs.replace(signed, kvferry=ticket)
@@ -54,20 +55,18 @@ def check_params_mac(params: RemotePrefill, key: bytes) -> None:
     Raises:
         InvalidParams: the mac is not the producer's.
     """
-    if not hmac.compare_digest(_mac(params, key), params.kvferry.mac):
-        raise InvalidParams(
-            "kvferry.mac", params.kvferry.mac, "the mac of exactly these params by their producer"
-        )
+    given = params.kvferry.mac
+    if not hmac.compare_digest(_mac(params, key), given):
+        expected = "the mac of exactly these params by their producer"
+        raise InvalidParams("kvferry.mac", given, expected)
 
 
 def _mac(params: RemotePrefill, key: bytes) -> str:
-    """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text, without floats and key order.
-
-    A ticket whose slot opens later has the MAC over that of the same params without it, and the time.
-    """
+    """The MAC that a ticket must have: of the params, or of an early ticket if its slot opens later."""
     ticket = params.kvferry
-    opens_ms = round(ticket.opens_within_s * 1000)
-    covered = (
+    # A fixed tuple of integers and text. Routers reorder keys and turn numbers into float64, so neither the order of
+    # keys nor a float may have an influence.
+    covered: tuple[object, ...] = (
         _DOMAIN,
         ticket.version,
         ticket.boot,
@@ -82,17 +81,26 @@ def _mac(params: RemotePrefill, key: bytes) -> str:
         params.remote_num_tokens,
         ticket.lease_slot,
         ticket.lease_epoch,
-        round(ticket.lease_s * 1000),
+        _milliseconds(ticket.lease_s),
         ticket.digests,
         ticket.held_from,
-        *(() if ticket.stream_row is None else (ticket.stream_row,)),
     )
+    # Appended only where there is one, so that this field changes no MAC of params without it.
+    if ticket.stream_row is not None:
+        covered += (ticket.stream_row,)
     mac = _hmac(covered, key)
-    return _early_mac(mac, opens_ms, key) if opens_ms else mac
+    opens_ms = _milliseconds(ticket.opens_within_s)
+    if not opens_ms:
+        return mac
+    return _early_mac(mac, opens_ms, key)
 
 
 def _early_mac(mac: str, opens_ms: int, key: bytes) -> str:
     return _hmac((_EARLY_DOMAIN, mac, opens_ms), key)
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
 
 
 def _hmac(covered: tuple[object, ...], key: bytes) -> str:

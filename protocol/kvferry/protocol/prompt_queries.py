@@ -1,20 +1,18 @@
-"""Queries about prompts that another engine is prefilling, asked before its answer has reached the router.
+"""Queries about prompts that another engine is prefilling, sent before its answer has reached the router.
 
 A router that sends both legs of a request at once names the producer in the params of the decode leg, and nothing
-more. So the consumer asks the producer's side channel for the ticket of that prompt: for what the params of a
+more. So the consumer queries the producer's side channel for the ticket of that prompt: for what the params of a
 sequential request would contain.
 
     consumer                                     producer
-    Subscribe{questions}                        →
+    Subscribe{queries}                    →
                                           ←      Answers{unknown | queued | ticket | over}, and again at each change
-    Unsubscribe{numbers}                        →      (no answer)
+    Unsubscribe{numbers}                  →      (no answer)
 
-A question is repeated until it is settled, by number, and each answer replaces the one before it. So neither a lost
+A query is repeated until it is settled, by number, and each answer replaces the one before it. So neither a lost
 message nor a broken connection matters: later answers are hints that only save waiting for the next repetition.
 
-Both legs have the same request id, but for the eight random digits that vLLM appends on each engine. Clients can choose
-ids, and a ticket permits reading a prompt's cache. So a question contains a digest of the whole prompt, and a ticket is
-given only to who has the same prompt.
+Evolution rules as in `kvferry.protocol.handshake`.
 """
 
 from __future__ import annotations
@@ -33,11 +31,13 @@ from kvferry.protocol.ids import BootId, Count, Hex128, Port, Positive, Text
 from kvferry.protocol.stream_rows import MAX_ROW_GROUPS
 
 MAX_QUERIES = 256
+"""Most queries of one message."""
 MAX_KEY = 256
 MAX_ANSWERS_BYTES = 8 << 20
 """Of one frame: the ticket of the longest prompts has 5 bytes for each block, and 34 for each 256 tokens."""
 MAX_SIBLINGS = 1024
 
+# The prefix says that the engine answers queries. Engines of other connectors have none, and are never queried.
 _ANNOUNCED = "kvferry1"
 _ANNOUNCED_ID = re.compile(rf"{_ANNOUNCED}\.(?P<boot>[0-9a-f]{{32}})\.(?=.)")
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
@@ -47,26 +47,28 @@ Number = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 class PromptQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Where is this prompt prefilled?
+    """A query for the ticket of one prompt.
 
     Attributes:
-        number: chosen by the asker, for the answers.
-        key: `request_key` of the asker's own request.
+        number: chosen by the client, for the answers.
+        key: `request_key` of the client's own request.
         num_tokens: length of the prompt.
         digest: the last of the prompt's `digest_chain`.
-        spans: per cache group of the asker the tokens of a block on all its ranks, if it reads prompts while they are
+        spans: per cache group of the client the tokens of a block on all its ranks, if it reads prompts while they are
             computed. `()` if not: then it gets a ticket for a complete one.
     """
 
     number: Number
     key: Annotated[str, Meta(min_length=1, max_length=MAX_KEY, pattern=r"\A[ -~]+\Z")]
     num_tokens: Positive
+    # Clients of the router can choose request ids, and a ticket permits reading a prompt's cache. So the key alone is
+    # not enough: a ticket is given only to an engine that has the same prompt.
     digest: Hex128
     spans: Annotated[tuple[Positive, ...], Meta(max_length=MAX_ROW_GROUPS)] = ()
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
-    """Answer these questions, and again whenever an answer changes.
+    """Answer these queries, and again whenever an answer changes.
 
     Attributes:
         client_id: engine id of the sender; a prompt is promised to one request of one engine.
@@ -78,11 +80,11 @@ class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
 
 
 class Unsubscribe(msgspec.Struct, frozen=True, kw_only=True, tag="unsubscribe"):
-    """These questions need no more answers.
+    """These queries need no more answers.
 
     Attributes:
         client_id: engine id of the sender.
-        numbers: of the questions.
+        numbers: of the queries.
     """
 
     client_id: Text
@@ -97,7 +99,7 @@ class PromptProgress(str, enum.Enum):
     QUEUED = "queued"
     """It waits, or its first chunks are computed."""
     TICKET = "ticket"
-    """It may be read, as its slot says: it is complete, or is completed by a scheduled step, or streamed."""
+    """It may be read as soon as its slot says so: it is complete, a scheduled step completes it, or it is streamed."""
     OVER = "over"
     """It will not be read: see `reason`."""
 
@@ -111,15 +113,14 @@ NO_PARAMS = encode_params({})
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one question.
+    """The answer to one query.
 
     Attributes:
-        number: of the question.
+        number: of the query.
         progress: how far the prompt is.
-        params: with a ticket, the params of the producer's response, for `kvferry.protocol.params.decode_params`.
+        params: with a ticket, the params of the producer's response (read by `params_reader.decode_params`).
         reason: why it is over, or not known, as a label of metrics.
-        cached_tokens: with a ticket, the prompt's tokens that the producer had in its cache. vLLM adds them to the
-            params of a response, for the usage that the decoder's response reports.
+        cached_tokens: with a ticket, the prompt's tokens that the producer had in its cache.
     """
 
     number: Number
@@ -127,14 +128,16 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     # Not decoded with its frame: one of empty containers took 3 to 8 s and 1.2 GB, on the loop that renews leases.
     params: msgspec.Raw = NO_PARAMS
     reason: Annotated[str, Meta(max_length=64, pattern=r"\A[a-z_]*\Z")] = ""
+    # vLLM adds this number to the params of a sequential response, and the decoder's front end reports it in `usage`.
+    # Here that front end has no params to read it from.
     cached_tokens: Count | None = None
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):
-    """Answers to some of a peer's questions.
+    """Answers to some of a client's queries.
 
     Attributes:
-        answers: one for each of these questions.
+        answers: one for each of these queries.
         siblings: ports of the side channels of the engine's other data-parallel ranks, on the same host.
     """
 
@@ -146,25 +149,33 @@ _answers: msgspec.msgpack.Decoder[Answers] = msgspec.msgpack.Decoder(Answers)
 
 
 def decode_answers(frame: bytes) -> Answers:
-    """Decode a frame that a listener sent to an asker. Raises `InvalidMessage`."""
+    """Decode a frame that a listener sent to a client.
+
+    Raises:
+        InvalidMessage: it is not one of the protocol's.
+    """
     return decode(frame, _answers, MAX_ANSWERS_BYTES, InvalidMessage)
 
 
 def announced_id(boot: BootId, engine_id: str) -> str:
-    """The engine id in params: it says that the engine answers questions, and in which of its lives."""
+    """The engine id in params: it says that the engine answers queries, and in which of its lives."""
     return f"{_ANNOUNCED}.{boot}.{engine_id}"
 
 
 def boot_of(announced: str) -> BootId | None:
-    """The boot in an announced id; None if the engine has announced none, and must not be asked."""
-    found = _ANNOUNCED_ID.match(announced)
-    return BootId(found["boot"]) if found is not None else None
+    """The boot in an announced id; None if the engine announces none, and must not be queried."""
+    announcement = _ANNOUNCED_ID.match(announced)
+    if announcement is None:
+        return None
+    return BootId(announcement["boot"])
 
 
 def engine_of(announced: str) -> str:
     """The engine's own id in an announced one; any other id is returned unchanged."""
-    found = _ANNOUNCED_ID.match(announced)
-    return announced[found.end() :] if found is not None else announced
+    announcement = _ANNOUNCED_ID.match(announced)
+    if announcement is None:
+        return announced
+    return announced[announcement.end() :]
 
 
 def request_key(request_id: str, transfer_id: str | None = None) -> str:
@@ -176,15 +187,22 @@ def request_key(request_id: str, transfer_id: str | None = None) -> str:
         transfer_id: of routers that send one with both legs; their request ids may differ.
 
     Returns:
-        Printable ASCII of at most `MAX_KEY` characters: clients choose ids, and others are replaced by a digest.
+        Printable ASCII of at most `MAX_KEY` characters.
     """
+    # Each engine appends its own eight random digits; without them both legs have the same id.
     key = _RANDOM_END.sub("", request_id)
     if transfer_id is not None:
+        # One `transfer_id` covers a whole batch and all of its n siblings, so the indices stay part of the key.
+        of_n = ""
+        of_batch = ""
         index = _INDEX.match(key)
-        of_n, of_batch = (
-            (index["of_n"] or "", index["of_batch"] or "") if index is not None else ("", "")
-        )
+        if index is not None:
+            of_n = index["of_n"] or ""
+            of_batch = index["of_batch"] or ""
         key = f"{transfer_id}/{of_n}/{of_batch}"
-    if 0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable():
+    is_plain = key.isascii() and key.isprintable()
+    if is_plain and 0 < len(key) <= MAX_KEY:
         return key
-    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    # Clients choose ids: of any length, and with any character. Both legs replace such a one by the same digest.
+    encoded = key.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()

@@ -14,7 +14,8 @@ from kvferry.connector.tracing.spans import SpanItem, SpanSink, WorkerLoads
 from kvferry.connector.tracing.worker_events import has_opentelemetry_on, open_trace_file
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
-from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
+from kvferry.protocol.params import RemoteDecode, RemotePrefill
+from kvferry.protocol.params_reader import read_params, read_turn
 from kvferry.scheduler.consumer.ledger import LoadObserver
 from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RemotePrompt
 from kvferry.scheduler.producer.lease import ProducerLease
