@@ -172,7 +172,7 @@ def test_without_memory_the_listener_says_why(
 
 def test_without_a_secret_the_metadata_of_another_hosts_client_never_reaches_nixl() -> None:
     """NIXL parses it in native code."""
-    with bench_listening(allowed=AllowedHosts.of(["10.0.0.0/8"])) as served:
+    with bench_listening(allowed=AllowedHosts.from_entries(["10.0.0.0/8"])) as served:
         wait_until(lambda: any("listening" in line for line in served.said), "its memory is ready")
         reply = served.ask(Join(session=SESSION, host="x", agent_metadata=b"m"))
         assert isinstance(reply, Refused)
@@ -180,7 +180,7 @@ def test_without_a_secret_the_metadata_of_another_hosts_client_never_reaches_nix
         assert VARIABLE in reply.expected
         assert "--allowed-hosts" in reply.expected
         assert served.listener._join is None
-    with bench_listening(allowed=AllowedHosts.of(["127.0.0.0/8"])) as served:
+    with bench_listening(allowed=AllowedHosts.from_entries(["127.0.0.0/8"])) as served:
         served.join()
 
 

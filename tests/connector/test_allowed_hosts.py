@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel import allowed_hosts
-from kvferry.protocol.side_channel.host_names import address_of, look_up
+from kvferry.protocol.side_channel.host_names import look_up, plain_address
 from tests.protocol.secret_files import NEW
 
 LIST = (
@@ -22,7 +22,7 @@ LIST = (
     "*.prefill.example",
     "LOCALHOST.",
 )
-ALLOWED = AllowedHosts.of(LIST)
+ALLOWED = AllowedHosts.from_entries(LIST)
 
 YES = [
     "10.1.0.0",
@@ -89,9 +89,9 @@ def test_what_is_not_listed_is_not_allowed_however_it_is_written(host: str) -> N
 
 
 def test_names_do_not_allow_their_addresses_nor_addresses_their_names() -> None:
-    assert not AllowedHosts.of(["localhost"]).allow("127.0.0.1")
-    assert not AllowedHosts.of(["127.0.0.0/8", "::1"]).allow("localhost")
-    assert not AllowedHosts.of(["*.example"]).allow("10.1.2.3")
+    assert not AllowedHosts.from_entries(["localhost"]).allow("127.0.0.1")
+    assert not AllowedHosts.from_entries(["127.0.0.0/8", "::1"]).allow("localhost")
+    assert not AllowedHosts.from_entries(["*.example"]).allow("10.1.2.3")
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_names_do_not_allow_their_addresses_nor_addresses_their_names() -> None:
     ["::ffff:10.1.0.0/112", "[2001:db8::1]", "fe80::/10", "0.0.0.0/0", "::/0", "a", "a-b.c_d"],
 )
 def test_every_way_to_write_an_entry_is_taken(entry: str) -> None:
-    assert AllowedHosts.of([entry]) != AllowedHosts()
+    assert AllowedHosts.from_entries([entry]) != AllowedHosts()
 
 
 def test_a_mapped_network_allows_the_addresses_that_are_meant() -> None:
-    allowed = AllowedHosts.of(["::ffff:10.1.0.0/112"])
+    allowed = AllowedHosts.from_entries(["::ffff:10.1.0.0/112"])
     assert allowed.allow("10.1.2.3")
     assert allowed.allow("::ffff:10.1.2.3")
     assert not allowed.allow("10.2.2.3")
-    assert not AllowedHosts.of(["::/0"]).allow("10.1.2.3"), "which is no address of IPv6"
+    assert not AllowedHosts.from_entries(["::/0"]).allow("10.1.2.3"), "which is no address of IPv6"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_mapped_network_allows_the_addresses_that_are_meant() -> None:
 )
 def test_an_entry_that_is_none_is_named(entry: str) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - its text is the entry
-        AllowedHosts.of(["p0.example", entry])
+        AllowedHosts.from_entries(["p0.example", entry])
     assert str(refused.value) == entry
 
 
@@ -165,11 +165,11 @@ def test_every_spelling_that_the_c_library_accepts_is_compared_as_its_address(
     expected = ipaddress.IPv4Address(number) in NETWORK
     assert ALLOWED.allow(host) == expected
     assert ALLOWED.allow(f"::ffff:{ipaddress.IPv4Address(number)}") == expected
-    assert address_of(host) or look_up(host) == str(ipaddress.IPv4Address(number))
+    assert plain_address(host) or look_up(host) == str(ipaddress.IPv4Address(number))
 
 
 def test_any_host_is_every_host_that_can_be_connected_but_the_link_local_ones() -> None:
-    allowed = AllowedHosts.of(["*"])
+    allowed = AllowedHosts.from_entries(["*"])
     for host in ("10.1.2.3", "p0.example", "localhost", "127.0.0.1", "fd00::1"):
         assert allowed.allow(host), host
     for host in (
@@ -205,7 +205,9 @@ def test_without_a_list_a_secret_allows_any_host_and_none_allows_this_one_alone(
     for host in ("10.1.2.4", "p0.example", "node-2", "8.8.8.8", "fd00::1"):
         assert not protected.allow(host), host
         assert secret.allow(host), host
-    assert not AllowedHosts.of(["10.0.0.0/8"]).allow("127.0.0.1"), "a list is all that is allowed"
+    assert not AllowedHosts.from_entries(["10.0.0.0/8"]).allow("127.0.0.1"), (
+        "a list is all that is allowed"
+    )
     assert protected.why_not_found("localhost", ipaddress.ip_address("127.0.0.1")) is None
     assert "not this host" in str(
         protected.why_not_found("localhost", ipaddress.ip_address("10.1.2.4"))

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.connector.engine.local_engine import write_description
 from kvferry.plan.planner import plan_engine
-from kvferry.protocol.description_json import decode_engine_json, engine_json_of, engine_of
+from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
 from kvferry.protocol.errors import InvalidConfig
 from tests.cli.command import run
 from tests.harness.core.node import Node, stop_parallel_state
@@ -20,7 +20,7 @@ def test_the_file_is_the_description_json_of_the_engine_and_can_be_read_by_other
     tmp_path: Path,
 ) -> None:
     path = write_description(str(tmp_path / "engine.json"), make_description())
-    assert decode_engine_json(path.read_bytes()) == engine_json_of(make_description())
+    assert decode_engine_json(path.read_bytes()) == to_engine_json(make_description())
     assert path.stat().st_mode & 0o777 == 0o644
     assert list(tmp_path.iterdir()) == [path]
 
@@ -64,11 +64,12 @@ def test_producers_and_consumers_describe_themselves_so_that_they_can_be_planned
     nodes = [Node(role, engine_id=role, extra=extra) for role in ("kv_producer", "kv_consumer")]
     try:
         producer, consumer = (
-            engine_of(decode_engine_json((folder / f"{node}.json").read_bytes())) for node in ROLES
+            from_engine_json(decode_engine_json((folder / f"{node}.json").read_bytes()))
+            for node in ROLES
         )
         (plan,) = plan_engine(consumer, producer)
         asked = run("describe", f"127.0.0.1:{nodes[0].port}", "--json", "--timeout", "20")
-        assert decode_engine_json(asked.out.encode()) == engine_json_of(producer), asked.err
+        assert decode_engine_json(asked.out.encode()) == to_engine_json(producer), asked.err
         assert {item.local.layer for route in plan.routes for item in route.slices} == {
             "model.layers.0.self_attn.attn"
         }

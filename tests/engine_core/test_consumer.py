@@ -62,7 +62,7 @@ def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make_engine:
 
 
 @pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)])
-def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers_have_rung(
+def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers_have_notified(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, depth: int
 ) -> None:
     sleeps: list[float] = []
@@ -73,13 +73,13 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     for _ in range(3):
         engine.step()
     assert not sleeps, "only a step shows that a load has ended"
-    rope = LoadNotifier(0)
-    rope.tie(side.channel.local.boot)
-    rope.ring()
-    wait_until(lambda: side.steps.load_listener.is_proven, "the ring is not heard")
+    notifier = LoadNotifier(0)
+    notifier.set_boot(side.channel.local.boot)
+    notifier.notify()
+    wait_until(lambda: side.steps.load_listener.hears_all_workers, "the notification is not heard")
     for _ in range(depth):
         engine.step()
-    assert not sleeps, "what has rung is in the first one's report, and steps overlap"
+    assert not sleeps, "what was notified is in the first one's report, and steps overlap"
     engine.step()
     assert len(sleeps) == 1
     engine.add("beside", tokens(20, seed=2), max_tokens=1)
@@ -108,10 +108,10 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     engine.add("asks", PROMPT, {"do_remote_prefill": True, "do_remote_decode": False, **named})
     engine.step()
     assert not sleeps, "only a step shows that the load has ended"
-    monkeypatch.setattr(side.steps.load_listener, "_unproven", set())
+    monkeypatch.setattr(side.steps.load_listener, "_unheard_workers", set())
     engine.step()
-    assert len(sleeps) == 1, "the workers ring"
-    side.steps.load_listener._has_rung = True
+    assert len(sleeps) == 1, "the workers notify"
+    side.steps.load_listener._has_ended_loads = True
     engine.step()
     assert len(sleeps) == 1
     engine.step(loaded={"d"})

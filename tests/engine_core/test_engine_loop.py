@@ -214,7 +214,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     )
     consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
     side = consumer.engine.connector.scheduler_side
-    wait_until(lambda: side.steps.load_listener.is_proven, "no ring has arrived")
+    wait_until(lambda: side.steps.load_listener.hears_all_workers, "no notification has arrived")
     worker = ferry_of(consumer.workers[0]).worker_side._worker
     prefilled, decoded = ids("x")
     happened: list[str] = []
@@ -222,12 +222,12 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     def wait(_: EngineLoop, timeout_s: float) -> bool:
         """The events while the consumer's loop waits, one a call."""
         time.sleep(0.001)
-        if "rings" in happened:
+        if "notifies" in happened:
             happened.append("waits in vain")
         elif worker.count_loads(LoadState.PARKED, LoadState.RESUMED):
             producer.answer(prefilled)
-            wait_until(lambda: not side.steps.load_listener.is_silent, "the load has not ended")
-            happened.append("rings")
+            wait_until(lambda: not side.steps.load_listener.has_no_news, "the load has not ended")
+            happened.append("notifies")
         elif not happened and any(
             x.known_by for x in side.channel.asking.queries._by_number.values()
         ):
@@ -240,7 +240,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     producer.engine.add(prefilled, prompt, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decoded, prompt, leg_params(producer, "x"), max_tokens=1)
     assert consumer.answer(decoded).finish_reason == "length"
-    assert happened == ["is begun", "rings"]
+    assert happened == ["is begun", "notifies"]
     assert consumer.engine.counted("loads") == 2
 
 

@@ -36,7 +36,7 @@ def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
     node = make("kv_consumer", extra=EXTRA)
     settings = node.workers[0].worker_side._worker._first_contact._settings
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
-    wanted["allowed_hosts"] = AllowedHosts.of(EXTRA["allowed_hosts"])
+    wanted["allowed_hosts"] = AllowedHosts.from_entries(EXTRA["allowed_hosts"])
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert {field.name for field in fields(WorkerSettings)} == set(wanted) | OF_THE_ENVIRONMENT
     assert all(getattr(WorkerSettings(), name) != value for name, value in wanted.items())

@@ -18,8 +18,8 @@ from kvferry.protocol.description_json import (
     EngineJson,
     decode_engine_json,
     encode_engine_json,
-    engine_json_of,
-    engine_of,
+    from_engine_json,
+    to_engine_json,
 )
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import InputError, InvalidDescription, InvalidParams
@@ -99,7 +99,7 @@ def use_answers(found: Answers) -> None:
 def use_reply(found: EngineDescription | Refused) -> None:
     """As `kvferry describe` does."""
     if isinstance(found, EngineDescription):
-        assert engine_of(engine_json_of(found)).facts == found.facts
+        assert from_engine_json(to_engine_json(found)).facts == found.facts
 
 
 class Format(NamedTuple):
@@ -119,7 +119,7 @@ FORMATS: dict[str, Format] = {
     "worker": Format((make_worker(),), encode, decode_worker),
     "notification": Format((DONE,), encode_notification, decode_notification, magic=MAGIC),
     "orders": Format((make_orders(),), encode_orders, decode_orders),
-    "head": Format((OrdersHead.of(make_orders()),), msgspec.msgpack.encode, decode_head),
+    "head": Format((OrdersHead.from_orders(make_orders()),), msgspec.msgpack.encode, decode_head),
 }
 """In msgpack."""
 OTHER_FORMATS: dict[str, Format] = {
@@ -127,7 +127,10 @@ OTHER_FORMATS: dict[str, Format] = {
         (("prefill-0/tp1", b"body"),), lambda named: wrap_metadata(*named), open_metadata
     ),
     "description_json": Format(
-        (engine_json_of(make_description()),), encode_engine_json, decode_engine_json, engine_of
+        (to_engine_json(make_description()),),
+        encode_engine_json,
+        decode_engine_json,
+        from_engine_json,
     ),
 }
 
@@ -231,7 +234,7 @@ def mutated_params(data: bytes) -> None:
 
 def mutated_description_json(data: bytes) -> None:
     """A valid description file with hostile values in it."""
-    plain = mutate(Source(data), msgspec.to_builtins(engine_json_of(make_description())))
+    plain = mutate(Source(data), msgspec.to_builtins(to_engine_json(make_description())))
     read_frame(
         OTHER_FORMATS["description_json"], json.dumps(plain).encode("utf-8", "surrogatepass")
     )

@@ -18,7 +18,7 @@ from kvferry.plan import planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
 from kvferry.protocol import description_json, handshake
-from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, engine_json_of
+from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, to_engine_json
 from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
 from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, Place, Range
 from kvferry.protocol.handshake import (
@@ -244,7 +244,7 @@ def test_a_lease_takes_the_notifications_of_eight_consumers_whatever_their_numbe
 def test_a_description_file_may_have_as_many_bytes_as_its_limit_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = encode_engine_json(engine_json_of(make_description()))
+    text = encode_engine_json(to_engine_json(make_description()))
     monkeypatch.setattr(description_json, "MAX_DESCRIPTION_JSON_BYTES", len(text))
     decode_engine_json(text)
     with pytest.raises(InvalidDescription, match="at most"):
@@ -256,7 +256,7 @@ def test_an_engine_may_have_as_many_tensors_in_a_file_and_a_short_form_as_at_a_h
 ) -> None:
     workers = [make_worker(place=Place(tp=tp)) for tp in range(2)]
     tensors = sum(len(each.tensors) for each in workers)
-    text = encode_engine_json(engine_json_of(make_description(workers=tuple(workers))))
+    text = encode_engine_json(to_engine_json(make_description(workers=tuple(workers))))
     form = read_short_form("layers=2,heads=8,dim=64,block=16,layout=NHD,dtype=bfloat16")
     for module in (description_json, short_engine):
         monkeypatch.setattr(module, "MAX_ENGINE_TENSORS", tensors)

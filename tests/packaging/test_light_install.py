@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
-from kvferry.protocol.description_json import decode_engine_json, engine_json_of, engine_of
+from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
 from tests.packaging.outside import Installed, closure, link
 from tests.protocol.samples import KEY
 from tests.scheduler.channel import HOST, listening
@@ -22,7 +22,9 @@ from tests.trace.example import write_example
 
 DENSE = "layers=4,heads=8,dim=64"
 DESCRIBED = msgspec.structs.replace(
-    engine_of(engine_of_form(read_short_form(DENSE), "prefill-0")), mac_key=KEY, boot="ab" * 16
+    from_engine_json(engine_of_form(read_short_form(DENSE), "prefill-0")),
+    mac_key=KEY,
+    boot="ab" * 16,
 )
 EXTRA = "pip install 'kvferry[worker]'"
 LARGE = ("torch", "nixl", "vllm", "triton")
@@ -56,7 +58,7 @@ def test_it_plans_describes_and_traces(light: Installed, tmp_path: Path) -> None
     assert picture.read_text().endswith("</svg>\n")
     with engine() as address:
         described = light.python("-m", "kvferry", "describe", address, "--json")
-    assert decode_engine_json(described.encode()) == engine_json_of(DESCRIBED)
+    assert decode_engine_json(described.encode()) == to_engine_json(DESCRIBED)
     light.python("-m", "kvferry", "trace", str(write_example(tmp_path)), "-o", str(page))
     assert "</html>" in page.read_text()
 

@@ -148,7 +148,7 @@ def make_orders(request_id: str = "cmpl-1") -> StepOrders:
                 stop_token=300,
             ),
         ),
-        prewarms=(Prewarm.of(params),),
+        prewarms=(Prewarm.from_params(params),),
     )
 
 

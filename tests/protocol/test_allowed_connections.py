@@ -81,8 +81,8 @@ def test_what_is_no_host_leads_nowhere_even_where_any_host_is_allowed(
     host: str, connected: list[str], looked_up: list[str]
 ) -> None:
     for allowed in (
-        AllowedHosts.of(["*"]),
-        AllowedHosts.of(["fd00::/64", "0.0.0.0/0", "::/0", "*.example"]),
+        AllowedHosts.from_entries(["*"]),
+        AllowedHosts.from_entries(["fd00::/64", "0.0.0.0/0", "::/0", "*.example"]),
         ANY_HOST,
     ):
         with client(allowed) as client_id, pytest.raises(HandshakeFailed, match=r"address|host"):
@@ -143,7 +143,7 @@ def test_a_listed_name_leads_to_no_address_of_many_hosts(
 ) -> None:
     monkeypatch.setattr(host_names, "look_up", lambda _: found)
     with (
-        client(AllowedHosts.of(["p0.example"])) as client_id,
+        client(AllowedHosts.from_entries(["p0.example"])) as client_id,
         pytest.raises(HandshakeFailed, match=r"p0\.example"),
     ):
         fetch(client_id, "p0.example")
@@ -169,13 +169,13 @@ def test_any_host_is_not_the_service_that_gives_a_machine_its_credentials(
 ) -> None:
     metadata = "169.254.169.254"
     monkeypatch.setattr(host_names, "look_up", lambda _: metadata)
-    for allowed, secrets in ((AllowedHosts.of(["*"]), ()), (None, (NEW,))):
+    for allowed, secrets in ((AllowedHosts.from_entries(["*"]), ()), (None, (NEW,))):
         with client(allowed, secrets) as client_id:
             for host in (metadata, "metadata.example"):
                 with pytest.raises(HandshakeFailed, match="link-local"):
                     fetch(client_id, host)
     assert connected == []
-    assert AllowedHosts.of(["*", "169.254.0.0/16"]).allow(metadata)
+    assert AllowedHosts.from_entries(["*", "169.254.0.0/16"]).allow(metadata)
 
 
 def test_with_a_secret_any_host_is_asked_and_only_one_with_it_is_read(looked_up: list[str]) -> None:
@@ -188,7 +188,7 @@ def test_with_a_secret_any_host_is_asked_and_only_one_with_it_is_read(looked_up:
                 with pytest.raises(PeerRefused, match="secret"):
                     fetch(client_id, HOST, port)
                 assert listener._counters.total("handshakes_served") == 0
-    assert not AllowedHosts.of(["10.0.0.0/8"]).allow(HOST), (
+    assert not AllowedHosts.from_entries(["10.0.0.0/8"]).allow(HOST), (
         "a list restricts engines with a secret too"
     )
 
@@ -207,7 +207,7 @@ def test_zones_and_dead_names_keep_no_honest_exchange_waiting(
     try:
         with (
             listening(description=make_description()) as (_, port),
-            client(AllowedHosts.of(["*"])) as client_id,
+            client(AllowedHosts.from_entries(["*"])) as client_id,
         ):
             zones = [f"fd00::{n}%dead-{n}.example" for n in range(3)]
             names = [f"dead-{n}.example" for n in range(3)]
@@ -263,4 +263,4 @@ def test_the_errors_of_an_ipv6_address_tell_its_port() -> None:
 
 def test_the_bypass_is_in_the_network_only_to_those_who_read_zones() -> None:
     assert ipaddress.ip_address(BYPASS) in ipaddress.IPv6Network("fd00::/64")
-    assert not AllowedHosts.of(["fd00::/64"]).allow(BYPASS)
+    assert not AllowedHosts.from_entries(["fd00::/64"]).allow(BYPASS)

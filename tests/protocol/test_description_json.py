@@ -12,8 +12,8 @@ from kvferry.protocol.description_json import (
     EngineJson,
     decode_engine_json,
     encode_engine_json,
-    engine_json_of,
-    engine_of,
+    from_engine_json,
+    to_engine_json,
 )
 from kvferry.protocol.errors import InvalidDescription
 from kvferry.protocol.geometry import Interleave
@@ -36,7 +36,7 @@ DESCRIPTION = make_description(
         ),
     )
 )
-ENGINE_JSON = engine_json_of(DESCRIPTION)
+ENGINE_JSON = to_engine_json(DESCRIPTION)
 TEXT = encode_engine_json(ENGINE_JSON)
 
 
@@ -67,8 +67,8 @@ def test_nothing_that_opens_a_connection_or_a_lease_is_in_it() -> None:
 
 
 def test_planning_gets_the_whole_description_but_the_secrets() -> None:
-    engine = engine_of(decode_engine_json(TEXT))
-    assert engine_json_of(engine) == ENGINE_JSON
+    engine = from_engine_json(decode_engine_json(TEXT))
+    assert to_engine_json(engine) == ENGINE_JSON
     assert engine.workers[0].tensors == DESCRIPTION.workers[0].tensors
     assert engine.mac_key == bytes(32)
 
@@ -76,7 +76,7 @@ def test_planning_gets_the_whole_description_but_the_secrets() -> None:
 def test_a_description_json_need_not_be_of_any_boot() -> None:
     engine_json = decode_engine_json(changed("boot", ...))
     assert engine_json.boot is None
-    assert engine_json_of(engine_of(engine_json)).boot == "0" * 32
+    assert to_engine_json(from_engine_json(engine_json)).boot == "0" * 32
 
 
 WRONG: list[tuple[str, object, str, str]] = [

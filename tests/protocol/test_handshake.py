@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.protocol.description_parts import PartsReceived, PartsSent
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -19,8 +20,6 @@ from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
     LeaseName,
-    PartsReceived,
-    PartsSent,
     Refused,
     Release,
     Renew,

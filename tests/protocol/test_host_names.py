@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.protocol.side_channel import host_names
-from kvferry.protocol.side_channel.host_names import MAX_LOOKUPS, HostNames, address_of, look_up
+from kvferry.protocol.side_channel.host_names import MAX_LOOKUPS, HostNames, look_up, plain_address
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from kvferry.protocol.side_channel.host_names import MAX_LOOKUPS, HostNames, add
     ],
 )
 def test_an_address_needs_no_look_up(host: str, address: str | None) -> None:
-    assert address_of(host) == address
+    assert plain_address(host) == address
 
 
 def test_localhost_is_the_address_that_a_listener_on_it_binds() -> None:

@@ -154,12 +154,12 @@ def test_this_hosts_addresses_are_those_of_its_interfaces_and_loopback() -> None
         assert address in own or not is_this_host(ipaddress.ip_address(address)), address
 
 
-@pytest.mark.parametrize("query", ["_source_towards", "_is_routed_to_itself"])
-def test_either_question_to_the_kernel_is_enough_and_neither_knows_another_host(
-    query: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kept", ["_is_own_source", "_is_routed_to_itself"])
+def test_either_test_by_the_kernel_is_enough_and_neither_knows_another_host(
+    kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {"_source_towards": "_is_routed_to_itself", "_is_routed_to_itself": "_source_towards"}[
-        query
+    other = {"_is_own_source": "_is_routed_to_itself", "_is_routed_to_itself": "_is_own_source"}[
+        kept
     ]
     monkeypatch.setattr(this_host, other, lambda address: None)
     own = [

@@ -1,4 +1,4 @@
-"""Workers ring when a load has ended; a scheduler relies on it once each of them has rung."""
+"""Workers notify when a load has ended; a scheduler relies on it once it has heard each of them."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ def wakes() -> list[None]:
 
 
 @pytest.fixture
-def bell(wakes: list[None]) -> Iterator[LoadListener]:
+def listener(wakes: list[None]) -> Iterator[LoadListener]:
     made = LoadListener(BOOT, 2, lambda: wakes.append(None))
     yield made
     made.close()
 
 
-def ring(index: int, boot: str = BOOT, times: int = 1) -> None:
-    rope = LoadNotifier(index)
-    rope.tie(boot)
+def notify(index: int, boot: str = BOOT, times: int = 1) -> None:
+    notifier = LoadNotifier(index)
+    notifier.set_boot(boot)
     for _ in range(times):
-        rope.ring()
+        notifier.notify()
 
 
-def is_readable(bell: LoadListener) -> bool:
-    return bool(select.select([bell.fileno()], [], [], 0)[0])
+def is_readable(listener: LoadListener) -> bool:
+    return bool(select.select([listener.fileno()], [], [], 0)[0])
 
 
-def test_a_ring_wakes_and_the_bell_is_proven_when_each_worker_has_rung(
-    bell: LoadListener, wakes: list[None]
+def test_a_notification_wakes_and_all_workers_are_heard_when_each_has_notified(
+    listener: LoadListener, wakes: list[None]
 ) -> None:
     for index, proven in ((0, False), (0, False), (1, True)):
-        silent = [bell.is_silent]
-        ring(index)
-        assert is_readable(bell)
-        bell.take_rings()
-        assert [*silent, bell.is_silent] == [True, False]
-        assert bell.is_proven is proven
-        bell.begin_step()
+        quiet = [listener.has_no_news]
+        notify(index)
+        assert is_readable(listener)
+        listener.receive()
+        assert [*quiet, listener.has_no_news] == [True, False]
+        assert listener.hears_all_workers is proven
+        listener.begin_step()
     assert len(wakes) == 3
 
 
-def test_a_bell_is_silent_again_when_the_steps_that_overlap_have_begun() -> None:
-    bell = LoadListener(BOOT, 1, lambda: None, depth=3)
-    ring(0)
-    bell.take_rings()
-    silent = []
+def test_there_is_no_news_again_when_the_steps_that_overlap_have_begun() -> None:
+    listener = LoadListener(BOOT, 1, lambda: None, depth=3)
+    notify(0)
+    listener.receive()
+    quiet = []
     for _ in range(4):
-        silent.append(bell.is_silent)
-        bell.begin_step()
-    assert silent == [False, False, False, True]
-    bell.close()
+        quiet.append(listener.has_no_news)
+        listener.begin_step()
+    assert quiet == [False, False, False, True]
+    listener.close()
 
 
-def test_rings_that_are_not_taken_block_no_worker_and_are_taken_at_once(
-    bell: LoadListener, wakes: list[None]
+def test_notifications_that_nobody_receives_block_no_worker_and_are_received_at_once(
+    listener: LoadListener, wakes: list[None]
 ) -> None:
-    ring(0, times=10_000)
-    bell.take_rings()
-    assert not is_readable(bell)
+    notify(0, times=10_000)
+    listener.receive()
+    assert not is_readable(listener)
     assert len(wakes) == 1
 
 
-def test_without_a_bell_a_worker_rings_in_vain(bell: LoadListener) -> None:
-    ring(0, boot=uuid.uuid4().hex)
-    LoadNotifier(0).ring()
-    assert not is_readable(bell)
+def test_without_a_listener_a_worker_notifies_in_vain(listener: LoadListener) -> None:
+    notify(0, boot=uuid.uuid4().hex)
+    LoadNotifier(0).notify()
+    assert not is_readable(listener)
 
 
-def test_a_second_bell_of_the_same_boot_is_never_proven(bell: LoadListener) -> None:
+def test_a_second_listener_of_the_same_boot_hears_nobody(listener: LoadListener) -> None:
     second = LoadListener(BOOT, 1, lambda: None)
-    ring(0)
-    second.take_rings()
-    assert not second.is_proven
-    assert is_readable(bell)
+    notify(0)
+    second.receive()
+    assert not second.hears_all_workers
+    assert is_readable(listener)
     second.close()

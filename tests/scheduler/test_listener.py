@@ -312,7 +312,7 @@ def test_a_name_is_listened_on_where_its_consumers_look_for_it(
     try:
         listener.publish(make_description())
         assert listener.address == address
-        with SideChannelClient((), AllowedHosts.of(["node-6.example"])) as client_id:
+        with SideChannelClient((), AllowedHosts.from_entries(["node-6.example"])) as client_id:
             assert (
                 client_id.fetch_description("node-6.example", port, "prefill-0", "d", 10.0)
                 == make_description()

@@ -15,7 +15,7 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.step import next_orders
 from tests.protocol.samples import BOOT, make_params, make_ticket
 
-PRODUCER = Prewarm.of(make_params())
+PRODUCER = Prewarm.from_params(make_params())
 
 
 def source(slot: int, **changes: object) -> RemotePrefill:
@@ -79,7 +79,8 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(
     monkeypatch.setattr(prewarm_queue, "MAX_NAMED", 100)
     prewarms = PrewarmQueue()
     named = [
-        Prewarm.of(make_params(remote_host=f"10.0.1.{number}")) for number in range(MAX_WAITING + 1)
+        Prewarm.from_params(make_params(remote_host=f"10.0.1.{number}"))
+        for number in range(MAX_WAITING + 1)
     ]
     for one in named:
         prewarms.expect(one, 0.0)
@@ -87,7 +88,7 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(
     prewarms.expect(named[-1], 0.0)
     assert prewarms.take() == (named[-1],)
     for number in range(1000):
-        prewarms.expect(Prewarm.of(make_params(remote_port=1 + number)), 1.0)
+        prewarms.expect(Prewarm.from_params(make_params(remote_port=1 + number)), 1.0)
         prewarms.take()
     prewarms.expect(named[0], 1.0)
     assert prewarms.take() == (named[0],), "the oldest was forgotten, and is named again"
@@ -98,13 +99,13 @@ def test_one_host_leaves_prewarms_of_a_step_for_others() -> None:
     prewarms = PrewarmQueue()
     for port in range(1, 200):
         host = ("10.0.0.1", "10.0.0.1.", "0xa.1", "[10.0.0.1]")[port % 4]
-        prewarms.expect(Prewarm.of(make_params(remote_host=host, remote_port=port)), 0.0)
-    other = Prewarm.of(make_params(remote_host="10.0.1.1"))
+        prewarms.expect(Prewarm.from_params(make_params(remote_host=host, remote_port=port)), 0.0)
+    other = Prewarm.from_params(make_params(remote_host="10.0.1.1"))
     prewarms.expect(other, 0.0)
     taken = prewarms.take()
     assert taken[-1] == other
     assert len(taken) == MAX_WAITING // 2 + 1
-    prewarms.expect(Prewarm.of(make_params(remote_port=200)), 0.0)
+    prewarms.expect(Prewarm.from_params(make_params(remote_port=200)), 0.0)
     assert len(prewarms.take()) == 1, "each step has all of them"
 
 

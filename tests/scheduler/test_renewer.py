@@ -233,7 +233,7 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
         return None
 
     monkeypatch.setattr(host_names, "look_up", never)
-    renewer = LeaseRenewer(counters, allowed=AllowedHosts.of(["*"]))
+    renewer = LeaseRenewer(counters, allowed=AllowedHosts.from_entries(["*"]))
     try:
         lost = [
             lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)

@@ -23,7 +23,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
-from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_keys
+from kvferry.protocol.side_channel.sockets import KeyPair, client_keys, listener_keys
 from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RemoteLease
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.connections import REASONS
@@ -154,7 +154,7 @@ def ask_with(sock: zmq.Socket[bytes], port: int, keys: KeyPair) -> None:
 
 def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(counters: Counters) -> None:
     """A peer that knows the listener's public key, but no secret."""
-    other_peer = KeyPair.of(os.urandom(32))
+    other_peer = KeyPair.from_private_key(os.urandom(32))
     with protected((OLD, NEW), counters) as (listener, port), client(port) as sock:
         ask_with(sock, port, other_peer)
         wait_until(
@@ -204,9 +204,9 @@ def test_an_impostor_of_the_listener_receives_nothing_and_its_answers_are_ignore
 ) -> None:
     keys = {
         "plain": None,
-        "any keys": KeyPair.of(os.urandom(32)),
+        "any keys": KeyPair.from_private_key(os.urandom(32)),
         "keys of another secret": listener_keys(OTHER),
-        "the asker's keys": asker_keys(OLD),
+        "the asker's keys": client_keys(OLD),
     }[kind]
     renewer = LeaseRenewer(counters, (OLD, NEW))
     try:

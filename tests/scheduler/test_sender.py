@@ -168,9 +168,9 @@ def test_a_producer_with_another_secret_is_left_alone_for_a_while_and_messages_f
     tried: list[int] = []
     open_connection = Connection.open
 
-    async def counted(context: Any, address: Address, port: int, *others: Any) -> Connection:
+    async def counted(context: Any, address: Address, port: int, **others: Any) -> Connection:
         tried.append(port)
-        return await open_connection(context, address, port, *others)
+        return await open_connection(context, address, port, **others)
 
     monkeypatch.setattr(Connection, "open", counted)
     monkeypatch.setattr(sender, "REFUSED_S", 60.0)

@@ -30,7 +30,7 @@ def allowed_hosts_of(
     """
     if listed is None:
         return AllowedHosts.without_list(secrets, own_host)
-    return AllowedHosts.of(listed)
+    return AllowedHosts.from_entries(listed)
 
 
 def warn_of_trust(allowed: AllowedHosts, secrets: Secrets) -> None:

@@ -255,7 +255,7 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
         )
     if config.allowed_hosts is None:
         return
-    allowed = AllowedHosts.of(config.allowed_hosts)
+    allowed = AllowedHosts.from_entries(config.allowed_hosts)
     for peer in config.prewarm_peers:
         host, _ = address_of(peer)
         if not allowed.allow(host):

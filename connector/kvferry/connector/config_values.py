@@ -181,7 +181,7 @@ def hosts(key: str, value: Any) -> tuple[str, ...]:
     if not _is_list_of_texts(value, max_length=MAX_ALLOWED_HOSTS) or not value:
         raise InvalidConfig(key, value, expected)
     try:
-        AllowedHosts.of(value)
+        AllowedHosts.from_entries(value)
     except ValueError as bad:
         raise InvalidConfig(key, str(bad), expected) from None
     return tuple(value)

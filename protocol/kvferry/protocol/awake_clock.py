@@ -1,4 +1,8 @@
-"""Seconds that this process was awake: the clock of every deadline that a pause of this process must not use up."""
+"""Seconds that this process was awake: the clock of every deadline that a pause of this process must not use up.
+
+A machine stands still for seconds at times, and an operator may stop a process for a minute. By a monotonic clock every
+lease would have expired meanwhile, although its renewals were only not received yet.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ LONGEST_TURN_S = 0.25
 class AwakeClock:
     """Seconds that this process was awake. Any thread may wind and read it.
 
-    One call of `wind` adds at most a heartbeat: after a stop of a minute little time has passed, while a clock that is
-    wound in time loses nothing. A working engine winds it with every step. An idle one takes no steps, so the
-    listener's thread winds it too, every `period_s`. The transfer thread has one of its own, for its loads, and winds
-    it in every turn.
+    It is wound from several places, so that it is wound in time whenever the process runs:
+
+    - the engine's thread winds it with every step;
+    - the listener's thread winds it every `period_s`, since an idle engine takes no steps;
+    - the transfer thread has a clock of its own, for its loads, and winds it in every turn.
 
     Args:
         heartbeat_s: the longest time that one call adds. For leases the interval at which consumers renew.
@@ -43,7 +48,10 @@ class AwakeClock:
         with self._lock:
             if self._last_s is None:
                 self._last_s = now_s
+            # Threads read the time before they get the lock, so a later call may bring an earlier time.
             passed_s = max(0.0, now_s - self._last_s)
+            # At most a heartbeat: after a stop of a minute little time has passed, while a clock that is wound in time
+            # loses nothing.
             self._awake_s += min(passed_s, self.heartbeat_s)
             self._last_s += passed_s
             return self._awake_s

@@ -1,8 +1,7 @@
 """An engine's description as JSON for planning, which may be stored, shared and edited.
 
 It is an `EngineDescription` without the MAC key, NIXL's metadata and the lease tables: no secrets, and nothing to
-connect with. The rest locates every byte of the cache, which is all that planning needs. Decoding is strict: unlike on
-the wire an unknown field is an error, because in an edited file it is most likely a typo.
+connect with. The rest locates every byte of the cache, which is all that planning needs.
 """
 
 from __future__ import annotations
@@ -71,13 +70,14 @@ class EngineJson(msgspec.Struct, frozen=True, kw_only=True):
     workers: Annotated[tuple[WorkerJson, ...], Meta(min_length=1, max_length=MAX_WORKERS)]
 
 
-def engine_json_of(engine: EngineDescription) -> EngineJson:
+def to_engine_json(engine: EngineDescription) -> EngineJson:
     """The part of an engine's description without secrets."""
     return msgspec.convert(engine, EngineJson, from_attributes=True)
 
 
-def engine_of(engine_json: EngineJson) -> EngineDescription:
-    """The description in the form that planning takes. Fields that the JSON lacks get values that give no access."""
+def from_engine_json(engine_json: EngineJson) -> EngineDescription:
+    """The description in the form that planning takes."""
+    # Fields that the JSON lacks get values that give no access.
     return EngineDescription(
         engine_id=engine_json.engine_id,
         boot=engine_json.boot or _NO_BOOT,
@@ -85,15 +85,16 @@ def engine_of(engine_json: EngineJson) -> EngineDescription:
         facts=engine_json.facts,
         topology=engine_json.topology,
         groups=engine_json.groups,
-        workers=tuple(
-            WorkerDescription(
-                agent="none",
-                agent_metadata=b"-",
-                lease_table=LeaseTable(address=0, slots=1),
-                **structs.asdict(worker),
-            )
-            for worker in engine_json.workers
-        ),
+        workers=tuple(map(_without_access, engine_json.workers)),
+    )
+
+
+def _without_access(worker: WorkerJson) -> WorkerDescription:
+    return WorkerDescription(
+        agent="none",
+        agent_metadata=b"-",
+        lease_table=LeaseTable(address=0, slots=1),
+        **structs.asdict(worker),
     )
 
 
@@ -109,53 +110,49 @@ def decode_engine_json(text: bytes) -> EngineJson:
         InvalidDescription: naming the first field that does not fit, its value and what was expected.
     """
     if len(text) > MAX_DESCRIPTION_JSON_BYTES:
-        raise InvalidDescription(
-            "description", f"{len(text)} bytes", f"at most {MAX_DESCRIPTION_JSON_BYTES} bytes"
-        )
+        expected = f"at most {MAX_DESCRIPTION_JSON_BYTES} bytes"
+        raise InvalidDescription("description", f"{len(text)} bytes", expected)
     try:
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise InvalidDescription(
-            "description", text[:32], cut(f"JSON in UTF-8 ({refused})")
-        ) from None
-    if not isinstance(plain, dict) or "kvferry_description" not in plain:
-        raise InvalidDescription(
-            "kvferry_description",
-            MISSING,
-            "a description that `kvferry describe` or `description_file` wrote",
-        )
-    if (
-        plain["kvferry_description"] is True
-        or plain["kvferry_description"] != DESCRIPTION_JSON_VERSION
-    ):
-        raise InvalidDescription(
-            "kvferry_description",
-            plain["kvferry_description"],
-            f"version {DESCRIPTION_JSON_VERSION} of this schema",
-        )
+        expected = cut(f"JSON in UTF-8 ({refused})")
+        raise InvalidDescription("description", text[:32], expected) from None
+    _check_version(plain)
     engine_json = as_type(plain, EngineJson, InvalidDescription)
-    tensors = sum(len(worker.tensors) for worker in engine_json.workers)
-    if tensors > MAX_ENGINE_TENSORS:
-        raise InvalidDescription(
-            "workers.tensors", tensors, f"at most {MAX_ENGINE_TENSORS} in all, as at a handshake"
-        )
-    for path, names in _unknown(plain, engine_json, ""):
-        raise InvalidDescription(
-            cut(path) or repr(path), UNKNOWN, one_of(path.rpartition(".")[2], names)
-        )
+    num_tensors = sum(len(worker.tensors) for worker in engine_json.workers)
+    if num_tensors > MAX_ENGINE_TENSORS:
+        expected = f"at most {MAX_ENGINE_TENSORS} in all, as at a handshake"
+        raise InvalidDescription("workers.tensors", num_tensors, expected)
+    # Strict, unlike on the wire: in an edited file an unknown field is most likely a typo.
+    for path, known_names in _unknown_fields(plain, engine_json, ""):
+        name = path.rpartition(".")[2]
+        raise InvalidDescription(cut(path) or repr(path), UNKNOWN, one_of(name, known_names))
     return engine_json
 
 
-def _unknown(plain: Any, decoded: object, path: str) -> Iterator[tuple[str, list[str]]]:
+def _check_version(plain: object) -> None:
+    field = "kvferry_description"
+    if not isinstance(plain, dict) or field not in plain:
+        expected = "a description that `kvferry describe` or `description_file` wrote"
+        raise InvalidDescription(field, MISSING, expected)
+    version = plain[field]
+    # `True` equals 1 in Python.
+    if version is True or version != DESCRIPTION_JSON_VERSION:
+        expected = f"version {DESCRIPTION_JSON_VERSION} of this schema"
+        raise InvalidDescription(field, version, expected)
+
+
+def _unknown_fields(plain: Any, decoded: object, path: str) -> Iterator[tuple[str, list[str]]]:
     """The fields in plain objects that their types do not have, each with the fields that the type has."""
     if isinstance(decoded, tuple):
-        for index, (item, typed) in enumerate(zip(plain, decoded, strict=False)):
-            yield from _unknown(item, typed, f"{path}[{index}]")
+        pairs = zip(plain, decoded, strict=False)
+        for index, (item, typed) in enumerate(pairs):
+            yield from _unknown_fields(item, typed, f"{path}[{index}]")
     elif isinstance(decoded, msgspec.Struct) and isinstance(plain, dict):
-        names = list(decoded.__struct_encode_fields__)
+        known_names = list(decoded.__struct_encode_fields__)
         for key, value in plain.items():
             where = f"{path}.{key}" if path else str(key)
-            if key not in names:
-                yield where, names
+            if key in known_names:
+                yield from _unknown_fields(value, getattr(decoded, key), where)
             else:
-                yield from _unknown(value, getattr(decoded, key), where)
+                yield where, known_names

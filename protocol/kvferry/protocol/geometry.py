@@ -7,8 +7,10 @@ contiguous, unless its elements have a stride of their own: byte `i` of a cell i
 
     (i div element_bytes)·element_stride + i mod element_bytes
 
-from the cell's address. Layouts are described by numbers only and have no names. All ranges are half-open. All
-strides and sizes are bytes.
+from the cell's address. All ranges are half-open. All strides and sizes are bytes.
+
+Layouts are described by numbers only and have no names, so HND, NHD, cross-layer and any later permutation are one
+case. vLLM's CPU attention needs the element stride: it keeps a block's K as [D, N] and its V as [N, D].
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ MAX_TENSORS = 4096
 MAX_SCALES = 1024
 """Most heads of a worker that have scales of their own."""
 
+# Normal numbers of float32, and so is the product of two.
 Scale = Annotated[float, Meta(ge=1e-30, le=1e30)]
-"""Within float32's normal numbers, and so is the product of two."""
 Stride = Annotated[int, Meta(ge=0, lt=2**48)]
 
 
@@ -124,6 +126,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def name(self) -> tuple[str, str]:
         """The key by which a tensor is matched across engines."""
+        # Never its position, and never its address: vLLM's cache groups share the same bytes.
         return (self.layer, self.kind)
 
     @property
@@ -156,18 +159,16 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """Bytes from a cell's first byte to its end."""
         if not self.element_bytes:
             return self.cell_bytes
-        return (
-            self.cell_bytes // self.element_bytes - 1
-        ) * self.element_stride + self.element_bytes
+        num_elements = self.cell_bytes // self.element_bytes
+        last_element = (num_elements - 1) * self.element_stride
+        return last_element + self.element_bytes
 
     @property
     def block_extent(self) -> int:
         """Bytes from a block's first byte to its end, gaps included."""
-        heads, tiles = (
-            max(0, len(self.heads) - 1) * self.head_stride,
-            (self.tiles - 1) * self.tile_stride,
-        )
-        return heads + tiles + self.cell_extent
+        last_head = max(0, len(self.heads) - 1) * self.head_stride
+        last_tile = (self.tiles - 1) * self.tile_stride
+        return last_head + last_tile + self.cell_extent
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,11 +188,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}"]
-        parts += [
-            f"{name}{rank}"
-            for name, rank in (("pp", self.pp), ("pcp", self.pcp), ("dcp", self.dcp))
-            if rank
-        ]
+        if self.pp:
+            parts.append(f"pp{self.pp}")
+        if self.pcp:
+            parts.append(f"pcp{self.pcp}")
+        if self.dcp:
+            parts.append(f"dcp{self.dcp}")
         return "/".join(parts)
 
 

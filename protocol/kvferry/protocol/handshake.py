@@ -7,9 +7,9 @@ of a REQ socket: an empty frame, then the message.
     Hello{version, engine_id, at}         →
                                           ←      EngineDescription | DescriptionPart | Refused
     Renew{leases}                         →      (no answer)
-    Release{lease}                        →      (no answer)
+    Release{leases}                       →      (no answer)
 
-and the questions of `kvferry.protocol.prompt_queries`.
+and the queries of `kvferry.protocol.prompt_queries`.
 
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
 message type is only sent to peers that have announced it; anything else raises `CHANNEL_VERSION`.
@@ -17,7 +17,6 @@ message type is only sent to peers that have announced it; anything else raises 
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 import msgspec
@@ -35,14 +34,14 @@ from kvferry.protocol.stream_rows import StreamRows
 CHANNEL_VERSION = 3
 MAX_REQUEST_BYTES = 256 << 10
 MAX_REPLY_BYTES = 64 << 20
+# ZMQ keeps the frames of a message until its last, and takes 32 times the bytes of empty ones. So a client takes no
+# long message from an engine that it may not know: `description_parts.py`.
 MAX_PART_BYTES = 256 << 10
-"""Of a description that is longer. ZMQ keeps the frames of a message until its last, and takes 32 times the bytes of
-empty ones; so an asker takes no long messages from an engine that it may not know."""
 MAX_PART_FRAME_BYTES = MAX_PART_BYTES + 1024
 MAX_RENEWALS = 4096
+# Clients choose which engine's description is read, and reading takes some 40 µs a tensor.
 MAX_ENGINE_TENSORS = 1 << 16
-"""Most paged tensors of all workers of an engine together. Clients choose which engine's description is read, and
-reading takes some 40 µs a tensor."""
+"""Most paged tensors of all workers of an engine together."""
 
 MAX_SETTINGS = 2048
 """Most settings of a model. A model has some 30, one with vision and audio some 200."""
@@ -58,13 +57,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         version: of the side channel.
         engine_id: the engine that the client expects at this address, or `?` for any.
         client_id: engine id of the sender, for the receiver's log.
-        queries_prompts: whether the sender asks for prompts that are named without a ticket.
-        at: for a sender that takes a long description in parts, the first byte of the next; None if it does not.
+        queries_prompts: whether the sender queries prompts that are named without a ticket.
+        at: for a sender that takes a long description in parts, the first byte of the next; None if it takes none.
     """
 
     version: Positive = CHANNEL_VERSION
     engine_id: Text
-    # With a default: version 2 had another name for it, and its hello is refused by its version, not by this field.
+    # It has a default because version 2 had another name for it: so its hello is refused by its version, which tells an
+    # operator what to do, and not for lack of this field.
     client_id: Text = UNKNOWN_ENGINE
     queries_prompts: bool = False
     at: Annotated[int, Meta(ge=0, lt=MAX_REPLY_BYTES)] | None = None
@@ -83,7 +83,7 @@ class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """These leases are still needed: the full time of each starts again.
+    """The sender still needs these leases: the full time of each starts again.
 
     Attributes:
         boot: the producer's, from the ticket.
@@ -95,7 +95,7 @@ class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """These leases are not needed any more, and no read uses them.
+    """The sender does not need these leases any more, and no read uses them.
 
     Attributes:
         boot: the producer's, from the ticket.
@@ -141,7 +141,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: Text
     quantization: Text
     max_model_tokens: Positive
+    # Drafters without a cache (n-grams, suffixes) change no byte of it. When they were compared, such engines were
+    # refused beside producers without one.
     speculative: Text = "none"
+    # One by one and with their names, so that a refusal says which one differs. Only `config.json` was part of the
+    # fingerprint at first: engines that differed in what vLLM decides by its options passed, and every answer was
+    # wrong.
     settings: Annotated[tuple[Setting, ...], Meta(max_length=MAX_SETTINGS)] = ()
 
 
@@ -274,9 +279,6 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = msgspec.msgpack.Decoder(
     UnreadDescription | Refused
 )
-_replies_or_parts: msgspec.msgpack.Decoder[UnreadDescription | Refused | DescriptionPart] = (
-    msgspec.msgpack.Decoder(UnreadDescription | Refused | DescriptionPart)
-)
 _workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(WorkerDescription)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -292,90 +294,32 @@ def encode(message: Request | Reply | DescriptionPart | WorkerDescription | Answ
 
 
 def decode_request(frame: bytes) -> Request:
-    """Decode a frame that a listener received. Raises `InvalidMessage`."""
+    """Decode a frame that a listener received.
+
+    Raises:
+        InvalidMessage: it is none of the protocol's, or too long.
+    """
     return decode(frame, _requests, MAX_REQUEST_BYTES, InvalidMessage)
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """Decode a frame that a listener answered. Raises `InvalidMessage`.
+    """Decode a frame that a listener answered.
 
-    Workers are decoded one by one: a decoder holds the interpreter's lock while it runs, which stops the engine.
+    Raises:
+        InvalidMessage: it is none of the protocol's, too long, or has too many tensors.
     """
     reply = decode_without_workers(frame)
-    return reply if isinstance(reply, Refused) else _with_workers(reply)
-
-
-class PartsSent:
-    """The frame of a description, and the parts of it that answer a `Hello`."""
-
-    def __init__(self, frame: bytes) -> None:
-        self.frame = frame
-        self._digest = _digest_of(frame)
-
-    def answer(self, at: int | None) -> bytes:
-        """The frame that answers a `Hello` with this `at`: a part, or all where that was asked for or is no longer.
-
-        Raises:
-            InvalidMessage: there is no such part.
-        """
-        if at is None or (not at and len(self.frame) <= MAX_PART_BYTES):
-            return self.frame
-        if at >= len(self.frame):
-            raise InvalidMessage("at", at, f"less than {len(self.frame)}")
-        data = self.frame[at : at + MAX_PART_BYTES]
-        return encode(
-            DescriptionPart(total_bytes=len(self.frame), digest=self._digest, at=at, data=data)
-        )
-
-
-class PartsReceived:
-    """The frames that answer a `Hello`, put together."""
-
-    def __init__(self) -> None:
-        self._first: DescriptionPart | None = None
-        self._parts: list[bytes] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that have come, so the next `at`."""
-        return sum(map(len, self._parts))
-
-    def take(self, frame: bytes) -> bytes | None:
-        """The whole answer; None if more parts are to come.
-
-        Raises:
-            InvalidMessage: it is no answer, or not the part that comes next.
-        """
-        part = decode(frame, _replies_or_parts, MAX_PART_FRAME_BYTES, InvalidMessage)
-        if not isinstance(part, DescriptionPart):
-            if self._first is not None:
-                raise InvalidMessage("type", "another answer", "the next part of the description")
-            return frame
-        first = self._first = self._first or part
-        if (part.total_bytes, part.digest) != (first.total_bytes, first.digest):
-            raise InvalidMessage(
-                "digest", part.digest, f"{first.digest}: a part of the same description"
-            )
-        start = self.num_bytes
-        expected = min(MAX_PART_BYTES, part.total_bytes - start)
-        if part.at != start or len(part.data) != expected:
-            found = f"{len(part.data)} bytes at {part.at}"
-            raise InvalidMessage("data", found, f"{expected} bytes at {start}")
-        self._parts.append(part.data)
-        if self.num_bytes < part.total_bytes:
-            return None
-        whole = b"".join(self._parts)
-        if _digest_of(whole) != part.digest:
-            raise InvalidMessage("digest", part.digest, "the digest of what has come")
-        return whole
-
-
-def _digest_of(frame: bytes) -> str:
-    return hashlib.blake2b(frame, digest_size=16).hexdigest()
+    if isinstance(reply, Refused):
+        return reply
+    return _with_workers(reply)
 
 
 def decode_without_workers(frame: bytes) -> UnreadDescription | Refused:
-    """As `decode_reply`, for those who need no worker: that takes most of the time. Raises `InvalidMessage`."""
+    """As `decode_reply`, for callers that need no worker: workers take most of its time.
+
+    Raises:
+        InvalidMessage: it is none of the protocol's, or too long.
+    """
     reply = decode(frame, _replies, MAX_REPLY_BYTES, InvalidMessage)
     if reply.version != CHANNEL_VERSION:
         raise InvalidMessage("version", reply.version, str(CHANNEL_VERSION))
@@ -383,22 +327,28 @@ def decode_without_workers(frame: bytes) -> UnreadDescription | Refused:
 
 
 def decode_worker(frame: bytes) -> WorkerDescription:
-    """Decode the description that a worker gave to its own scheduler. Raises `InvalidMessage`."""
+    """Decode the description that a worker gave to its own scheduler.
+
+    Raises:
+        InvalidMessage: it is none, or too long.
+    """
     return decode(frame, _workers, MAX_REPLY_BYTES, InvalidMessage)
 
 
 def _with_workers(unread: UnreadDescription) -> EngineDescription:
+    # Workers are decoded one by one: a decoder holds the interpreter's lock while it runs, which stops the engine. A
+    # description of 4,096 tensors takes 0.15 s.
     workers: list[WorkerDescription] = []
-    tensors = 0
-    for index, raw in enumerate(unread.workers):
-        workers.append(
-            decode(bytes(raw), _workers, MAX_REPLY_BYTES, InvalidMessage, where=f"workers[{index}]")
-        )
-        tensors += len(workers[-1].tensors)
-        if tensors > MAX_ENGINE_TENSORS:
-            raise InvalidMessage(
-                "workers.tensors",
-                f"more than {tensors - 1}",
-                f"at most {MAX_ENGINE_TENSORS} in all",
-            )
-    return EngineDescription(**(msgspec.structs.asdict(unread) | {"workers": tuple(workers)}))
+    num_tensors = 0
+    for index, encoded in enumerate(unread.workers):
+        where = f"workers[{index}]"
+        worker = decode(bytes(encoded), _workers, MAX_REPLY_BYTES, InvalidMessage, where=where)
+        workers.append(worker)
+        num_tensors += len(worker.tensors)
+        if num_tensors > MAX_ENGINE_TENSORS:
+            sent = f"more than {num_tensors - 1}"
+            expected = f"at most {MAX_ENGINE_TENSORS} in all"
+            raise InvalidMessage("workers.tensors", sent, expected)
+    fields = msgspec.structs.asdict(unread)
+    fields["workers"] = tuple(workers)
+    return EngineDescription(**fields)

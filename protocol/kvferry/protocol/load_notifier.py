@@ -1,9 +1,10 @@
-"""A worker rings when one of its loads has ended, so that its engine's scheduler need not step to find out.
+"""A worker notifies its engine's scheduler when a load has ended, so that the scheduler need not step to find out.
 
-vLLM lets a scheduler hear of its workers by steps only, and both poll for a second after each. The bell is a datagram
-socket in Linux's abstract namespace, named by the engine's boot: it leaves no file behind. A ring is a hint. Workers on
-another host, or in another network namespace, cannot ring, so a scheduler relies on the bell only once each of its
-workers has rung.
+    worker's transfer thread                     scheduler
+    a load has ended ─ datagram: its index ───►  LoadListener, which wakes the engine's loop
+
+vLLM lets a scheduler hear of its workers by steps only, and both poll for a second after each step. A notification only
+says that a step is worth while: the report of the load comes with that step.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ _INDEX_BYTES = 4
 
 
 def _address(boot: str) -> str:
+    # Linux's abstract namespace: the socket leaves no file behind, whatever ends the process.
     return f"\0kvferry-{boot}"
 
 
-def _socket() -> socket.socket:
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    found.setblocking(False)
-    return found
+def _datagram_socket() -> socket.socket:
+    created = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    created.setblocking(False)
+    return created
 
 
 class LoadNotifier:
@@ -39,69 +41,83 @@ class LoadNotifier:
         self._index = index.to_bytes(_INDEX_BYTES, "little")
         self._address = ""
 
-    def tie(self, boot: str) -> None:
+    def set_boot(self, boot: str) -> None:
         """Set the engine's boot, which comes with its orders."""
         self._address = _address(boot)
 
-    def ring(self) -> None:
-        """Ring, if there is a bell that can be reached. A full queue of rings is as good as one more."""
-        if self._address:
-            with contextlib.suppress(OSError), _socket() as once:
-                once.sendto(self._index, self._address)
+    def notify(self) -> None:
+        """Tell the scheduler that a load has ended, if it can be reached."""
+        if not self._address:
+            return
+        # Errors are ignored: without a listener the scheduler finds out by steps, and a full queue of notifications is
+        # as good as one more.
+        with contextlib.suppress(OSError), _datagram_socket() as sender:
+            sender.sendto(self._index, self._address)
 
 
 class LoadListener:
-    """The scheduler's end; `take_rings` is to be called when the file descriptor is readable.
+    """The scheduler's end; `receive` is to be called when the file descriptor is readable.
 
     Args:
         boot: of the engine.
         workers: how many there are.
-        wake: called for rings, on the thread that takes them.
+        wake: called for notifications, on the thread that receives them.
         depth: steps that the engine begins before it has the report of the first of them.
     """
 
     def __init__(self, boot: str, workers: int, wake: Callable[[], None], depth: int = 1) -> None:
-        self._has_rung = False
+        self._has_ended_loads = False
         self._depth = depth
-        self._unheard_steps = 0
-        self._unproven = set(range(workers))
+        self._unreported_steps = 0
+        self._unheard_workers = set(range(workers))
         self._wake = wake
-        self._socket = _socket()
+        self._socket = _datagram_socket()
         try:
             self._socket.bind(_address(boot))
         except OSError as error:
-            logger.debug("no bell: %s", error)
+            # Without it the scheduler steps while loads are under way, as it does for workers on other hosts.
+            logger.debug("ends of loads are not notified: %s", error)
 
     def fileno(self) -> int:
         """The file descriptor."""
         return self._socket.fileno()
 
     @property
-    def is_proven(self) -> bool:
-        """Whether all workers have rung before."""
-        return not self._unproven
+    def hears_all_workers(self) -> bool:
+        """True if every worker has notified before.
+
+        Workers on another host, or in another network namespace, cannot. So a scheduler relies on notifications only
+        once it has one of each of its workers.
+        """
+        return not self._unheard_workers
 
     @property
-    def is_silent(self) -> bool:
-        """Whether no load has ended since the last step began, and none is in a report that the engine has not got."""
-        return not (self._has_rung or self._unheard_steps)
+    def has_no_news(self) -> bool:
+        """True if no load has ended since the last step began, and every ended one is in a report that has arrived."""
+        return not self._has_ended_loads and not self._unreported_steps
 
     def begin_step(self) -> None:
-        """A step begins; what has rung is in its report."""
-        has_rung, self._has_rung = (
-            self._has_rung,
-            False,
-        )  # before all else: another thread may ring meanwhile
-        self._unheard_steps = self._depth - 1 if has_rung else max(0, self._unheard_steps - 1)
+        """A step begins: its report has the loads that have ended so far."""
+        # Cleared before anything else: another thread may receive a notification meanwhile, which is for the next step.
+        has_ended_loads = self._has_ended_loads
+        self._has_ended_loads = False
+        if has_ended_loads:
+            self._unreported_steps = self._depth - 1
+        else:
+            self._unreported_steps = max(0, self._unreported_steps - 1)
 
-    def take_rings(self) -> None:
-        """Take all rings that have arrived."""
+    def receive(self) -> None:
+        """Receive all notifications that have arrived."""
         with contextlib.suppress(BlockingIOError):
-            while ring := self._socket.recv(_INDEX_BYTES + 1):
-                self._unproven.discard(int.from_bytes(ring, "little"))
-                self._has_rung = True
+            while True:
+                # One byte more than an index has, so that a longer datagram is not taken for one.
+                datagram = self._socket.recv(_INDEX_BYTES + 1)
+                if not datagram:
+                    break
+                self._unheard_workers.discard(int.from_bytes(datagram, "little"))
+                self._has_ended_loads = True
         self._wake()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         self._socket.close()

@@ -48,6 +48,7 @@ def decode_notification(frame: bytes) -> Done:
     Raises:
         InvalidMessage: it is not one of kvferry's, or malformed.
     """
+
     if not frame.startswith(MAGIC):
         raise InvalidMessage("magic", bytes(frame[:4]), repr(MAGIC))
     return decode(frame[len(MAGIC) :], _decoder, MAX_NOTIFICATION_BYTES, InvalidMessage)

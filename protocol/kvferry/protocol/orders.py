@@ -1,13 +1,10 @@
 """Step metadata: the orders of the scheduler to every worker of its own engine in one step.
 
-A worker opens leases as soon as it has the orders, and executes the rest in the order of the fields. Every order for a
-lease names its epoch, so a slot that is reused within one step ends up with its new lease.
+    scheduler ── OrdersHead ──► the worker's step thread      opens leases before the step goes on
+              └─ StepOrders ──► the worker's transfer thread  the rest, in the order of the fields
 
-Orders that must be executed before the step goes on are sent separately, as the `OrdersHead`, whose size does not grow
-with the blocks to be loaded. The rest is decoded by the thread that executes it.
-
-Request ids have no bound here: a client may choose one of any length, vLLM accepts it, and orders that a worker
-refused would stop its engine.
+A worker opens leases as soon as it has the orders. Every order for a lease names its epoch, so a slot that is reused
+within one step ends up with its new lease.
 """
 
 from __future__ import annotations
@@ -30,6 +27,8 @@ _MAX_BYTES = 1 << 30
 class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Clear the slot; if the request was held and not yet reported, report it sent."""
 
+    # Request ids have no bound here, as elsewhere on the wire: a client may choose one of any length, vLLM accepts it,
+    # and orders that a worker refused would stop its engine.
     request_id: str
     slot: SlotIndex
     epoch: HexEpoch
@@ -41,12 +40,13 @@ class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         row: of a lease that continues under a new epoch, since its request was preempted: its header gets `origin` and
             the new epoch before the slot does.
-        origin: with a row, the first epoch of the lease; the `LeaseProgress` that names it may not be carried out yet.
+        origin: with a row, the first epoch of the lease.
     """
 
     slot: SlotIndex
     epoch: HexEpoch
     row: RowIndex | None = None
+    # The row's header has the first epoch already, unless the `LeaseProgress` that writes it was not carried out yet.
     origin: HexEpoch | None = None
 
 
@@ -64,11 +64,12 @@ class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """This step computes more of a prompt that is read meanwhile: write the new blocks into its row now, and the tokens
-    into the slot when the step has ended.
+    """This step computes more of a prompt that is read meanwhile.
+
+    The worker writes the new blocks into the prompt's row now, and the tokens into its slot when the step has ended.
 
     Attributes:
-        epoch: the present one; ignored under another.
+        epoch: the present one; a worker whose slot has another epoch ignores the order.
         origin: the first epoch of the lease, which its consumers know.
         tokens: leading tokens that are complete when the step has ended.
         first_blocks: per cache group the position of the first of `blocks` in the request's table.
@@ -100,10 +101,10 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
-    """Connect to this producer, which waiting requests or the configuration name, before a load from it is ordered.
+    """Connect to this producer, before a load from it is ordered.
 
     Attributes:
-        is_static: the configuration names it: keep the connection, and retry after failures.
+        is_static: the configuration names it, not a waiting request: keep the connection, and retry after failures.
     """
 
     host: Text
@@ -113,7 +114,7 @@ class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
     is_static: bool = False
 
     @classmethod
-    def of(cls, source: RemotePrefill) -> Prewarm:
+    def from_params(cls, source: RemotePrefill) -> Prewarm:
         """The producer that params name."""
         return cls(
             host=source.remote_host,
@@ -150,12 +151,13 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        leases = self.ends or self.opens or self.holds or self.progress or self.completions
-        return bool(leases or self.loads or self.fails or self.cancels or self.prewarms)
+        has_leases = self.ends or self.opens or self.holds or self.progress or self.completions
+        has_loads = self.loads or self.fails or self.cancels or self.prewarms
+        return bool(has_leases or has_loads)
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a step's orders that a worker needs at once.
+    """The part of a step's orders that a worker needs before its step goes on.
 
     Attributes:
         opens: as in `StepOrders`.
@@ -167,13 +169,14 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     version: Literal[1] = ORDERS_VERSION
     boot: Hex128
     opens: tuple[LeaseOpen, ...] = ()
+    # Ids only: the head's size must not grow with the blocks to be loaded, since the step waits while it is decoded.
     loads: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()
     cancels: tuple[str, ...] = ()
     marks: bool = False
 
     @classmethod
-    def of(cls, orders: StepOrders) -> OrdersHead:
+    def from_orders(cls, orders: StepOrders) -> OrdersHead:
         """The head of these orders."""
         return cls(
             version=orders.version,
@@ -189,8 +192,8 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
 class FailureReason(str, enum.Enum):
     """Why a load failed: the label of the metric and the word in the log.
 
-    `STAGING`: what a failed read may still write into leaves it no part of the staging pool. `ABORTED`: its request was
-    aborted, so nobody wants it; it is no fault, and has a metric of its own.
+    `STAGING`: failed reads may still write into the staging pool, and leave this load no part of it. `ABORTED`: its
+    request was aborted; that is no fault, and has a metric of its own.
     """
 
     HANDSHAKE = "handshake"
@@ -218,15 +221,23 @@ def encode_orders(orders: StepOrders) -> bytes:
 
 
 def decode_orders(frame: bytes) -> StepOrders:
-    """Inverse of `encode_orders`. Raises `InvalidMessage`."""
+    """Inverse of `encode_orders`.
+
+    Raises:
+        InvalidMessage: the frame is not the result of `encode_orders`.
+    """
     return decode(frame, _decoder, _MAX_BYTES, InvalidMessage)
 
 
 def encode_head(orders: StepOrders) -> bytes:
     """The head of the orders, as it is sent to the workers."""
-    return _encoder.encode(OrdersHead.of(orders))
+    return _encoder.encode(OrdersHead.from_orders(orders))
 
 
 def decode_head(frame: bytes) -> OrdersHead:
-    """Decode the result of `encode_head`. Raises `InvalidMessage`."""
+    """Decode the result of `encode_head`.
+
+    Raises:
+        InvalidMessage: the frame is not the result of `encode_head`.
+    """
     return decode(frame, _head_decoder, _MAX_BYTES, InvalidMessage)

@@ -37,7 +37,7 @@ MAX_GROUPS = 64
 MAX_DIGESTS = 1 << 16
 """Most digests, at 256 tokens a digest: as many tokens as `MAX_BLOCKS` blocks of 16 hold."""
 MAX_KEYS = 64
-"""Most keys of either object. Routers add some of their own; more are a client's attempt to cost time."""
+"""Most keys of either object. Routers and vLLM add some of their own."""
 
 # A lease is renewed six times in its lifetime. A shorter one would keep its consumer busy with renewals alone, and
 # clients can write this field.

@@ -1,4 +1,4 @@
-"""Log lines that other hosts, or a library that fails in all parts at once, could repeat until the disk is full."""
+"""A log for lines that others could repeat until the disk is full: other hosts, or a library that fails everywhere."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RateLimitedLog:
         self._omitted = 0
 
     def warning(self, text: str, *values: object) -> None:
-        """As a logger's."""
+        """As `Logger.warning`."""
         self._log(logging.WARNING, text, values, with_traceback=False)
 
     def exception(self, text: str, *values: object) -> None:
-        """As a logger's: with the traceback of the exception that is being handled."""
+        """As `Logger.exception`: with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, text, values, with_traceback=True)
 
     def _log(
@@ -38,4 +38,5 @@ class RateLimitedLog:
         if self._omitted:
             text = f"{text} ({self._omitted} similar lines omitted)"
             self._omitted = 0
+        # Three frames up is the caller of `warning` or `exception`: its file and line belong into the record.
         self._logger.log(level, text, *values, exc_info=with_traceback, stacklevel=3)

@@ -1,6 +1,6 @@
 """Rows: where a producer's workers list the blocks of prompts that are being computed, for consumers to read.
 
-A row belongs to one lease, from the first step after a consumer has asked for its prompt until the lease is over. It
+A row belongs to one lease, from the first step after a consumer has queried its prompt until the lease is over. It
 has a header and block ids:
 
     header   word 0   `epoch << 4 | 1` of the lease's first epoch, which its consumers know; 0 in a free row
@@ -9,7 +9,7 @@ has a header and block ids:
 
 Ids are written before the progress word (`kvferry.protocol.ids`) that makes them valid. So a consumer reads the slot,
 then the ids, then the blocks, each when the read before has ended. Of windows, chunks and states the blocks from the
-ticket's `held_from` on are listed, before the slot is READY and no earlier.
+ticket's `held_from` on are listed, shortly before the slot becomes READY.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from msgspec import Meta
 from kvferry.protocol.ids import Address, Epoch
 
 STREAM_ROWS = 64
-"""Prompts of one engine that can be read while they are computed, at once."""
+"""Most prompts of one engine that are read while they are computed, at the same time."""
 PAGE_IDS = 256
-"""Block ids of a row that are read at once; rows are padded to whole pages."""
+"""Block ids that one read of a row fetches; rows are padded to whole pages."""
 ID_BYTES = 4
 ROW_HEADER_BYTES = 16
 MAX_ROW_GROUPS = 64
@@ -56,4 +56,5 @@ class StreamRows(msgspec.Struct, frozen=True, kw_only=True):
 
 def header_word(epoch: Epoch) -> int:
     """A word of a row's header."""
+
     return epoch << 4 | 1

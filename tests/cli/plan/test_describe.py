@@ -15,7 +15,7 @@ import zmq
 
 from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
-from kvferry.protocol.description_json import decode_engine_json, engine_json_of, engine_of
+from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from kvferry.scheduler.counters import Counters
@@ -29,7 +29,7 @@ FORM = "layers=6,heads=8,dim=16,tp=2,pp=2,window=64@0-4/2"
 
 
 def engine(**changes: object) -> EngineDescription:
-    described = engine_of(engine_of_form(read_short_form(FORM), "prefill-0"))
+    described = from_engine_json(engine_of_form(read_short_form(FORM), "prefill-0"))
     return msgspec.structs.replace(described, mac_key=KEY, boot="ab" * 16, **changes)
 
 
@@ -49,7 +49,7 @@ def test_the_names_of_an_engine_reorder_nothing_on_a_terminal(form: list[str]) -
     assert ran.out.replace("\n", "").isprintable()
     assert "\\u202e" in ran.out
     if form:
-        assert decode_engine_json(ran.out.encode()) == engine_json_of(named)
+        assert decode_engine_json(ran.out.encode()) == to_engine_json(named)
 
 
 def test_the_description_json_of_a_running_engine_is_the_published_one() -> None:
@@ -57,7 +57,7 @@ def test_the_description_json_of_a_running_engine_is_the_published_one() -> None
     with published(engine(), counters) as address:
         ran = run("describe", address, "--json")
     assert (ran.code, ran.err) == (0, "")
-    assert decode_engine_json(ran.out.encode()) == engine_json_of(engine())
+    assert decode_engine_json(ran.out.encode()) == to_engine_json(engine())
     assert counters.total("handshakes_served") == 1
     assert counters.total("bad_frames") == 0
 
@@ -71,7 +71,7 @@ def test_an_engine_with_a_secret_is_described_to_askers_with_the_file(
         listener.publish(engine())
         monkeypatch.setenv(VARIABLE, write(tmp_path / "secrets", listing(OLD, NEW)))
         ran = run("describe", f"{HOST}:{port}", "--json")
-        assert decode_engine_json(ran.out.encode()) == engine_json_of(engine())
+        assert decode_engine_json(ran.out.encode()) == to_engine_json(engine())
         for path, said in (
             (None, "and there is none here"),
             (write(tmp_path / "open", listing(NEW), 0o644), "chmod"),

@@ -16,7 +16,7 @@ from kvferry.cli.plan.command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_s
 from kvferry.cli.plan.summary import Flow, Read, Refusal
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
-from kvferry.protocol.description_json import encode_engine_json, engine_json_of
+from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from tests.cli.command import refused, run
 from tests.cli.plan.forms import DENSE, read_pair
 from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, costs_of, placings, summary_of
@@ -128,7 +128,7 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1()
 
 def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
     producer, _ = read_pair(EIGHT, FOUR)
-    engine_json = encode_engine_json(engine_json_of(producer))
+    engine_json = encode_engine_json(to_engine_json(producer))
     path = tmp_path / "a=b.json"
     path.write_bytes(engine_json)
     wanted = run("plan", EIGHT, FOUR).out
@@ -144,7 +144,7 @@ def test_names_of_a_description_reorder_nothing_on_a_terminal(
     producer, _ = read_pair(EIGHT, FOUR)
     renamed = msgspec.structs.replace(producer, engine_id=name)
     path, picture = tmp_path / "renamed.json", tmp_path / "plan.svg"
-    path.write_bytes(encode_engine_json(engine_json_of(renamed)))
+    path.write_bytes(encode_engine_json(to_engine_json(renamed)))
     ran = run("plan", str(path), str(path), "--svg", str(picture), *form)
     assert ran.code == 0, ran.err
     for shown in (ran.out, picture.read_text()):
@@ -163,7 +163,7 @@ def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
     )
     path = tmp_path / "producer.json"
     path.write_bytes(
-        encode_engine_json(engine_json_of(msgspec.structs.replace(producer, facts=facts)))
+        encode_engine_json(to_engine_json(msgspec.structs.replace(producer, facts=facts)))
     )
     assert run("plan", str(path), FOUR).code == 0
     assert run("plan", FOUR, str(path)).code == 0
@@ -176,7 +176,7 @@ def test_a_description_json_that_contradicts_itself_is_bad_input(tmp_path: Path)
     producer, _ = read_pair(EIGHT, FOUR)
     twice = msgspec.structs.replace(producer, workers=producer.workers[:1] * 2)
     path = tmp_path / "producer.json"
-    path.write_bytes(encode_engine_json(engine_json_of(twice)))
+    path.write_bytes(encode_engine_json(to_engine_json(twice)))
     for arguments in ([str(path), FOUR], [FOUR, str(path)]):
         assert "a place of its own for every worker" in refused("plan", *arguments)
 
@@ -244,7 +244,7 @@ def test_every_description_json_with_changed_numbers_ends_with_an_exit_code(
     data: st.DataObject,
 ) -> None:
     producer, _ = read_pair(FORM_OF_JSON, FORM_OF_JSON)
-    plain = json.loads(encode_engine_json(engine_json_of(producer)))
+    plain = json.loads(encode_engine_json(to_engine_json(producer)))
     for _ in range(data.draw(st.integers(1, 3))):
         *holders, last = data.draw(st.sampled_from(fields_of(plain)))
         holder = plain

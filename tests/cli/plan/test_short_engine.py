@@ -20,7 +20,7 @@ from kvferry.protocol.description_json import (
     WorkerJson,
     decode_engine_json,
     encode_engine_json,
-    engine_of,
+    from_engine_json,
 )
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup
@@ -55,7 +55,7 @@ def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation
     text: str,
 ) -> None:
     engine_json = engine(text)
-    check_description(engine_of(engine_json))
+    check_description(from_engine_json(engine_json))
     assert decode_engine_json(encode_engine_json(engine_json)) == engine_json
     for worker in engine_json.workers:
         addresses = np.concatenate(

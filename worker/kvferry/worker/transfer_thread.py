@@ -84,7 +84,7 @@ class TransferThread:
     ) -> None:
         self._load_notifier = LoadNotifier(index)
         self.results = ResultBox()
-        self.results.ring = self._load_notifier.ring
+        self.results.notify = self._load_notifier.notify
         self.reader = FabricReader(fabric, settings.failed_read_grace_s)
         first_reads = FirstReads(
             self.reader,
@@ -145,7 +145,7 @@ class TransferThread:
             frame: all of the orders, encoded: the transfer thread decodes them.
         """
         self.start()
-        self._load_notifier.tie(head.boot)
+        self._load_notifier.set_boot(head.boot)
         # Here, not on the transfer thread: a consumer may have the lease's params as soon as this step returns, and to
         # one that reads the slot before it is open the lease has ended.
         for opened in head.opens:

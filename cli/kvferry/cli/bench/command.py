@@ -70,7 +70,7 @@ def _allowed_hosts(listed: str | None) -> AllowedHosts | None:
     if listed is None:
         return None
     try:
-        return AllowedHosts.of(listed.split(","))
+        return AllowedHosts.from_entries(listed.split(","))
     except ValueError as entry:
         expected = "addresses, networks in CIDR notation, or *, with commas between them"
         raise InvalidArgument("--allowed-hosts", str(entry), expected) from None

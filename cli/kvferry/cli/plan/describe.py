@@ -13,7 +13,7 @@ from kvferry.cli.formatting import digits
 from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.tables import print_engine
 from kvferry.plan.refusals import check_description
-from kvferry.protocol.description_json import encode_engine_json, engine_json_of
+from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription
 from kvferry.protocol.side_channel.allowed_hosts import ANY_HOST
@@ -37,7 +37,7 @@ def run_describe(options: argparse.Namespace) -> int:
         number_option("--timeout", options.timeout, 0.1, 600),
         secrets_from_environment(),
     )
-    engine_json = engine_json_of(engine)
+    engine_json = to_engine_json(engine)
     if options.json:
         sys.stdout.write(visible_json(encode_engine_json(engine_json).decode()))
         return 0

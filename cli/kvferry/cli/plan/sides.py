@@ -30,7 +30,7 @@ from kvferry.protocol.description_json import (
     MAX_DESCRIPTION_JSON_BYTES,
     EngineJson,
     decode_engine_json,
-    engine_of,
+    from_engine_json,
 )
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.handshake import EngineDescription, ModelFacts
@@ -90,7 +90,7 @@ def read_sides(
         forms.append("" if form == argument.replace(" ", "") else form)
     sides = []
     for role, own, theirs, form in zip(arguments, engines, engines[::-1], forms, strict=True):
-        described = engine_of(
+        described = from_engine_json(
             msgspec.structs.replace(own, facts=_reported(own.facts, theirs.facts))
         )
         with _blaming(role):

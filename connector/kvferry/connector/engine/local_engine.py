@@ -18,7 +18,7 @@ from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
 from kvferry.connector.vllm.weights import RunningWeights
 from kvferry.plan.tokens import reaches_back
-from kvferry.protocol.description_json import encode_engine_json, engine_json_of
+from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
@@ -50,7 +50,7 @@ def write_description(name: str, engine: EngineDescription) -> Path:
     file_name = engine.engine_id.replace("/", "_")
     path = Path(name.replace("{engine_id}", file_name))
     try:
-        _replace(path, encode_engine_json(engine_json_of(engine)))
+        _replace(path, encode_engine_json(to_engine_json(engine)))
     except (OSError, ValueError) as refused:
         raise InvalidConfig(
             "description_file", str(path), f"a file that can be written ({refused})"

@@ -2,7 +2,7 @@
 
 kvferry-listener        answers handshakes and queries; receives renewals and releases of this engine's leases
 kvferry-side-channel    renews and releases the leases that this engine holds on others, asks about prompts, finds
-                        the producers in `prewarm_peers`, hears the workers ring
+                        the producers in `prewarm_peers`, hears of ended loads
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SideChannel:
         allowed: hosts that this engine may connect to.
         run_due: called by the listener's thread, twice a second or more.
         wake: has the engine's loop look for reasons to step; thread-safe.
-        load_listener: hears this engine's workers ring; this channel's thread takes the rings.
+        load_listener: hears when a worker has ended a load; received on the thread of this channel.
 
     Attributes:
         local: this engine.
@@ -180,7 +180,7 @@ class SideChannel:
         warn_of_trust(allowed, secrets)
         if load_listener is not None:
             # One more descriptor in a thread that waits for sockets anyway, in place of a thread.
-            client.watch(load_listener.fileno(), load_listener.take_rings)
+            client.watch(load_listener.fileno(), load_listener.receive)
         self._query_client = QueryClient(
             client,
             announced_id(self.local.boot, self.local.engine_id),

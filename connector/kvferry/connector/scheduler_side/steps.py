@@ -24,9 +24,9 @@ Otherwise it rests:
 | none, no lease is held | vLLM's loop | input | `test_first_contact.py` |
 | none, leases are held | vLLM's loop | input; `poll`, after `MAX_IDLE_S` | `test_idle.py`, `test_engine_loop.py` |
 | all wait for answers | `wait_for_answers` | input; an answer; a query's end; `MAX_IDLE_S` | `test_engine_loop.py` |
-| all wait for loads or answers | `wait_for_loads` | the same; a worker that rings | `test_consumer.py` |
+| all wait for loads or answers | `wait_for_loads` | the same; a worker that notifies | `test_consumer.py` |
 
-What is left are steps that compute nothing and are cheaper: a worker that has not rung yet waits up to 2 ms within the
+What is left are steps that compute nothing and are cheaper: a worker that has not notified yet waits up to 2 ms within the
 step for a load (`worker_side/side.py`); and of many requests that wait for the same thing vLLM looks at the first few
 only (`parking.py`). With data parallelism or pipeline stages, where others would wait for this engine's step, it rests
 in vLLM's loop only.
@@ -69,7 +69,7 @@ class Steps:
         num_workers: of this engine.
         drain: ends leases at the beginning of a step.
         loop: of this engine; `queries` notifies the same one.
-        load_listener: hears the workers ring; None if this engine loads nothing.
+        load_listener: hears when a worker has ended a load; None if this engine loads nothing.
         may_wait: whether a step may take a moment: no other engine and no other stage waits for it.
 
     Attributes:
@@ -196,9 +196,9 @@ class Steps:
         return self._wait(num_requests)
 
     def wait_for_loads(self, num_requests: int) -> None:
-        """Wait for news if all requests wait for loads or answers, and the workers ring when a load has ended.
+        """Wait for news if all requests wait for loads or answers, and the workers notify of ended loads.
 
-        Called at the end of a step that computes nothing and orders nothing. Without the rings only a step shows that a
+        Called at the end of a step that computes nothing and orders nothing. Without notifications only a step shows that a
         load has ended; then the workers wait in the step, for a moment.
 
         Args:
@@ -206,12 +206,12 @@ class Steps:
         """
         if self._reason_of_leases() is not None:
             return
-        if self.load_listener is None or not self.load_listener.is_proven:
+        if self.load_listener is None or not self.load_listener.hears_all_workers:
             return
         num_loading = self._loads.loading
-        if num_loading and self.load_listener.is_silent:
+        if num_loading and self.load_listener.has_no_news:
             self._wait(num_requests - num_loading)
-        # After the wait: what has rung until here is in this step's report.
+        # After the wait: what was notified until here is in this step's report.
         self.load_listener.begin_step()
 
     def _wait(self, num_others: int) -> bool:
@@ -238,8 +238,8 @@ class Steps:
         if not self._loads.in_flight:
             return False
         listener = self.load_listener
-        is_silent = listener is not None and listener.is_proven and listener.is_silent
-        return not is_silent
+        is_quiet = listener is not None and listener.hears_all_workers and listener.has_no_news
+        return not is_quiet
 
     # Waking, on any thread.
 

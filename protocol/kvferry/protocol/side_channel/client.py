@@ -1,7 +1,7 @@
-"""The client of other engines' side channels: handshakes, renewals, releases and prewarming all use it.
+"""The client of other engines' side channels: handshakes, renewals, releases, queries and prewarming all use it.
 
-One thread with an asyncio loop has all of a client's sockets. So a host that does not answer delays no other, and what
-waits costs a socket and no thread.
+One thread with an asyncio loop has all of a client's sockets. So a host that does not answer delays no other, and
+waiting costs a socket and no thread.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvferry.protocol.description_parts import PartsReceived
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
 from kvferry.protocol.handshake import (
     MAX_PART_FRAME_BYTES,
     EngineDescription,
     Hello,
-    PartsReceived,
     Refused,
     decode_reply,
     encode,
@@ -35,8 +35,9 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
 
 _JOIN_S = 5.0
-_MOST_ENDS = 3
-"""A listener that restarts ends a connection once."""
+# A listener that restarts ends a connection once.
+_MAX_ATTEMPTS = 3
+_CANCEL_AGAIN_S = 0.1
 
 MAX_EXCHANGED_BYTES = 2 << 20
 """Of an answer to a request that is not interpreted here."""
@@ -66,8 +67,8 @@ class SideChannelClient:
         self._lock = threading.Lock()
         self._is_closing = False
         self._context = zmq.asyncio.Context(io_threads=1)
-        # By default a context has 1,023 sockets, which were 341 connections of three each. Beyond that renewals failed
-        # with "Too many open files", whatever `ulimit -n` said. Files are what bounds the number of connections.
+        # By default a context has 1,023 sockets: 341 connections of three sockets each. Beyond that renewals failed
+        # with "Too many open files", whatever `ulimit -n` said. So only files bound the number of connections.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._loop = asyncio.SelectorEventLoop()
         self._endless = EndlessMessages()
@@ -102,7 +103,7 @@ class SideChannelClient:
         """The description of the engine that answers at an address.
 
         Args:
-            queries_prompts: whether the asker is an engine that asks for prompts, see `Hello`.
+            queries_prompts: whether the caller is an engine that queries prompts, see `Hello`.
             waits: as `exchange`.
 
         Raises:
@@ -120,26 +121,25 @@ class SideChannelClient:
             waits=waits,
         )
         reply = decode_reply(self.wait_for(exchange))
-        if isinstance(reply, Refused):
-            why = refusal(reply)
-            if (
-                reply.field == "engine_id"
-            ):  # another engine: perhaps one of this host, where that of another was meant
-                why += advice(host)
-            raise PeerRefused(f"{host_port(host, port)} {why}")
-        return reply
+        if isinstance(reply, EngineDescription):
+            return reply
+        why = refusal(reply)
+        if reply.field == "engine_id":
+            # Another engine answers there: perhaps one of this host, where that of another host was meant.
+            why += advice(host)
+        raise PeerRefused(f"{host_port(host, port)} {why}")
 
     def exchange(
         self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True
     ) -> bytes:
-        """Send one frame to a listener and return the one frame of its answer, which has `MAX_EXCHANGED_BYTES` at most;
-        neither is interpreted.
+        """Send one frame to a listener and return the one frame of its answer. Neither is interpreted.
 
         Args:
             waits: whether to wait for a listener as long as there is none.
 
         Raises:
-            HandshakeFailed: no answer came in time, the address is invalid, or the client was closed.
+            HandshakeFailed: no answer came in time, it is longer than `MAX_EXCHANGED_BYTES`, the address is invalid, or
+                the client was closed.
             PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
         """
 
@@ -147,9 +147,15 @@ class SideChannelClient:
             await connection.send(request)
             return await connection.receive()
 
-        return self.wait_for(
-            self._exchange(host, port, converse, MAX_EXCHANGED_BYTES, timeout_s, waits=waits)
+        exchange = self._exchange(
+            host,
+            port,
+            converse,
+            MAX_EXCHANGED_BYTES,
+            timeout_s,
+            waits=waits,
         )
+        return self.wait_for(exchange)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result.
@@ -170,7 +176,7 @@ class SideChannelClient:
     # For any thread; never wait.
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Run this on the loop; nothing after `close`."""
+        """Call this on the loop; does nothing after `close`."""
         with self._lock:
             if not self._is_closing:
                 self._loop.call_soon_threadsafe(call)
@@ -194,8 +200,6 @@ class SideChannelClient:
     ) -> Connection:
         """Connect to a listener.
 
-        Every connection of this process to a side channel is made here, so this is where hosts are judged.
-
         Args:
             waits: whether to wait for a listener as long as there is none.
 
@@ -204,10 +208,17 @@ class SideChannelClient:
             HandshakeFailed: there is no such host, or it is not allowed.
             PeerRefused: the secrets of both ends do not match.
         """
+        # Every connection of this process to a side channel is made here, so this is the one place that judges hosts.
         address = await self._allowed_address(host)
         try:
             return await Connection.open(
-                self._context, address, port, self._secrets, max_answer_bytes, self._endless, waits
+                self._context,
+                address,
+                port,
+                secrets=self._secrets,
+                max_answer_bytes=max_answer_bytes,
+                endless=self._endless,
+                waits=waits,
             )
         except NothingListens as closed:
             raise NothingListens(f"{closed}{advice(host)}") from None
@@ -215,12 +226,20 @@ class SideChannelClient:
             raise HandshakeFailed(f"cannot be connected: {refused}") from None
 
     async def _allowed_address(self, host: str) -> Address:
-        """The address to connect to: looked up once, judged, and then used, so that no later answer counts."""
+        """The address to connect to.
+
+        Raises:
+            HandshakeFailed: there is no such host, or it is not allowed.
+        """
+        # Judged before the look-up, too: a client could otherwise make an engine look up any name.
         why = self._allowed.why_not(host)
         if why is not None:
             raise HandshakeFailed(why)
-        found = await self._names.address(host)
-        address = read_address(found) if found is not None else None
+        # Looked up once. The address is judged and then connected, so no later answer of a name server counts.
+        looked_up = await self._names.address(host)
+        address = None
+        if looked_up is not None:
+            address = read_address(looked_up)
         if address is None:
             raise HandshakeFailed("cannot be looked up")
         why = self._allowed.why_not_found(host, address)
@@ -239,18 +258,18 @@ class SideChannelClient:
         waits: bool,
     ) -> bytes:
         where = host_port(host, port)
+        attempts = self._attempt(host, port, converse, max_answer_bytes, waits=waits)
         try:
-            asking = self._ask_until_answered(host, port, converse, max_answer_bytes, waits=waits)
-            return await within(timeout_s, asking, advice(host))
+            return await within(timeout_s, attempts, advice(host))
         except PeerRefused as refused:
             raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
         except HandshakeFailed as failed:
             raise HandshakeFailed(f"{where} {failed}") from None
 
-    async def _ask_until_answered(
+    async def _attempt(
         self, host: str, port: int, converse: Converse, max_answer_bytes: int, *, waits: bool
     ) -> bytes:
-        for _ in range(_MOST_ENDS):
+        for _ in range(_MAX_ATTEMPTS):
             connection = await self.connect(host, port, max_answer_bytes, waits=waits)
             try:
                 return await converse(connection)
@@ -258,14 +277,13 @@ class SideChannelClient:
                 continue
             finally:
                 connection.close()
-        raise HandshakeFailed(f"ended {_MOST_ENDS} connections without an answer")
+        raise HandshakeFailed(f"ended {_MAX_ATTEMPTS} connections without an answer")
 
     def _run(self) -> None:
         try:
+            # ZMQ starts its threads with the first socket: now, and not while the first message is to be sent.
             with contextlib.suppress(zmq.ZMQError):
-                self._context.socket(zmq.PAIR).close(
-                    linger=0
-                )  # starts ZMQ's threads now, not with the first message
+                self._context.socket(zmq.PAIR).close(linger=0)
             self._loop.call_soon(self._endless.begin)
             self._loop.run_forever()
         finally:
@@ -276,13 +294,13 @@ class SideChannelClient:
 
 
 async def describe(connection: Connection, hello: Hello) -> bytes:
-    """The frame of the listener's description, or of its refusal. A long description comes in parts, so that a
-    connection that brings more than one part at a time can be ended.
+    """The frame of the listener's description, or of its refusal.
 
     Raises:
         ConnectionEnded: the connection has ended before.
         InvalidMessage: a part is not the one that comes next.
     """
+    # In parts, each asked for by itself, so that a connection that brings more than one part can be ended.
     received = PartsReceived()
     while True:
         await connection.send(encode(msgspec.structs.replace(hello, at=received.num_bytes)))
@@ -292,16 +310,24 @@ async def describe(connection: Connection, hello: Hello) -> bytes:
 
 
 async def _cancel_others() -> None:
-    """Cancel all other tasks of the loop. Repeated: before Python 3.12 `wait_for` can swallow a cancellation."""
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+    """Cancel all other tasks of the loop."""
+    while True:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if not others:
+            return
         for task in others:
             task.cancel()
-        await asyncio.wait(others, timeout=0.1)
+        # Then again, for those that are left: before Python 3.12 `wait_for` can swallow a cancellation.
+        await asyncio.wait(others, timeout=_CANCEL_AGAIN_S)
 
 
 def refusal(refused: Refused) -> str:
     """A listener's refusal, as text with control characters escaped."""
-    field, value, expected = (
-        repr(text)[1:-1] for text in (refused.field, refused.value, refused.expected)
-    )
+    field = _escaped(refused.field)
+    value = _escaped(refused.value)
+    expected = _escaped(refused.expected)
     return f"refused: {field} is {value}; expected {expected}"
+
+
+def _escaped(text: str) -> str:
+    return repr(text)[1:-1]

@@ -16,63 +16,76 @@ from kvferry.protocol.side_channel.hosts import Address, host_port
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import (
     ConnectionEvent,
-    asking_socket,
+    client_socket,
     connection_event,
     unpack_event,
     watch,
 )
-from kvferry.protocol.side_channel.tcp import LOOK_S, RECEIVE_BUFFER_BYTES, Arrivals, TcpConnection
+from kvferry.protocol.side_channel.tcp import (
+    CHECK_INTERVAL_S,
+    RECEIVE_BUFFER_BYTES,
+    Arrivals,
+    TcpConnection,
+)
 
-_TRIES_IN_PLAIN = 3
-"""A restarting listener cuts a connection once; one that has a secret cuts it every time."""
+# A restarting listener cuts a connection once; one that has a secret cuts it every time.
+_ATTEMPTS_WITHOUT_SECRET = 3
 
 _SPARE_BYTES = 4 * RECEIVE_BUFFER_BYTES
 """Bytes that a connection may bring beyond its longest answer: what is in TCP's buffer, and short answers behind it."""
+
+_MAX_DOUBLINGS = 64
+"""Of a backoff, so that 2.0 to this power still is a float."""
 
 T = TypeVar("T")
 
 
 class EndlessMessages:
-    """Looks at the connections of one client that bring bytes, at most every `LOOK_S`. Used on the client's loop."""
+    """Checks the connections of one client that bring bytes, at most every `CHECK_INTERVAL_S`.
+
+    Used on the client's loop. `tcp.py` says why ZMQ does not bound a message itself.
+    """
 
     def __init__(self) -> None:
         self._arrivals = Arrivals()
-        self._looks: dict[int, Callable[[], None]] = {}  # by file
+        self._checks: dict[int, Callable[[], None]] = {}  # by file
 
     def begin(self) -> None:
-        """Look at connections from now on."""
-        asyncio.get_running_loop().add_reader(self._arrivals.fileno(), self._look)
+        """Check connections from now on."""
+        asyncio.get_running_loop().add_reader(self._arrivals.fileno(), self._check_arrivals)
 
-    def add(self, file: int, look: Callable[[], None]) -> None:
-        """Call this when the connection has brought bytes. ZMQ may have closed another one with this file number."""
-        self._looks[file] = look
+    def add(self, file: int, check: Callable[[], None]) -> None:
+        """Call `check` whenever the connection has brought bytes."""
+        # ZMQ may have closed another connection with this file number: its check is replaced.
+        self._checks[file] = check
         self._arrivals.watch(file)
 
-    def remove(self, file: int, look: Callable[[], None]) -> None:
-        """The connection is closed; its file number may be another's already."""
-        if self._looks.get(file) == look:
-            del self._looks[file]
+    def remove(self, file: int, check: Callable[[], None]) -> None:
+        """The connection is closed."""
+        # Its file number may be another connection's already.
+        if self._checks.get(file) == check:
+            del self._checks[file]
 
     def close(self) -> None:
         """Stop. Idempotent."""
         self._arrivals.close()
 
-    def _look(self) -> None:
+    def _check_arrivals(self) -> None:
         loop = asyncio.get_running_loop()
+        # Not again at once: while bytes arrive there is always something to check.
         loop.remove_reader(self._arrivals.fileno())
-        loop.call_later(LOOK_S, self.begin)
+        loop.call_later(CHECK_INTERVAL_S, self.begin)
         for file in self._arrivals.take():
-            look = self._looks.get(file)
-            if look is not None:
-                look()
+            check = self._checks.get(file)
+            if check is not None:
+                check()
 
 
 class Connection:
     """Made by `open`, which returns once both ends have proved that they have the same secret, or both have none.
 
-    Nothing is sent before that. One that has ended is of no more use. An endless message ends it, and so does one of
-    several frames: ZMQ has all of them already (`tcp.py`), and frees them on a thread of its own when its socket is
-    closed. (Received by Python, 11 million empty frames took the loop 27 s and 760 MB.)
+    Nothing is sent before that. A connection that has ended is of no more use. An endless message ends it, and so does
+    a message of several frames.
 
     Args:
         file: its TCP connection's.
@@ -89,14 +102,13 @@ class Connection:
     ) -> None:
         self._socket = socket
         self._monitor = monitor
-        # The same socket, for frames that have certainly arrived.
+        # The same socket without asyncio, for frames that have certainly arrived.
         self._frames: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
         self._file = file
         self._tcp = TcpConnection(file)
-        self._most_bytes = max_answer_bytes + _SPARE_BYTES
-        self._ended = asyncio.ensure_future(
-            monitor.recv_multipart()
-        )  # after the handshake nothing else is reported
+        self._max_bytes = max_answer_bytes + _SPARE_BYTES
+        # After the handshake the monitor reports nothing but the connection's end.
+        self._ended = asyncio.ensure_future(monitor.recv_multipart())
         self._endless = endless
         endless.add(file, self._end_endless)
 
@@ -111,6 +123,7 @@ class Connection:
         context: zmq.asyncio.Context,
         address: Address,
         port: int,
+        *,
         secrets: Secrets,
         max_answer_bytes: int,
         endless: EndlessMessages,
@@ -118,40 +131,44 @@ class Connection:
     ) -> Connection:
         """Connect.
 
-        | secrets listed here | tried | refused |
+        | secrets listed here | attempts | refused |
         | --- | --- | --- |
-        | none | plain | when the listener has a secret |
-        | A, B | A, then B, until one is accepted | when the listener has none, or others |
-
-        The listener proves by CURVE that it has the secret, so the secret that is accepted is the right one. When none
-        is, one more connection in plain, over which nothing is sent, shows whether it has no secret or another one.
+        | none | without encryption | when the listener has a secret |
+        | A, B | with A, then with B, until one is accepted | when the listener has none, or others |
 
         Args:
             max_answer_bytes: a longer answer ends the connection.
             waits: whether to wait for a listener as long as there is none.
 
         Raises:
-            NothingListens: there is none, and it does not wait. A host that drops packets says nothing: who connects
-                needs a deadline all the same.
+            NothingListens: there is none, and it does not wait. A host that drops packets says nothing: the caller
+                needs a deadline as well.
             PeerRefused: the secrets of both ends do not match; the text names the reason and the remedy.
             HandshakeFailed: something else listens there.
             zmq.ZMQError: the address is none, or there are no more sockets.
         """
-        for secret in secrets or (None,) * _TRIES_IN_PLAIN:
-            opened = await cls._try(
+
+        async def attempt(secret: Secret | None) -> Connection | ConnectionEvent:
+            return await cls._attempt(
                 context, address, port, secret, max_answer_bytes, endless, waits
             )
-            if isinstance(opened, Connection):
-                return opened
-            if opened is ConnectionEvent.ONE_SIDED:
+
+        # The listener proves by CURVE that it has the secret, so the secret that is accepted is the right one.
+        for secret in secrets or (None,) * _ATTEMPTS_WITHOUT_SECRET:
+            result = await attempt(secret)
+            if isinstance(result, Connection):
+                return result
+            if result is ConnectionEvent.ONE_SIDED:
                 raise _listener_has_none() if secrets else _listener_has_one("has a secret")
-            if opened is ConnectionEvent.GARBLED and not secrets:
+            if result is ConnectionEvent.GARBLED and not secrets:
                 raise HandshakeFailed("does not keep to the protocol of ZMQ")
         if not secrets:
             raise _listener_has_one("cuts every connection, most likely because it has a secret")
-        opened = await cls._try(context, address, port, None, max_answer_bytes, endless, waits)
-        if isinstance(opened, Connection):
-            opened.close()
+        # One more connection without encryption, over which nothing is sent, tells a listener without a secret from one
+        # with another secret: an operator has to mend different things.
+        result = await attempt(None)
+        if isinstance(result, Connection):
+            result.close()
             raise _listener_has_none()
         listed = ", ".join(secret.fingerprint for secret in secrets)
         raise PeerRefused(
@@ -159,7 +176,7 @@ class Connection:
         )
 
     @classmethod
-    async def _try(
+    async def _attempt(
         cls,
         context: zmq.asyncio.Context,
         address: Address,
@@ -171,30 +188,36 @@ class Connection:
     ) -> Connection | ConnectionEvent:
         """The connection, or why there is none."""
         with contextlib.ExitStack() as undo:
-            socket = asking_socket(context, address, secret, max_answer_bytes)
+            socket = client_socket(context, address, secret, max_answer_bytes)
             undo.callback(socket.close, linger=0)
             monitor = watch(socket)
             undo.callback(_close_monitor, socket, monitor)
             socket.connect(f"tcp://{host_port(address, port)}")
-            first, file = unpack_event(await monitor.recv_multipart())
-            while first == zmq.EVENT_CONNECT_RETRIED:
+            while True:
+                event, file = unpack_event(await monitor.recv_multipart())
+                if event != zmq.EVENT_CONNECT_RETRIED:
+                    break
                 if not waits:
                     raise NothingListens(
                         "cannot be connected: nothing listens there, or it cannot be reached"
                     )
-                first, file = unpack_event(await monitor.recv_multipart())
-            event = connection_event(await monitor.recv_multipart())
-            if event is not ConnectionEvent.THROUGH:
-                return event
+            result = connection_event(await monitor.recv_multipart())
+            if result is not ConnectionEvent.THROUGH:
+                return result
             undo.pop_all()
             return cls(socket, monitor, file, max_answer_bytes, endless)
 
     def close_at_end(self) -> None:
-        """Close it as soon as it has ended, for a connection that only sends: ZMQ would connect again."""
+        """Close it as soon as it has ended, for a connection that only sends."""
+        # Otherwise ZMQ would connect again by itself.
         self._ended.add_done_callback(lambda _: self.close())
 
     async def send(self, frame: bytes) -> None:
-        """Send one message; never waits. Raises `HandshakeFailed` if too many wait in its queue."""
+        """Send one message; never waits.
+
+        Raises:
+            HandshakeFailed: too many messages wait in its queue.
+        """
         try:
             await self._socket.send_multipart([b"", frame], flags=zmq.NOBLOCK)
         except zmq.ZMQError as full:
@@ -207,16 +230,15 @@ class Connection:
             ConnectionEnded: it has ended before one came.
             HandshakeFailed: the message has more or fewer frames than one; the connection is closed.
         """
-        received = asyncio.ensure_future(self._socket.recv())
+        envelope = asyncio.ensure_future(self._socket.recv())
         try:
-            await asyncio.wait((received, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if (
-                received.done() and not self._socket.closed
-            ):  # ZMQ reports a message before the end that came with it
+            await asyncio.wait((envelope, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            # The message first: ZMQ reports it before the end that came with it.
+            if envelope.done() and not self._socket.closed:
                 self._tcp.message_received()
-                return self._body(received.result())
+                return self._receive_body(envelope.result())
         finally:
-            received.cancel()
+            envelope.cancel()
         raise ConnectionEnded("has closed the connection")
 
     def close(self, linger_ms: int = 0) -> None:
@@ -228,20 +250,32 @@ class Connection:
             self._socket.close(linger=linger_ms)
 
     def _end_endless(self) -> None:
-        if self._tcp.unfinished_bytes() > self._most_bytes:
+        if self._tcp.unfinished_bytes() > self._max_bytes:
             self._tcp.shut_down()  # the monitor reports the end
 
-    def _body(self, envelope: bytes) -> bytes:
-        """The one frame after the envelope. All frames of a message arrive together."""
-        body = self._frames.recv(copy=False) if self._frames.getsockopt(zmq.RCVMORE) else None
+    def _receive_body(self, envelope: bytes) -> bytes:
+        """The one frame after the envelope."""
+        # All frames of a message arrive together, so this does not wait.
+        body = None
+        if self._frames.getsockopt(zmq.RCVMORE):
+            body = self._frames.recv(copy=False)
         if envelope or body is None or body.more:
+            # More frames are not received: ZMQ has all of them already, and frees them on a thread of its own when its
+            # socket is closed. Received by Python, 11 million empty frames took the loop 27 s and 760 MB.
             self.close()
             raise HandshakeFailed("answered in another number of frames than one")
         return body.bytes
 
 
 async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: str = "") -> T:
-    """The coroutine's result. Raises `HandshakeFailed` when the time is over, with what may help in its text."""
+    """The coroutine's result.
+
+    Args:
+        advice: what may help, for the error.
+
+    Raises:
+        HandshakeFailed: there is no result in time.
+    """
     try:
         return await asyncio.wait_for(coroutine, timeout_s)
     except asyncio.TimeoutError:
@@ -249,14 +283,16 @@ async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: st
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """The delay before the next attempt: doubled after every consecutive failure, and jittered so that the engines of a
-    fleet do not retry at the same time.
+    """The delay before the next attempt, which doubles with every consecutive failure.
 
     Args:
         failures: consecutive failures so far, at least 1.
         first_s, longest_s: bounds before the jitter of up to ±50 %.
     """
-    return min(longest_s, first_s * 2.0 ** min(failures - 1, 64)) * random.uniform(0.5, 1.5)  # noqa: S311
+    doublings = min(failures - 1, _MAX_DOUBLINGS)
+    delay_s = min(longest_s, first_s * 2.0**doublings)
+    # Jittered, so that the engines of a fleet do not retry at the same time.
+    return delay_s * random.uniform(0.5, 1.5)  # noqa: S311
 
 
 def _close_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:

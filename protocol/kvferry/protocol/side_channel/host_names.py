@@ -13,42 +13,49 @@ import threading
 
 from kvferry.protocol.side_channel.hosts import read_address
 
+# Further look-ups of unknown names fail at once: clients can make names up. The limit is above the number of a worker's
+# handshakes with unverified hosts, which end before a slow look-up does.
 MAX_LOOKUPS = 128
-"""Most unknown names looked up at once; further look-ups of such names fail at once: clients can make names up. More
-than a worker's handshakes with unverified hosts, which end before a slow look-up does."""
+"""Most names that were never found, looked up at the same time."""
 
+# A limit of their own, so that names that clients make up do not hold them up.
 MAX_KNOWN_LOOKUPS = 32
-"""The same for names that were found before, which unknown ones do not hold up."""
+"""Most names that were found before, looked up at the same time."""
 
-_MOST_REMEMBERED = 4096
+_MAX_REMEMBERED = 4096
 
 
-def address_of(host: str) -> str | None:
+def plain_address(host: str) -> str | None:
     """The address if `host` is one already and needs no look-up, in its usual spelling; else None."""
     address = read_address(host)
-    return None if address is None else str(address)
+    if address is None:
+        return None
+    return str(address)
 
 
 def look_up(host: str) -> str | None:
-    """Ask the system, and wait; IPv4 before IPv6. A listener binds what its consumers find: both ask here."""
+    """The address of a name, IPv4 before IPv6; None if there is none. Waits for the system's answer."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return str(found[0][4][0]) if found else None
+    if not entries:
+        return None
+    # Listeners and clients both look names up here, so that a listener binds what its clients find.
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    socket_address = entries[0][4]
+    return str(socket_address[0])
 
 
 def listening_address(host: str) -> str:
     """The address to listen on for a host: the one that its consumers will find. Waits for a look-up.
 
-    ZMQ would look a name up by itself, for IPv4 alone; so a name with nothing but an IPv6 address could not be bound,
-    or was bound to 127.0.0.1, where no consumer would look for it.
-
     Raises:
         OSError: there is no such host.
     """
-    address = address_of(host) or look_up(host)
+    # ZMQ would look a name up by itself, for IPv4 alone. So a name with nothing but an IPv6 address could not be bound,
+    # or was bound to 127.0.0.1, where no consumer would look for it.
+    address = plain_address(host) or look_up(host)
     if address is None:
         raise OSError("no such host")
     return address
@@ -58,49 +65,56 @@ class HostNames:
     """Looks names up without blocking the loop. Used on one loop."""
 
     def __init__(self) -> None:
-        self._asking: dict[str, asyncio.Future[str | None]] = {}
+        self._lookups: dict[str, asyncio.Future[str | None]] = {}
         self._known: dict[str, None] = {}  # names that were found, the latest one last
 
     async def address(self, host: str) -> str | None:
         """The address of a host, None if there is none. Calls for the same name during a look-up share its result."""
-        known = address_of(host)
-        if known is not None:
-            return known
-        if host not in self._asking:
-            is_known = host in self._known
-            alike = sum((name in self._known) == is_known for name in self._asking)
-            if alike >= (MAX_KNOWN_LOOKUPS if is_known else MAX_LOOKUPS):
+        address = plain_address(host)
+        if address is not None:
+            return address
+        if host not in self._lookups:
+            if not self._has_room(host):
                 return None
             try:
-                self._ask(host)
+                self._start_lookup(host)
             except RuntimeError:  # the system gives no more threads
                 return None
-        return await asyncio.shield(self._asking[host])
+        # Shielded: a caller that gives up must not cancel the look-up for the others.
+        return await asyncio.shield(self._lookups[host])
 
-    def _ask(self, host: str) -> None:
+    def _has_room(self, host: str) -> bool:
+        num_known = sum(name in self._known for name in self._lookups)
+        if host in self._known:
+            return num_known < MAX_KNOWN_LOOKUPS
+        return len(self._lookups) - num_known < MAX_LOOKUPS
+
+    def _start_lookup(self, host: str) -> None:
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[str | None] = loop.create_future()
+        result: asyncio.Future[str | None] = loop.create_future()
 
-        def ask() -> None:
+        def run() -> None:
             try:
                 address = look_up(host)
-            except Exception:  # noqa: BLE001 - a look-up must always end, or its name is never asked for again
+            except Exception:  # noqa: BLE001 - a look-up must always end, or its name is never looked up again
                 address = None
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(end, address)
 
         def end(address: str | None) -> None:
-            del self._asking[host]
+            del self._lookups[host]
             self._remember(host, is_found=address is not None)
-            if not answered.done():
-                answered.set_result(address)
+            if not result.done():
+                result.set_result(address)
 
-        threading.Thread(target=ask, name="kvferry-host-name", daemon=True).start()
-        self._asking[host] = answered
+        threading.Thread(target=run, name="kvferry-host-name", daemon=True).start()
+        self._lookups[host] = result
 
     def _remember(self, host: str, *, is_found: bool) -> None:
         self._known.pop(host, None)
-        if is_found:
-            self._known[host] = None
-            if len(self._known) > _MOST_REMEMBERED:
-                del self._known[next(iter(self._known))]
+        if not is_found:
+            return
+        self._known[host] = None
+        if len(self._known) > _MAX_REMEMBERED:
+            oldest = next(iter(self._known))
+            del self._known[oldest]

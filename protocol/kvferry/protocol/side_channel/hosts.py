@@ -1,8 +1,8 @@
 """Hosts as params, tickets, configurations and name servers write them: all are read here, and nowhere else.
 
-A host is an address or a name. ZMQ gets addresses only, in the one spelling that Python gives them: it would look a
-name up on its I/O thread, reads `;` as the end of a source address, and looks up what follows the `%` of an IPv6
-address. So `fd00::2%2]:0;[::1` is in fd00::/64 to Python, and the address ::1 to ZMQ.
+A host is an address or a name. ZMQ gets addresses only, in the one spelling that Python gives them. It would look a
+name up on its I/O thread; and it reads text in its own way, `;` as the end of a source address, and what follows the
+`%` of an IPv6 address as a name. So `fd00::2%2]:0;[::1` is in fd00::/64 to Python, and the address ::1 to ZMQ.
 
     written                                    read as
     10.1.2.3  [10.1.2.3]  10.1.2.3.            the address 10.1.2.3
@@ -28,16 +28,21 @@ HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_MAX_NAME = 253
 _OLD_NUMBERS = re.compile(r"(0x[0-9a-f]*|[0-9]+)(\.(0x[0-9a-f]*|[0-9]+)){0,3}")
 """Other IPv4 spellings that the C library accepts: fewer parts, octal, hexadecimal."""
+# Linux takes 0.0.0.0 for this host, and no other address of this network for any.
 _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
-"""Linux takes 0.0.0.0 for this host, and no other address of this network for any."""
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 
 
 def host_port(host: object, port: int) -> str:
     """`host:port` for logs, errors and ZMQ; an IPv6 address gets brackets, or its port could not be told from it."""
     text = str(host)
-    return f"[{text}]:{port}" if ":" in text and not text.startswith("[") else f"{text}:{port}"
+    is_bare_ipv6 = ":" in text and not text.startswith("[")
+    if is_bare_ipv6:
+        text = f"[{text}]"
+    return f"{text}:{port}"
 
 
 def read_host(text: str) -> Address | str:
@@ -56,8 +61,10 @@ def read_host(text: str) -> Address | str:
             raise ValueError(why)
         return address
     name = text.lower().removesuffix(".") if text.isascii() else ""
-    # A last label of digits alone: a resolver may read it as an address.
-    if len(name) > 253 or not _NAME.fullmatch(name) or name.rpartition(".")[2].isdigit():
+    is_name = len(name) <= _MAX_NAME and _NAME.fullmatch(name) is not None
+    # A resolver may read a name whose last label has only digits as an address.
+    last_label = name.rpartition(".")[2]
+    if not is_name or last_label.isdigit():
         raise ValueError("neither an address nor a host name")
     return name
 
@@ -71,23 +78,26 @@ def read_address(text: str) -> Address | None:
         return _without_mapping(ipaddress.ip_address(plain))
     except ValueError:
         pass
-    if _OLD_NUMBERS.fullmatch(plain):
-        try:
-            return ipaddress.IPv4Address(socket.inet_aton(plain))
-        except OSError:
-            return None
-    return None
+    if not _OLD_NUMBERS.fullmatch(plain):
+        return None
+    try:
+        return ipaddress.IPv4Address(socket.inet_aton(plain))
+    except OSError:
+        return None
 
 
 def _without_mapping(address: Address) -> Address:
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return address if mapped is None else mapped
+    """The IPv4 address that an IPv6 address stands for: Linux connects to it, so rules for it must apply."""
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
 
 
 @functools.lru_cache(4096)
 def one_spelling(host: str) -> str:
-    """The same text for all that a host may be written as, for what is shared between hosts: clients choose how they
-    write one, and each letter of a name may be a capital. What is no host stays as it is."""
+    """The same text for all ways to write a host; text that is no host stays as it is."""
+    # For shares of a host: clients choose how they write one, and each letter of a name may be a capital. By its texts
+    # one host would have many shares.
     try:
         return str(read_host(host))
     except ValueError:
@@ -95,33 +105,35 @@ def one_spelling(host: str) -> str:
 
 
 def why_unusable(address: Address) -> str | None:
-    """Why an address is none of one certain host; None for all others."""
-    if isinstance(address, ipaddress.IPv4Address):
-        if address in _THIS_NETWORK:
-            return "an address of whichever host reads it"
-        if address == ipaddress.IPv4Address("255.255.255.255"):
-            return "the address of all hosts of a network"
-    elif address.is_unspecified:
+    """Why an address does not stand for one certain host; None if it does."""
+    if address in _THIS_NETWORK or address.is_unspecified:
         return "an address of whichever host reads it"
-    elif address.is_link_local:
+    if address == _BROADCAST:
+        return "the address of all hosts of a network"
+    # IPv4 link-local addresses have a meaning without an interface; `AllowedHosts` decides about them.
+    if address.version == 6 and address.is_link_local:
         return "a link-local address, which only has a meaning together with an interface"
-    return "the address of a group of hosts" if address.is_multicast else None
+    if address.is_multicast:
+        return "the address of a group of hosts"
+    return None
 
 
 def name_or_none(text: str) -> str | None:
     """The name that a text is; None if it is none."""
     try:
-        found = read_host(text)
+        host = read_host(text)
     except ValueError:
         return None
-    return found if isinstance(found, str) else None
+    if isinstance(host, str):
+        return host
+    return None
 
 
 def check_announced(host: str, variable: str = HOST_VARIABLE) -> None:
-    """Check the host that a producer announces in params: one that every consumer would refuse stops its start.
+    """Check the host that a producer announces in params.
 
     Raises:
-        InvalidConfig: it is not one certain host; the text names the variable.
+        InvalidConfig: every consumer would refuse it, since it is not one certain host; the text names the variable.
     """
     try:
         read_host(host)
@@ -131,11 +143,11 @@ def check_announced(host: str, variable: str = HOST_VARIABLE) -> None:
 
 
 def advice(host: str) -> str:
-    """What to do if there is no producer at this host, as a text to be added to an error; empty if nothing special."""
-    if host_is_loopback(host):
-        there = f"if the producer is on another one, set {HOST_VARIABLE} there to an address that decoders reach"
-        return f"; {host} is whichever host reads it: {there}"
-    return ""
+    """What to do if there is no producer at this host, as a text to be added to an error; often empty."""
+    if not host_is_loopback(host):
+        return ""
+    remedy = f"set {HOST_VARIABLE} there to an address that decoders reach"
+    return f"; {host} is whichever host reads it: if the producer is on another one, {remedy}"
 
 
 def host_is_loopback(host: str) -> bool:

@@ -1,7 +1,7 @@
 """The side channel's shared secrets: a file that the operator writes and every engine of a fleet reads at its start.
 
 One secret a line, as hexadecimal digits or base64 of at least 32 random bytes; blank lines and lines that begin with
-`#` are skipped. A listener uses the first, an asker tries each: so secrets can be rotated.
+`#` are skipped. A listener uses the first, a client tries each: so secrets can be rotated.
 
 No log and no error shows the text of a line. Keys are derived by HKDF-SHA256 (RFC 5869).
 """
@@ -25,7 +25,7 @@ KEY_BYTES = 32
 
 
 def derive_key(secret: bytes, *, salt: bytes, label: bytes) -> bytes:
-    """A key of 32 bytes: the first block of `T(1) | T(2) | …`, enough for a key of this length.
+    """A key of 32 bytes, by HKDF-SHA256.
 
     Args:
         secret: input keying material.
@@ -33,6 +33,7 @@ def derive_key(secret: bytes, *, salt: bytes, label: bytes) -> bytes:
         label: HKDF's `info`; each label gives an independent key.
     """
     extracted = hmac.new(salt or bytes(KEY_BYTES), secret, hashlib.sha256).digest()
+    # The first block of RFC 5869's `T(1) | T(2) | …`, which is as long as the key.
     return hmac.new(extracted, label + b"\x01", hashlib.sha256).digest()
 
 
@@ -45,8 +46,8 @@ MAX_SECRETS = 8
 MAX_FILE_BYTES = 16 << 10
 
 _SALT = b"kvferry side channel 1"
+# 32 random bytes have fewer different values than this once in 10²⁰ files: a secret below it is not random.
 _FEWEST_VALUES = 12
-"""32 random bytes have fewer different values than this once in 10²⁰ files: a secret below it is not random."""
 
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 
@@ -101,91 +102,96 @@ def read_secrets(path: str) -> Secrets:
     if not path.isprintable():
         raise InvalidSecretFile(VARIABLE, path, "a path of printable characters")
     try:
-        # Non-blocking: a named pipe must not block the start. Links are followed: Kubernetes mounts secrets as links.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            _check_owner_and_mode(path, os.fstat(descriptor))
-            with open(descriptor, "rb", closefd=False) as file:
-                written = file.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(descriptor)
+        written = _read_checked(path)
     except OSError as refused:
-        found = refused.strerror or type(refused).__name__
+        problem = refused.strerror or type(refused).__name__
         remedy = "a file that this process can read; mount it, or give this process access to it"
-        raise _invalid(path, found, remedy) from None
+        raise _invalid(path, problem, remedy) from None
     if len(written) > MAX_FILE_BYTES:
         raise _invalid(path, f"more than {MAX_FILE_BYTES} bytes", "one secret a line")
     return _parse(path, written)
 
 
+def _read_checked(path: str) -> bytes:
+    # Non-blocking: a named pipe must not block the start. Links are followed: Kubernetes mounts secrets as links.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # The open file is checked, not its path, which could lead to another file a moment later.
+        _check_owner_and_mode(path, os.fstat(descriptor))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
 def _check_owner_and_mode(path: str, status: os.stat_result) -> None:
-    quoted, mode = shlex.quote(path), stat.S_IMODE(status.st_mode)
+    quoted = shlex.quote(path)
     if not stat.S_ISREG(status.st_mode):
-        raise _invalid(path, f"a {_kind(status.st_mode)}", f"a regular file: {MAKE_ONE} > {quoted}")
-    if status.st_uid not in (0, os.geteuid()):
-        found = f"a file of user {status.st_uid}"
-        raise _invalid(path, found, f"one of this user or of root: chown {os.geteuid()} {quoted}")
+        kind = _kind(status.st_mode)
+        raise _invalid(path, f"a {kind}", f"a regular file: {MAKE_ONE} > {quoted}")
+    this_user = os.geteuid()
+    if status.st_uid not in (0, this_user):
+        owner = f"a file of user {status.st_uid}"
+        raise _invalid(path, owner, f"one of this user or of root: chown {this_user} {quoted}")
+    # A group may read: a mounted secret belongs to root and to a group of the process.
+    mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
-        # A group may read: a mounted secret belongs to root and to a group of the process.
-        found = f"a file of mode {mode:04o}"
-        raise _invalid(
-            path, found, f"no access for others and no writing by the group: chmod g-w,o= {quoted}"
-        )
+        expected = f"no access for others and no writing by the group: chmod g-w,o= {quoted}"
+        raise _invalid(path, f"a file of mode {mode:04o}", expected)
 
 
 def _kind(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "directory"
-    return "named pipe" if stat.S_ISFIFO(mode) else "device or socket"
+    if stat.S_ISFIFO(mode):
+        return "named pipe"
+    return "device or socket"
 
 
 def _parse(path: str, written: bytes) -> Secrets:
-    found: dict[Secret, None] = {}
+    secrets: dict[Secret, None] = {}  # in order, without duplicates
     for number, line in enumerate(written.split(b"\n"), start=1):
         text = line.strip()
-        if text and not text.startswith(b"#"):
-            found[_secret(path, number, text)] = None
-            if len(found) > MAX_SECRETS:
-                raise _invalid(
-                    path, f"more than {MAX_SECRETS} secrets", "one, or two while they are rotated"
-                )
-    if not found:
+        if not text or text.startswith(b"#"):
+            continue
+        secrets[_secret(path, number, text)] = None
+        if len(secrets) > MAX_SECRETS:
+            expected = "one, or two while they are rotated"
+            raise _invalid(path, f"more than {MAX_SECRETS} secrets", expected)
+    if not secrets:
         raise _invalid(path, "no secret", f"a line with one: {MAKE_ONE} > {shlex.quote(path)}")
-    return tuple(found)
+    return tuple(secrets)
 
 
 def _secret(path: str, number: int, text: bytes) -> Secret:
+    # The errors name the line and never show it.
+    line = f"line {number}"
     material = _decoded(text)
     if material is None:
-        raise _invalid(
-            path,
-            f"line {number}, which is neither",
-            f"hexadecimal digits or base64, as of {MAKE_ONE}",
-        )
+        expected = f"hexadecimal digits or base64, as of {MAKE_ONE}"
+        raise _invalid(path, f"{line}, which is neither", expected)
     if not MIN_SECRET_BYTES <= len(material) <= MAX_SECRET_BYTES:
-        found = f"{len(material)} bytes in line {number}"
-        raise _invalid(
-            path,
-            found,
-            f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes a line, as of {MAKE_ONE}",
-        )
+        bounds = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}"
+        expected = f"{bounds} random bytes a line, as of {MAKE_ONE}"
+        raise _invalid(path, f"{len(material)} bytes in {line}", expected)
     if len(set(material)) < _FEWEST_VALUES:
-        raise _invalid(
-            path, f"line {number}, which is not random", f"random bytes, as of {MAKE_ONE}"
-        )
+        expected = f"random bytes, as of {MAKE_ONE}"
+        raise _invalid(path, f"{line}, which is not random", expected)
     return Secret(material)
 
 
 def _decoded(text: bytes) -> bytes | None:
-    """Decode hexadecimal digits or base64; hexadecimal digits alone are never read as base64."""
+    """The bytes that hexadecimal digits or base64 stand for; None if it is neither."""
     try:
         plain = text.decode("ascii")
+        # First, since hexadecimal digits are valid base64 too, of other bytes.
         if _HEX.fullmatch(plain):
             return bytes.fromhex(plain)
-        return base64.b64decode(plain.replace("-", "+").replace("_", "/"), validate=True)
+        standard = plain.replace("-", "+").replace("_", "/")
+        return base64.b64decode(standard, validate=True)
     except (ValueError, binascii.Error):
         return None
 
 
-def _invalid(path: str, found: str, expected: str) -> InvalidSecretFile:
-    return InvalidSecretFile(f"{VARIABLE}={path}", found, expected)
+def _invalid(path: str, problem: str, expected: str) -> InvalidSecretFile:
+    return InvalidSecretFile(f"{VARIABLE}={path}", problem, expected)

@@ -1,7 +1,7 @@
 """Options of the side channel's ZMQ sockets at both ends: keep-alive, CURVE, and the events of their monitors.
 
-With a secret, both ends authenticate each other: the key pairs of listener and asker are derived from it, under
-different labels. An asker without the secret neither knows the listener's public key, which a handshake needs, nor has
+With a secret, both ends authenticate each other: the key pairs of listener and client are derived from it, under
+different labels. A client without the secret neither knows the listener's public key, which a handshake needs, nor has
 a key pair that the listener admits. A false listener cannot answer.
 
 Needs pyzmq.
@@ -31,13 +31,13 @@ CURVE_OVERHEAD_BYTES = 64
 """Upper bound of the bytes that encryption adds to a message."""
 
 MAX_UNSENT = 64
-"""Most messages that wait in an asker's queue."""
+"""Most messages that wait in a client's queue."""
 
 _MAX_RECONNECT_MS = 1000
 """Longest interval of attempts to connect, which begins at 100 ms and doubles."""
+# Few, since their bytes count like those of a message without an end (`connections.py`).
 REQUESTS_QUEUED = 2
-"""Most messages of one connection that wait to be received. Few: their bytes count like those of a message without an
-end (`connections.py`)."""
+"""Most messages of one connection that wait to be received."""
 _ANSWERS_QUEUED = 8
 """Most answers that wait for one connection."""
 _HANDSHAKE_MS = 10_000
@@ -63,37 +63,47 @@ class KeyPair:
     private: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, private: bytes) -> KeyPair:
-        """The key pair of a private key. Raises `InvalidSecretFile` where ZMQ was built without CURVE."""
+    def from_private_key(cls, private: bytes) -> KeyPair:
+        """The key pair of a private key.
+
+        Raises:
+            InvalidSecretFile: ZMQ was built without CURVE.
+        """
         try:
-            return cls(z85.decode(zmq.curve_public(z85.encode(private))), private)
+            public = zmq.curve_public(z85.encode(private))
         except zmq.ZMQError as refused:
-            raise InvalidSecretFile(
-                VARIABLE, "set", f"a pyzmq with CURVE, as that of PyPI is ({refused})"
-            ) from None
+            expected = f"a pyzmq with CURVE, as that of PyPI is ({refused})"
+            raise InvalidSecretFile(VARIABLE, "set", expected) from None
+        return cls(z85.decode(public), private)
 
 
 @functools.lru_cache(64)
 def listener_keys(secret: Secret) -> KeyPair:
     """The key pair of a listener."""
-    return KeyPair.of(secret.key(b"listener"))
+    return KeyPair.from_private_key(secret.key(b"listener"))
 
 
 @functools.lru_cache(64)
-def asker_keys(secret: Secret) -> KeyPair:
-    """The key pair of an asker."""
-    return KeyPair.of(secret.key(b"asker"))
+def client_keys(secret: Secret) -> KeyPair:
+    """The key pair of a client."""
+    # The label is a constant of the wire: with another one engines of two versions would have different keys.
+    return KeyPair.from_private_key(secret.key(b"asker"))
 
 
 def derive_keys(secrets: Secrets) -> None:
-    """Called at the start, so that a ZMQ built without CURVE stops it: raises `InvalidSecretFile`."""
+    """Called at the start, so that a ZMQ built without CURVE stops it.
+
+    Raises:
+        InvalidSecretFile: ZMQ was built without CURVE.
+    """
     for secret in secrets:
         listener_keys(secret)
-        asker_keys(secret)
+        client_keys(secret)
 
 
 def keep_alive(socket: zmq.Socket[Any]) -> None:
-    """Set TCP keep-alive: the kernel detects within about a minute that the other machine is gone."""
+    """Set TCP keep-alive."""
+    # The kernel finds out within about a minute that the other machine is gone: 30 s of silence, then three probes.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
@@ -111,35 +121,34 @@ def listening_socket(
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, int(":" in host))
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + (CURVE_OVERHEAD_BYTES if secrets else 0))
+    socket.setsockopt(zmq.MAXMSGSIZE, _with_overhead(max_bytes, bool(secrets)))
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED)
     socket.setsockopt(zmq.SNDHWM, _ANSWERS_QUEUED)
     socket.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)
-    if secrets:  # ZAP decides which peers to admit
+    if secrets:
+        # ZAP decides which clients to admit (`curve_auth.py`).
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, listener_keys(secrets[0]).private)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     return socket
 
 
-def asking_socket(
+def client_socket(
     context: zmq.Context[S], address: Address, secret: Secret | None, max_answer_bytes: int
 ) -> S:
     """A DEALER that is ready to be connected, with bounded queues.
 
     Args:
-        address: of the listener. No text, which ZMQ would read in its own way.
-        secret: the only listeners accepted are those with it; None for plain text.
+        address: of the listener.
+        secret: the only listeners accepted are those with it; None for no encryption.
         max_answer_bytes: of a frame, without the bytes that CURVE adds.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, int(address.version == 6))
-    socket.setsockopt(
-        zmq.MAXMSGSIZE, max_answer_bytes + (CURVE_OVERHEAD_BYTES if secret is not None else 0)
-    )
+    socket.setsockopt(zmq.MAXMSGSIZE, _with_overhead(max_answer_bytes, secret is not None))
     socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
@@ -147,11 +156,15 @@ def asking_socket(
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)
     if secret is not None:
-        keys = asker_keys(secret)
+        keys = client_keys(secret)
         socket.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(secret).public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
     return socket
+
+
+def _with_overhead(max_bytes: int, is_encrypted: bool) -> int:
+    return max_bytes + CURVE_OVERHEAD_BYTES if is_encrypted else max_bytes
 
 
 class ConnectionEvent(enum.Enum):
@@ -193,6 +206,8 @@ def connection_event(frames: list[bytes]) -> ConnectionEvent:
     event, value = unpack_event(frames)
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return ConnectionEvent.THROUGH
-    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-        return ConnectionEvent.ONE_SIDED if value == _MISMATCH else ConnectionEvent.GARBLED
-    return ConnectionEvent.CUT
+    if event != zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return ConnectionEvent.CUT
+    if value == _MISMATCH:
+        return ConnectionEvent.ONE_SIDED
+    return ConnectionEvent.GARBLED

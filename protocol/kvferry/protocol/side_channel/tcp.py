@@ -2,13 +2,11 @@
 
 ZMQ bounds the bytes of a frame and the number of queued messages, but not the frames of one message: it keeps all of
 them until the last arrives, and hands them over together. An empty frame takes 2 bytes on the wire and 64 in ZMQ's
-memory. No option of its releases bounds that: `ZMQ_IN_BATCH_SIZE` and the sockets without multipart messages are
-drafts, which PyPI's pyzmq is built without. So both ends of a side channel read from the system how many bytes a
-connection has brought (`TCP_INFO`), and end one that has brought too many.
+memory. So both ends of a side channel read from the system how many bytes a connection has brought (`TCP_INFO`), and
+end one that has brought too many.
 
-They look while bytes arrive, every `LOOK_S`. At most 35 MB/s of empty frames were seen to pass ZMQ's I/O thread, which
-is one for all connections: they bring about 350 kB between two looks, 11 MB in ZMQ's memory. Looking four times a
-second cost 450 MB, and an idle process its rest.
+No option of ZMQ's releases bounds that: `ZMQ_IN_BATCH_SIZE` and the sockets without multipart messages are drafts,
+which PyPI's pyzmq is built without.
 """
 
 from __future__ import annotations
@@ -22,34 +20,42 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-LOOK_S = 0.01
-"""Shortest interval between two looks at connections that bring bytes."""
+# At most 35 MB/s of empty frames were seen to pass ZMQ's I/O thread, which is one for all connections: about 350 kB
+# between two checks, 11 MB in ZMQ's memory. Four checks a second cost 450 MB; checks without arrivals would cost an
+# idle process its rest.
+CHECK_INTERVAL_S = 0.01
+"""Shortest interval between two checks of connections that bring bytes."""
 
+# The kernel doubles it. Without it a connection may have 6 MiB there, which count as received although ZMQ has not read
+# them.
 RECEIVE_BUFFER_BYTES = 128 << 10
-"""Of TCP, for each connection. The kernel doubles it; without it a connection may have 6 MiB there, which count as
-received although ZMQ has not read them."""
+"""Of TCP, for each connection."""
 
-_RECEIVED_AT, _INFO_BYTES = 128, 136  # `tcpi_bytes_received` in Linux's `struct tcp_info`
+# `tcpi_bytes_received` in Linux's `struct tcp_info`.
+_RECEIVED_AT = 128
+_INFO_BYTES = 136
+
+# `struct linger`: on, and for no time. The end of a connection is then a reset.
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class TcpConnection:
-    """A connection by its file number, as the monitor of a ZMQ socket reports it.
-
-    ZMQ may have closed it, and the number be in use by another connection: before it is ended, the addresses of both
-    ends are compared.
-    """
+    """A connection by its file number, as the monitor of a ZMQ socket reports it."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._ends: tuple[Any, Any] | None = None
         self._finished_bytes = 0
         with contextlib.suppress(OSError), self._copy() as copy:
-            self._ends = copy.getsockname(), copy.getpeername()
+            self._ends = (copy.getsockname(), copy.getpeername())
 
     @property
     def peer(self) -> str:
-        """The address of the other end; empty if it was gone before that was read."""
-        return str(self._ends[1][0]) if self._ends is not None else ""
+        """The address of the other end; empty if the connection was gone before its address was read."""
+        if self._ends is None:
+            return ""
+        _, peer = self._ends
+        return str(peer[0])
 
     def message_received(self) -> None:
         """Count the bytes of the next message from here."""
@@ -60,15 +66,20 @@ class TcpConnection:
         return self._received_bytes() - self._finished_bytes
 
     def shut_down(self) -> bool:
-        """End it. Returns whether it was there.
+        """End it.
 
-        ZMQ sees the end and closes its file, which resets the connection: the sender would wait for a minute otherwise.
+        Returns:
+            Whether it was there.
         """
         with contextlib.suppress(OSError), self._copy() as copy:
-            if (copy.getsockname(), copy.getpeername()) == self._ends:
-                copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                copy.shutdown(socket.SHUT_RDWR)
-                return True
+            # ZMQ may have closed it, and another connection may have its file number by now.
+            if (copy.getsockname(), copy.getpeername()) != self._ends:
+                return False
+            # ZMQ sees the end and closes its file, which resets the connection. Without a reset the sender would wait
+            # for a minute.
+            copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            copy.shutdown(socket.SHUT_RDWR)
+            return True
         return False
 
     def _received_bytes(self) -> int:
@@ -80,23 +91,19 @@ class TcpConnection:
     @contextlib.contextmanager
     def _copy(self) -> Iterator[socket.socket]:
         """A socket on a copy of ZMQ's file."""
-        copy = os.dup(self._file)
+        # A copy, since a Python socket closes its file.
+        file = os.dup(self._file)
         try:
-            connection = socket.socket(fileno=copy)
+            connection = socket.socket(fileno=file)
         except OSError:
-            os.close(copy)
+            os.close(file)
             raise
         with connection:
             yield connection
 
 
 class Arrivals:
-    """Reports which of many connections have brought bytes. Those that are silent cost nothing.
-
-    It watches ZMQ's own files, beside ZMQ, whose thread may have read the bytes before anyone looks: epoll then reports
-    nothing to read. So it watches for the edge of either kind: a connection that can be written to is reported all the
-    same when bytes come.
-    """
+    """Reports which of many connections have brought bytes. Silent connections cost nothing."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -107,8 +114,12 @@ class Arrivals:
 
     def watch(self, file: int) -> None:
         """Report this connection whenever it has brought bytes, until ZMQ closes it."""
-        with contextlib.suppress(OSError):  # it has
-            self._epoll.register(file, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+        # These are ZMQ's own files. ZMQ's thread may have read the bytes before this epoll is asked, which then reports
+        # nothing to read. With edges of both kinds it does: a connection that can be written to is reported when bytes
+        # come, whoever reads them.
+        events = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+        with contextlib.suppress(OSError):  # ZMQ has closed it already
+            self._epoll.register(file, events)
 
     def take(self) -> list[int]:
         """The connections that have brought bytes since the last call, and perhaps others."""

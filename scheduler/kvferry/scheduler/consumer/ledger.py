@@ -133,7 +133,7 @@ class ConsumerLedger:
         )
         self._claims.add(lease.key)
         self._commands.append(RenewLease(lease, at_once=is_turn))
-        self.prewarms.expect(Prewarm.of(source), now_s)
+        self.prewarms.expect(Prewarm.from_params(source), now_s)
         return None
 
     def decline(self, source: RemotePrefill) -> None:
@@ -213,7 +213,7 @@ class ConsumerLedger:
         self._end_claim(ReleaseLease(prompt.lease))
         if prompt.state is LoadState.ABORTED:
             return prompt  # nobody computes it, and nothing is wrong with its producer
-        self.prewarms.forget(Prewarm.of(prompt.source))
+        self.prewarms.forget(Prewarm.from_params(prompt.source))
         if self._recomputes:
             self._recompute(prompt, "load_failed")
         else:
@@ -234,7 +234,7 @@ class ConsumerLedger:
         if is_cancelled:
             self._cancels.append(request_id)
         if is_cancelled and by_error:
-            self.prewarms.forget(Prewarm.of(prompt.source))
+            self.prewarms.forget(Prewarm.from_params(prompt.source))
             self._counters.add("failed_requests")
         self._leave(prompt, LoadEvent.FINISH)
         return is_cancelled

@@ -72,7 +72,7 @@ class Connections:
 
     Attributes:
         monitor: to be polled; when it is readable, call `on_event`.
-        arrivals: to be polled; when it is readable, call `end_endless`, at most every `LOOK_S`.
+        arrivals: to be polled; when it is readable, call `end_endless`, at most every `CHECK_INTERVAL_S`.
         most: connections that are kept.
     """
 

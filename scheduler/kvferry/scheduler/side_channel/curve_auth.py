@@ -8,7 +8,7 @@ from __future__ import annotations
 import zmq
 
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import ZAP_DOMAIN, asker_keys
+from kvferry.protocol.side_channel.sockets import ZAP_DOMAIN, client_keys
 from kvferry.scheduler.side_channel.connections import Connections
 
 _ADDRESS = "inproc://zeromq.zap.01"
@@ -30,7 +30,7 @@ class CurveAuth:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets, connections: Connections
     ) -> None:
-        self._admitted = frozenset(asker_keys(secret).public for secret in secrets)
+        self._admitted = frozenset(client_keys(secret).public for secret in secrets)
         self._connections = connections
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)

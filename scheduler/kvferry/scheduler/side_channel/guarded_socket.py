@@ -23,7 +23,7 @@ from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
-from kvferry.protocol.side_channel.tcp import LOOK_S
+from kvferry.protocol.side_channel.tcp import CHECK_INTERVAL_S
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.connections import Connections
 from kvferry.scheduler.side_channel.curve_auth import CurveAuth
@@ -180,6 +180,6 @@ class GuardedSocket:
             self._connections.end(int(frame.get(zmq.SRCFD)))
 
     def _end_endless(self) -> None:
-        self._look_again_s = time.monotonic() + LOOK_S
+        self._look_again_s = time.monotonic() + CHECK_INTERVAL_S
         for _ in range(self._connections.end_endless()):
             self.bad_frame("an endless message and its connection")

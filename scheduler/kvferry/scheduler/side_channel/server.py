@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from kvferry.protocol.awake_clock import AwakeClock
+from kvferry.protocol.description_parts import PartsSent
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -28,7 +29,6 @@ from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
     LeaseName,
-    PartsSent,
     Refused,
     Renew,
     Request,

@@ -58,12 +58,12 @@ class ResultBox:
     """Holds results until the next step takes them; a step can also wait here for results.
 
     Attributes:
-        ring: called when loads have ended.
+        notify: called when loads have ended.
         turned_s: when the transfer thread last finished a turn of its loop, in seconds on the monotonic clock.
     """
 
     def __init__(self) -> None:
-        self.ring: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._load_ended = threading.Condition(self._lock)
         self._results = StepResults()
@@ -76,7 +76,7 @@ class ResultBox:
     def __exit__(self, *exc: object) -> None:
         if self._has_load():
             self._load_ended.notify_all()
-            self.ring()
+            self.notify()
         self._lock.release()
 
     def wait_for_load(self, timeout_s: float) -> None:
