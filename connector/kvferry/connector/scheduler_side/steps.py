@@ -26,7 +26,7 @@ Otherwise it rests:
 | all wait for answers | `wait_for_answers` | input; an answer; a query's end; `MAX_IDLE_S` | `test_engine_loop.py` |
 | all wait for loads or answers | `wait_for_loads` | the same; a worker that notifies | `test_consumer.py` |
 
-What is left are steps that compute nothing and are cheaper: a worker that has not notified yet waits up to 2 ms within the
+What is left are steps that compute nothing and are cheaper: a worker that never notified waits up to 2 ms within the
 step for a load (`worker_side/side.py`); and of many requests that wait for the same thing vLLM looks at the first few
 only (`parking.py`). With data parallelism or pipeline stages, where others would wait for this engine's step, it rests
 in vLLM's loop only.
@@ -198,8 +198,8 @@ class Steps:
     def wait_for_loads(self, num_requests: int) -> None:
         """Wait for news if all requests wait for loads or answers, and the workers notify of ended loads.
 
-        Called at the end of a step that computes nothing and orders nothing. Without notifications only a step shows that a
-        load has ended; then the workers wait in the step, for a moment.
+        Called at the end of a step that computes nothing and orders nothing. Without notifications only a step shows
+        that a load has ended; then the workers wait in the step, for a moment.
 
         Args:
             num_requests: that have not ended.
