@@ -21,6 +21,8 @@ from pathlib import Path
 from unittest import mock
 
 from scripts import markdown, protocol_reference
+from tests.faults.guards import GUARDS
+from tests.promises import marked_tests
 from tests.trace.example import STREAMED, write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -39,6 +41,7 @@ def pages() -> dict[Path, str]:
         "operations.md": {"metrics": metrics(part("operations.md", "metrics"))},
         "protocol-reference.md": protocol_reference.reference(),
         "cli.md": {"keys": short_form_keys()},
+        "reliability.md": {"promises": promises()},
         "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
         "relayout.md": relayout(),
         "timelines.md": {},
@@ -92,6 +95,19 @@ def metrics(page: str) -> str:
         (f"`vllm:{name}`", kind, doc, advice.get(f"`vllm:{name}`", "")) for name, kind, doc in found
     ]
     return markdown.table("metric | kind | meaning | do", rows)
+
+
+def promises() -> str:
+    """The tests that are marked with the promises' numbers, by file, as the sentences that their names are; and the
+    guards of each promise."""
+    rows: list[tuple[object, str, str]] = []
+    for number, files in marked_tests().items():
+        for path, tests in files.items():
+            sentences = [test.removeprefix("test_").replace("_", " ") for test in tests]
+            rows.append((number, f"`{path}`", "; ".join(sentences)))
+        guards = [f"`{guard.key}`" for guard in GUARDS if number in guard.promises]
+        rows.append((number, "its [guards](#guards-switched-off)", ", ".join(guards)))
+    return markdown.table("promise | file | tests that fail without it", rows)
 
 
 def short_form_keys() -> str:

@@ -17,6 +17,7 @@ from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import Engine, tokens
+from tests.promises import promise
 
 PROMPT = tokens(40)
 
@@ -166,6 +167,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> str:
     return "127.0.0.1"
 
 
+@promise(1)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize(
     "how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "both legs at once"]

@@ -13,6 +13,7 @@ import pytest
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.promises import promise
 
 COMMON = tokens(256, seed=1)
 """One whole digest."""
@@ -51,6 +52,7 @@ def both_whole(producers: tuple[Node, Node], consumer: Node) -> None:
         node.until(lambda: node.engine.is_whole)  # noqa: B023 - used at once
 
 
+@promise(1, 3)
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_params_of_two_producers_that_are_crossed_give_right_answers_and_cost_at_most_a_lease(
     producers: tuple[Node, Node], consumer: Node, kind: str

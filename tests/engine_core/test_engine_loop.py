@@ -24,6 +24,7 @@ from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, unt
 from tests.engine_core.test_idle import prefill, work
 from tests.harness.core.node import ferry_of
 from tests.harness.core.scheduler import tokens
+from tests.promises import promise
 from tests.waiting import wait_until
 
 LEASE_S = 1.2
@@ -126,6 +127,7 @@ def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_
     assert weights.version() == "step-7"
 
 
+@promise(3)
 def test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests(
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from kvferry.worker.fabric.port import Transfer, TransferState
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.promises import promise
 
 pytestmark = pytest.mark.slow
 
@@ -213,6 +214,7 @@ def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator
     hangs.clear()
 
 
+@promise(2, 3)
 @pytest.mark.parametrize("state", LoadState, ids=lambda state: state.value)
 def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
     scene: Scene, state: LoadState
@@ -235,6 +237,7 @@ def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
     scene.end()
 
 
+@promise(1)
 @pytest.mark.parametrize(
     "state", [x for x, (_, runs) in LOADS.items() if runs], ids=lambda state: state.value
 )
@@ -270,6 +273,7 @@ def test_a_prefill_that_is_aborted_holds_nothing_and_one_that_was_answered_is_st
     scene.end()
 
 
+@promise(1)
 def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(scene: Scene) -> None:
     assert [state for state, (_, runs) in LEASES.items() if runs] == [LeaseState.COMPUTING]
     computing(scene)

@@ -13,6 +13,7 @@ from tests.harness.cache_engine import free_port
 from tests.harness.core.node import Node, stop_parallel_state
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.promises import promise
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +170,7 @@ def check_plain(node: Node, name: str) -> None:
     assert node.answer(name).tokens == expected_tokens(PROMPT, COUNT)
 
 
+@promise(6)
 @pytest.mark.parametrize("kind", NO_LOAD)
 def test_params_that_cannot_be_used_are_answered_from_a_local_prefill(
     consumers: dict[str, Node], untouched: tuple[dict[str, Any], dict[str, Any]], kind: str
@@ -181,6 +183,7 @@ def test_params_that_cannot_be_used_are_answered_from_a_local_prefill(
     check_plain(consumer, f"{kind}/plain")
 
 
+@promise(1)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("kind", FAILED_LOAD)
 def test_params_that_another_wrote_or_changed_never_give_a_wrong_answer(

@@ -14,6 +14,7 @@ from tests.harness.core.node import Node
 from tests.harness.core.runners import SecondRunner
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.promises import promise
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +89,7 @@ def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(
     assert producer.engine.counted("leases_released", "done") == 1
 
 
+@promise(3)
 def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_in_the_second_step(
     make: Any,
 ) -> None:

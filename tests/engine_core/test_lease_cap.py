@@ -13,8 +13,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE, Slow
 from tests.harness.core.scheduler import Engine, tokens
+from tests.promises import promise
 
 
+@promise(3)
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["for need", "for the cap"])
 def test_a_router_that_never_comes_back_does_not_stop_prefills(
     make_slow: Any, fraction: float

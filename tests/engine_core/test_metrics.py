@@ -13,6 +13,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.engine_core.offers import offer
 from tests.harness.core.scheduler import Engine, tokens
+from tests.promises import promise
 
 PROMPT = tokens(40)
 LABELS = {"model_name": "toy", "engine": "3"}
@@ -29,6 +30,7 @@ def sample(name: str, **labels: str) -> Any:
     return REGISTRY.get_sample_value(f"vllm:{name}", {**LABELS, **labels})
 
 
+@promise(8)
 def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: Engine) -> None:
     front_end = KVConnectorProm(engine.config, list(LABELS), {3: list(LABELS.values())})
     assert sample("kvferry_local_recomputes_total", reason="load_failed") == 0

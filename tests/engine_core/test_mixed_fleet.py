@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_
 
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.promises import promise
 
 PROMPT = tokens(40)
 
@@ -21,6 +22,7 @@ def stock(make_engine: Any) -> Any:
     return functools.partial(make_engine, connector="NixlConnector", module=None)
 
 
+@promise(8)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_what_a_stock_producer_offers_is_computed_here_whatever_the_policy(
     stock: Any, make: Any, policy: str

@@ -11,6 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.offers import offer
 from tests.harness.core.scheduler import tokens
+from tests.promises import promise
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,7 @@ def report(*failed: str, **alive: set[str]) -> KVConnectorOutput:
     )
 
 
+@promise(2)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(
     make_engine: Any, policy: str
@@ -53,6 +55,7 @@ def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(
     assert not engine.scheduler.has_requests()
 
 
+@promise(2)
 def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are_done(
     make_engine: Any,
 ) -> None:

@@ -12,6 +12,7 @@ from tests.engine_core.streamed import REMOTE_DECODE, ask
 from tests.harness.core.node import Node
 from tests.harness.core.runners import FirstRunner, SecondRunner
 from tests.harness.core.scheduler import tokens
+from tests.promises import promise
 
 PROMPT = tokens(140, seed=3)
 RUNNERS = pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def recover(node: Node) -> None:
     node._in_flight.clear()
 
 
+@promise(1)
 @RUNNERS
 @OVERLAP
 @pytest.mark.parametrize("max_step_tokens", [64, 256], ids=["in parts", "in one step"])

@@ -12,6 +12,7 @@ import pytest
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.promises import promise
 
 PROMPT = tokens(100)
 REMOTE_DECODE = {"do_remote_decode": True}
@@ -31,6 +32,7 @@ def reset_until_done(node: Node) -> None:
     raise AssertionError("it is never successful")
 
 
+@promise(2)
 def test_a_held_lease_ends_with_a_reset_and_what_it_held_is_not_read(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
@@ -43,6 +45,7 @@ def test_a_held_lease_ends_with_a_reset_and_what_it_held_is_not_read(make: Any) 
     assert producer.engine.counted("leases_released", "reset") == 1
 
 
+@promise(1)
 def test_a_prompt_that_is_half_computed_when_the_weights_change_is_answered_and_never_offered(
     make: Any,
 ) -> None:
@@ -83,6 +86,7 @@ def test_a_prompt_that_is_computed_anew_after_a_reset_is_offered_under_another_e
     producer.until(lambda: producer.engine.is_whole)
 
 
+@promise(8)
 def test_a_consumer_that_is_reset_computes_what_it_has_not_begun_to_load_and_gives_it_back(
     make: Any,
 ) -> None:

@@ -20,6 +20,7 @@ from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.stalls import Life
 from tests.harness.core.scheduler import Engine, tokens
+from tests.promises import promise
 from tests.waiting import deadline_s
 
 pytestmark = pytest.mark.slow
@@ -90,6 +91,7 @@ def test_a_load_that_fails_beside_a_good_one_stops_neither(make_engine: Any, fai
     assert engine.is_whole
 
 
+@promise(6)
 def test_a_prompt_that_cannot_fit_beside_pinned_blocks_lets_others_pass_until_they_return(
     make_engine: Any,
 ) -> None:
@@ -284,6 +286,7 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 
 
+@promise(6)
 @pytest.mark.parametrize("kind", LIVES)
 def test_as_long_as_loads_end_requests_end_and_short_ones_do_not_wait_for_pins(
     make_engine: Any, eavesdropper: Eavesdropper, run_seed: int, kind: str

@@ -20,6 +20,7 @@ from tests.engine_core.test_both_legs import COUNT, check, ids, until
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.store import Shelf, beside_a_store
+from tests.promises import promise
 
 PROMPT = tokens(140, seed=3)
 STORED = 64
@@ -96,6 +97,7 @@ def is_answered(node: Node, name: str) -> bool:
     return node.engine.answers[name].finish_reason is not None
 
 
+@promise(1)
 @POLICIES
 @OVERLAP
 @STEPS
@@ -192,6 +194,7 @@ def test_a_prefill_that_goes_on_is_offered_from_its_next_step_on(
     assert [(one.request_id, one.num_tokens) for one in scene.seen] == [("p", len(PROMPT))]
 
 
+@promise(1)
 @POLICIES
 @OVERLAP
 @pytest.mark.parametrize("max_step_tokens", [96, 256])
@@ -216,6 +219,7 @@ def test_prompts_that_share_what_was_to_be_loaded_are_not_read_before_it_is_comp
     scene.node.until(scene.is_over)
 
 
+@promise(1)
 @OVERLAP
 def test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again(
     make: Any, overlap: bool
@@ -244,6 +248,7 @@ def test_a_prompt_that_is_preempted_before_the_answer_is_computed_again(make: An
     scene.node.until(scene.is_over)
 
 
+@promise(3)
 @pytest.mark.parametrize("max_step_tokens", [64, 256])
 def test_a_report_that_comes_too_late_ends_the_lease(make: Any, max_step_tokens: int) -> None:
     """vLLM's contract wants it with the step's output. What was read meanwhile is lost, but nothing more is read."""
@@ -323,6 +328,7 @@ class Draw:
             self.scene.node.step()
 
 
+@promise(1)
 @POLICIES
 @pytest.mark.parametrize("config", [{}, {"overlap": True}, {"pp": 2}], ids=str)
 def test_no_byte_is_ever_believed_that_was_not_computed(

@@ -18,6 +18,7 @@ from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.harness.engine import SHAPE, Engine, OrderedLoad
 from tests.harness.fault_fabric import Point
 from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of
+from tests.promises import promise
 from tests.waiting import wait_until
 
 STAGED = replace(SHAPE, axes="bth")
@@ -52,6 +53,7 @@ def check_end(
     return reason
 
 
+@promise(2)
 @pytest.mark.parametrize("shape", [SHAPE, STAGED], ids=["direct", "staged"])
 @pytest.mark.parametrize("point", [point for point in Point if point is not Point.IN_READ])
 def test_aborted_at_every_point(rig: Rig, shape: Any, point: Point) -> None:

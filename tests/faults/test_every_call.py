@@ -22,6 +22,7 @@ from kvferry.worker.fabric.errors import (
     TransferFailed,
 )
 from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of
+from tests.promises import promise
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "a bug": lambda: RuntimeError("unheard of"),
@@ -99,6 +100,7 @@ NEVER_CALLED |= {("consumer", "take_notifications")}
 """A producer does not touch the fabric but to listen, and a consumer does not listen."""
 
 
+@promise(1, 6)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("kind", ["memory", "nixl"])

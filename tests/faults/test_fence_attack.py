@@ -23,6 +23,7 @@ from tests.faults.fence_attack import (
     producer_of,
     streaming_producer,
 )
+from tests.promises import promise
 
 CHANGED_LOADS = 200
 HOLDS = {
@@ -62,6 +63,7 @@ def attack_streams(placing: str, changed_loads: int, *, aborted: bool) -> Counts
         raise AssertionError("unreachable")
 
 
+@promise(1)
 @pytest.mark.parametrize("placing", PLACINGS)
 def test_no_load_whose_bytes_changed_is_ever_reported_good(placing: str) -> None:
     counts = attack(placing, CHANGED_LOADS)
@@ -83,6 +85,7 @@ def test_with_half_a_fence_the_same_attack_shows_wrong_bytes(
     assert counts.believed == counts.changed >= 2 * PROMPTS
 
 
+@promise(1, 2)
 @pytest.mark.parametrize("placing", PLACINGS)
 def test_no_load_of_a_prompt_that_was_aborted_while_it_was_read_is_ever_reported_good(
     placing: str,
@@ -94,6 +97,7 @@ def test_no_load_of_a_prompt_that_was_aborted_while_it_was_read_is_ever_reported
     assert counts.detected + counts.cautious == counts.loads
 
 
+@promise(1)
 @pytest.mark.parametrize("placing", PLACINGS)
 def test_every_load_of_a_prompt_that_was_preempted_while_it_was_read_ends_with_the_right_bytes(
     placing: str,

@@ -16,6 +16,7 @@ from tests.faults.checks import (
 )
 from tests.harness.fault_fabric import Point
 from tests.harness.process import SLACK_S, TCP, Fleet
+from tests.promises import promise
 
 TRANSPORTS = pytest.mark.parametrize("environ", [{}, TCP], ids=["as NIXL comes", "tcp"])
 LONG_LEASE_S = 20.0
@@ -25,6 +26,7 @@ STALL_S = 1.0
 POINTS = (Point.FENCE, Point.DATA, Point.SECOND_FENCE)
 
 
+@promise(5)
 @TRANSPORTS
 @pytest.mark.parametrize("point", POINTS)
 def test_a_producer_that_stands_still_for_less_than_a_lease_and_a_deadline_aborts_nothing(
@@ -46,6 +48,7 @@ def test_a_producer_that_stands_still_for_less_than_a_lease_and_a_deadline_abort
     check_survivor(consumer, before)
 
 
+@promise(2, 4)
 @TRANSPORTS
 def test_a_producer_that_stands_still_beyond_the_deadline_fails_the_load_and_gets_its_blocks_back(
     fleet: Fleet, environ: dict[str, str]
@@ -74,6 +77,7 @@ def test_a_producer_that_stands_still_beyond_the_deadline_fails_the_load_and_get
     check_survivor(consumer, before)
 
 
+@promise(5)
 @TRANSPORTS
 @pytest.mark.parametrize("point", POINTS)
 def test_a_consumer_that_stands_still_for_less_than_a_lease_loses_nothing(
@@ -93,6 +97,7 @@ def test_a_consumer_that_stands_still_for_less_than_a_lease_loses_nothing(
     check_survivor(producer, before)
 
 
+@promise(1)
 @TRANSPORTS
 @pytest.mark.parametrize("point", POINTS)
 def test_a_consumer_that_stands_still_for_longer_than_the_lease_finds_the_fence(

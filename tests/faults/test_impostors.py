@@ -14,6 +14,7 @@ from tests.faults.impostors import GARBAGE, HTTP, HUGE_FRAME, tcp_impostor, zmq_
 from tests.harness.cache_engine import free_port
 from tests.harness.child import Start
 from tests.harness.process import SLACK_S, Fleet
+from tests.promises import promise
 
 HANDSHAKE_S = 2.0
 Listen = Callable[[int], AbstractContextManager[None]]
@@ -41,6 +42,7 @@ IMPOSTORS: dict[str, tuple[Listen, str]] = {
 }
 
 
+@promise(6)
 def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(
     fleet: Fleet,
 ) -> None:
@@ -64,6 +66,7 @@ def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(
     check_survivor(consumer, before)
 
 
+@promise(1)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_another_engine_at_a_dead_producers_port_is_recognised(fleet: Fleet, known: bool) -> None:
     """It neither answers for the dead one nor loses a lease to what is said to the dead one."""

@@ -18,6 +18,7 @@ from tests.harness.cache_engine import free_port
 from tests.harness.child import Start
 from tests.harness.fault_fabric import Point
 from tests.harness.process import SLACK_S, TCP, EngineProcess, Fleet
+from tests.promises import promise
 
 LEASE_S = 1.0
 HANDSHAKE_S = 3.0
@@ -50,6 +51,7 @@ def stop_load(producer: EngineProcess, consumer: EngineProcess, point: Point) ->
     return load
 
 
+@promise(4)
 @TRANSPORTS
 def test_a_producer_that_is_killed_at_any_point_fails_that_load_and_no_later_one(
     fleet: Fleet, environ: dict[str, str]
@@ -73,6 +75,7 @@ def test_a_producer_that_is_killed_at_any_point_fails_that_load_and_no_later_one
         check_survivor(consumer, before)
 
 
+@promise(4)
 @TRANSPORTS
 def test_a_producer_that_is_killed_between_two_loads_fails_the_next(
     fleet: Fleet, environ: dict[str, str]
@@ -96,6 +99,7 @@ def test_a_producer_that_is_killed_between_two_loads_fails_the_next(
     check_survivor(consumer, before)
 
 
+@promise(3)
 @TRANSPORTS
 def test_consumers_that_are_killed_at_every_point_cost_the_producer_a_lease_and_no_more(
     fleet: Fleet, environ: dict[str, str]

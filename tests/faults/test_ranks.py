@@ -22,6 +22,7 @@ from tests.geometry.pairs import Pair
 from tests.harness.cache_engine import wait_until_idle
 from tests.harness.fault_fabric import Point
 from tests.harness.handover import load
+from tests.promises import promise
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.waiting import step_until
 
@@ -214,6 +215,7 @@ def test_one_consumer_rank_that_fails_fails_the_request_and_releases_all_produce
         rig.check_recovery()
 
 
+@promise(3)
 @KINDS
 @SIZES
 def test_one_consumer_rank_that_cannot_tell_costs_all_producer_ranks_a_lease_and_no_more(

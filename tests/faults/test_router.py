@@ -9,8 +9,10 @@ from tests.harness.cache_engine import free_port
 from tests.harness.child import Start
 from tests.harness.fault_fabric import Point
 from tests.harness.process import SLACK_S, Fleet
+from tests.promises import promise
 
 
+@promise(1, 4)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_params_of_an_engines_former_life_are_refused_and_touch_no_lease_of_the_new_one(
     fleet: Fleet, known: bool
@@ -35,6 +37,7 @@ def test_params_of_an_engines_former_life_are_refused_and_touch_no_lease_of_the_
     transfer(producer, consumer)
 
 
+@promise(1)
 @pytest.mark.parametrize(
     "point", [Point.FIRST_CONTACT, Point.FENCE, Point.DATA, Point.SECOND_FENCE, Point.DONE]
 )

@@ -16,12 +16,15 @@ from bench.soak import soak
 from bench.soak_report import grown, results_of
 from bench.soak_schedule import Fault
 
+from tests.promises import promise
+
 _MINUTES = float(os.environ.get("KVFERRY_FAULT_SOAK_MINUTES", "3"))
 _NICE = 10
 _FEWEST_REQUESTS = 300
 """Fewer would show little, however busy the machine is."""
 
 
+@promise(1, 2, 3, 4)
 def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows(run_seed: int) -> None:
     # In a process of its own: what it measures is its own, and nothing of it outlives it. It asks as often as it can:
     # tests beside it come first.

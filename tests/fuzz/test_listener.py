@@ -33,6 +33,7 @@ from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.step import MAX_WAITING_LEASES
 from tests.fuzz.test_targets import hostile_bytes
+from tests.promises import promise
 from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.scheduler.channel import HOST, ask, client, free_port, listening
 from tests.waiting import wait_until
@@ -56,6 +57,7 @@ FRAMES = st.lists(FRAME, min_size=1, max_size=4).filter(
 MESSAGE = FRAMES | hostile_bytes("request").map(lambda body: [b"", body])
 
 
+@promise(6)
 def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_message_is_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

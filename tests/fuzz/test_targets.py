@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import ALL, DECISIONS, seeds
+from tests.promises import promise
 
 EXAMPLES = {"planning": 500, "pairing": 400, "mutated_params": 600, "mutated_orders": 100}
 EXAMPLES_OF_OTHERS = 250
@@ -29,6 +30,7 @@ def hostile_bytes(draw: st.DrawFn, name: str) -> bytes:
     return seed[:at] + noise + seed[at + draw(st.integers(0, 20)) :]
 
 
+@promise(6)
 @pytest.mark.parametrize("name", ALL)
 def test_no_input_makes_anything_but_a_typed_refusal(name: str) -> None:
     @settings(max_examples=EXAMPLES.get(name, EXAMPLES_OF_OTHERS))

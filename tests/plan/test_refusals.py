@@ -12,6 +12,7 @@ from kvferry.protocol.geometry import Format, Interleave, Place, Range
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, Setting
 from tests.plan.engines import sharded
 from tests.plan.samples import FACTS, engine, other, tensor, worker
+from tests.promises import promise
 
 OURS = engine(engine_id="D")
 FULL = CacheGroup(policy="full", block_tokens=4)
@@ -38,6 +39,7 @@ def reasons(
     return refused.value.reasons
 
 
+@promise(7)
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -111,6 +113,7 @@ def with_settings(**values: str) -> EngineDescription:
     return engine(facts=other(FACTS, settings=settings))
 
 
+@promise(7)
 @pytest.mark.parametrize(
     ("theirs", "ours", "field", "values", "change"),
     [
@@ -222,6 +225,7 @@ def test_tokens_that_no_producer_worker_holds_are_refused_by_their_rank() -> Non
     assert reason.producer == "no worker holds head 0 of the tokens of context-parallel rank 1"
 
 
+@promise(7)
 def test_all_reasons_come_at_once() -> None:
     wrong = engine(
         tensor(cell_bytes=4, tile_tokens=2, format=Format(dtype="float16")),

@@ -14,6 +14,7 @@ from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
+from tests.promises import promise
 from tests.scheduler.channel import HOST, free_port
 from tests.waiting import wait_until
 
@@ -82,6 +83,7 @@ def test_a_renewal_gives_the_full_time_again() -> None:
     assert not clocked.is_held
 
 
+@promise(5)
 def test_a_consumer_that_stalls_for_less_than_the_lease_minus_one_heartbeat_loses_nothing() -> None:
     clocked = Clocked()
     lease = clocked.finish()
@@ -94,6 +96,7 @@ def test_a_consumer_that_stalls_for_less_than_the_lease_minus_one_heartbeat_lose
     assert clocked.ledger.renew(lease.name), "its next heartbeat comes too late"
 
 
+@promise(5)
 @pytest.mark.parametrize("pause_s", [LEASE_S, 3600.0])
 def test_a_pause_of_the_producer_does_not_expire_leases(pause_s: float) -> None:
     """Renewals that arrived meanwhile may still wait inside this process: they are applied first."""

@@ -14,6 +14,7 @@ import pytest
 
 from scripts.accuracy.engines import Router
 from scripts.accuracy.model import default_cache_dir
+from tests.promises import promise
 from tests.vllm.fleet import Fleet, check_idle, outage, prefill, running
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.load import TIMEOUT_S, Kind, Load, Outage, Outcome, Tokens, ask, judge, prompt_of
@@ -74,6 +75,7 @@ def long_stream(
         yield outcome
 
 
+@promise(3)
 @POLICIES
 def test_a_killed_decoder_comes_back_to_the_same_producer(
     fleet: Fleet, policy: int, tmp_path: Path
@@ -104,6 +106,7 @@ def test_a_killed_decoder_comes_back_to_the_same_producer(
     check_idle(name, [producer], [consumer])
 
 
+@promise(4)
 @POLICIES
 def test_a_killed_producer_comes_back_to_the_same_decoder(
     fleet: Fleet, policy: int, tmp_path: Path
@@ -158,6 +161,7 @@ def test_a_killed_producer_comes_back_to_the_same_decoder(
     check_idle(name, [producer], [consumer])
 
 
+@promise(4)
 def test_two_and_two_lose_one_of_each_and_get_them_back(fleet: Fleet, tmp_path: Path) -> None:
     name = "two and two"
     outages: list[Outage] = []

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from tests.promises import promise
 from tests.vllm.pair import Change, Pair, long_prompt, text_of
 
 
@@ -56,6 +57,7 @@ AT_ONCE = 8
 """Requests in flight: one after the other they take minutes, and no engine serves one client only."""
 
 
+@promise(8)
 def test_bad_params_are_counted_by_what_is_wrong_with_them(pair: Pair) -> None:
     """Their prompts are answered right, and the prefix cache is not poisoned."""
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.accuracy.engines import EngineSpec, Transfer
+from tests.promises import promise
 from tests.vllm.conftest import START_S
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import Pair, long_prompt, text_of
@@ -52,6 +53,7 @@ def other_weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return copied
 
 
+@promise(7)
 def test_a_producer_with_other_weights_is_refused_by_name(
     pair: Pair, other_weights: Path, logs: Path
 ) -> None:

@@ -17,6 +17,7 @@ from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.state import LoadEvent, LoadState
+from tests.promises import promise
 from tests.worker.stub_loads import StubLoad
 
 
@@ -104,6 +105,7 @@ class _Clock:
         monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
 
+@promise(5)
 def test_a_pause_of_this_process_fails_no_load_and_time_awake_does(
     runner: LoadRunner, box: ResultBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

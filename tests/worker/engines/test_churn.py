@@ -15,6 +15,7 @@ from tests.harness.cache_engine import SETTINGS, free_port
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
+from tests.promises import promise
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -47,6 +48,7 @@ def _at_rest(consumer: Engine) -> OpenHandles:
     return consumer.fabric.open_handles()
 
 
+@promise(4)
 def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
     """Every third one restarts at its address; the others never come again, and are forgotten for those after them."""
     rig = Rig("nixl")

@@ -13,6 +13,7 @@ from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
+from tests.promises import promise
 from tests.waiting import wait_until
 
 NEVER_S = 3600.0
@@ -35,6 +36,7 @@ def _grace_is_over(rig: Rig, consumer: Engine) -> None:
     assert consumer.seen.counts["graces_over"] >= 1
 
 
+@promise(2)
 def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(rig: Rig) -> None:
     producer, consumer = rig.pair(settings=CAUTIOUS)
     rig.transfer(producer, consumer)
@@ -50,6 +52,7 @@ def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(rig:
     _grace_is_over(rig, consumer)
 
 
+@promise(2)
 @pytest.mark.parametrize(
     "error", [TransferFailed("test", "of the test"), RuntimeError("a bug")], ids=["failed", "bug"]
 )
@@ -63,6 +66,7 @@ def test_a_post_that_raises_may_have_posted_something(rig: Rig, error: Exception
     _grace_is_over(rig, consumer)
 
 
+@promise(2)
 @pytest.mark.parametrize("how", ["the post raises", "the read fails"])
 def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(rig: Rig, how: str) -> None:
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=STAGED)

@@ -10,6 +10,7 @@ from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.peers.first_contact import PlanCache
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
+from tests.promises import promise
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,7 @@ def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
     rig.until_good(producer, consumer)
 
 
+@promise(6)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
     "method", ["post_read", "post_data_read", "poll", "poll_data_read", "telemetry"]

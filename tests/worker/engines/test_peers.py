@@ -15,6 +15,7 @@ from kvferry.worker.fabric.errors import PeerLost
 from tests.harness.cache_engine import FACTS, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.rig import Rig
+from tests.promises import promise
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -75,6 +76,7 @@ def test_two_producers_that_were_given_one_id_are_both_kept(
     assert caplog.text.count("has the engine id of") == 1
 
 
+@promise(4)
 def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten(
     any_rig: Rig,
 ) -> None:
@@ -96,6 +98,7 @@ def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgo
     assert consumer.fabric.prepared() == prepared
 
 
+@promise(1)
 def test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known(rig: Rig) -> None:
     producer, consumer = rig.pair()
     old_offer = producer.prefill(tokens=10)
@@ -105,6 +108,7 @@ def test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known(rig:
     rig.transfer(successor, consumer)
 
 
+@promise(7)
 def test_an_unworkable_pair_is_refused_with_every_reason_by_name(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.integrity import standing_still
 from tests.harness.rig import Rig
 from tests.harness.slow_link import SlowLink
+from tests.promises import promise
 from tests.waiting import wait_until
 
 TIMEOUT_S = 0.6
@@ -158,6 +159,7 @@ def test_a_slot_that_opens_while_the_consumer_stands_still_is_found_open(
     all_good(rig, consumer, [load])
 
 
+@promise(6)
 def test_producers_that_stand_still_keep_no_third_one_from_the_staging_pool(rig: Rig) -> None:
     """Before, two of them had half of it each."""
     consumer, (first, second, third) = staged_consumer(rig, "P", "Q", "R")
