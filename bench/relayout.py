@@ -161,7 +161,9 @@ def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, repeats: int) ->
     launches = []
     for table in tables:
         converts = table.pieces.converts
-        compiled = DeviceTable.of(table, DevicePieces.of(table.pieces), tile_of(_TILE, converts))
+        compiled = DeviceTable.compile(
+            table, DevicePieces.compile(table.pieces), tile_of(_TILE, converts)
+        )
         names = ("programs", "pieces", "shapes", "units", "scales")
         sections = {
             name: torch.from_numpy(section).to(device)

@@ -73,7 +73,7 @@ class Setup:
     def shape(self) -> Shape:
         """A source block is a block of the producer, as it arrived in the pool."""
         here, there, unit = self.remote.strides, self.local.strides, self.unit_tokens
-        return Shape.of(
+        return Shape.from_axes(
             [CopyAxis(HEADS, here[0], there[0]), CopyAxis(unit, here[1], there[1])],
             DIM if self.conversion else self.remote.cell_bytes,
             source_unit_stride=(self.remote.block_bytes, unit * here[1]),

@@ -56,7 +56,7 @@ def staged_waves(
             continue
         table, wanted = source_table(source, 0), source_units(source, units[source.tokens])
         # No fabric is asked: only what the tables say is looked at.
-        prepared = PreparedSource.of(table, cast(Any, None), cast(Any, None), 0)
+        prepared = PreparedSource.at_address(0, table, cast(Any, None), cast(Any, None))
         for window in _windows(table, wanted, chunks):
             copies = _wave_copies(
                 route.worker, table, wanted, window, prepared.wave_table(wanted, window, 0)

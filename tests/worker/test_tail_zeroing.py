@@ -68,7 +68,7 @@ def fake_gpu() -> Iterator[FakeCuda]:
     """A device whose kernel runs in numpy, with exactly the room for a table that `room_for` computes."""
     pytest.importorskip("triton", reason="Triton is not installed")
     with pytest.MonkeyPatch.context() as patched, kernels():
-        patched.setattr("kvferry.worker.relayout.triton_relayout._LEAST_TABLE_BYTES", WARM_UP_BYTES)
+        patched.setattr("kvferry.worker.relayout.triton_relayout._MIN_TABLE_BYTES", WARM_UP_BYTES)
         yield FakeCuda()
 
 

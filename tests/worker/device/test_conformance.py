@@ -133,7 +133,9 @@ def test_a_kernel_reads_and_writes_pinned_host_memory_by_its_own_address(port: P
             ((there, host.tensor), addresses[1:]),
         ):
             relayout = TritonRelayout([memories[0]], [memories[1]], port.device)
-            table = WaveTable.of([Shape(axes=(), run=16)], [(*way, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+            table = WaveTable.from_rows(
+                [Shape(axes=(), run=16)], [(*way, 0, 0, 1, 0)], [(0, 0, 0, 0)]
+            )
             mark = relayout.try_start(table)
             assert mark is not None
             wait_until(mark.reached, "it is in place")

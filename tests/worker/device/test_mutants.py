@@ -147,7 +147,7 @@ MUTANTS = {
     "the transfer thread reads a tensor": Mutant(
         TritonRelayout,
         "try_start",
-        first(lambda self, _: self._slots[0].there[0].item()),
+        first(lambda self, _: self._slots[0].device[0].item()),
         **STAGED,
         rule=Rule.WAITS,
     ),

@@ -128,12 +128,17 @@ def test_one_copy_fits_into_the_kernels_table_however_narrow_its_accesses_are() 
 
     tensors, block_bytes = 1024, 4096
     count = host_mirror.WAVE_BYTES // (tensors * block_bytes)
-    byte_by_byte = Shape.of(
+    byte_by_byte = Shape.from_axes(
         [CopyAxis(block_bytes, 3, 3)], 1, source_unit_stride=(3 * block_bytes, 0)
     )
-    table = WaveTable.of([byte_by_byte], [(0, 0, 0, 0, count, 0)] * tensors, [(0, 0, 0, 0)] * count)
+    table = WaveTable.from_rows(
+        [byte_by_byte], [(0, 0, 0, 0, count, 0)] * tensors, [(0, 0, 0, 0)] * count
+    )
     assert moved_bytes(table) == 2 * host_mirror.WAVE_BYTES
-    assert DeviceTable.of(table, DevicePieces.of(table.pieces), TILE).num_bytes <= TABLE_BYTES
+    assert (
+        DeviceTable.compile(table, DevicePieces.compile(table.pieces), TILE).num_bytes
+        <= TABLE_BYTES
+    )
 
 
 POOL_BYTES = 65 << 12

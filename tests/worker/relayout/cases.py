@@ -100,7 +100,7 @@ def random_case(seed: int, *, converts: bool = False) -> Case:
         destination_at += destination_loops[2] + 16 * draw.randint(0, 4)
     rows = draw.sample(rows, len(rows))
     return Case(
-        WaveTable.of(shapes, rows, units, scales),
+        WaveTable.from_rows(shapes, rows, units, scales),
         random_bytes(draw, source_at + GUARD_BYTES),
         random_bytes(draw, destination_at + GUARD_BYTES),
     )
@@ -140,7 +140,7 @@ def random_shape(
         for loop, count in enumerate(counts)
     ]
     unit_strides = [(strides[len(counts)], strides[len(counts) + 1]) for strides, _, _ in sides]
-    make = Shape.of if draw.random() < 0.7 else plain
+    make = Shape.from_axes if draw.random() < 0.7 else plain
     shape = make(
         axes,
         run,

@@ -71,7 +71,7 @@ def test_every_code_of_every_type_is_rounded_to_nearest_even_and_saturates(
         converted = definitions.convert(codes.astype(np.int64), (kind, target), scales)
         expected.append(converted.astype(definitions.UNSIGNED[target.num_bytes]).view(np.uint8))
         at, to = at + len(sources[-1]), to + len(expected[-1])
-    table = WaveTable.of(shapes, rows, [(0, 0, 0, 0)], [scales])
+    table = WaveTable.from_rows(shapes, rows, [(0, 0, 0, 0)], [scales])
     case = Case(table, np.concatenate(sources), np.full(to, 0xAA, dtype=np.uint8))
     found = run(case).destination
     for kind, row, values in zip(ElementType, rows, expected, strict=True):
@@ -86,7 +86,7 @@ def one(
     kind: ElementType, code: int, target: ElementType, scales: tuple[float, float] = (1, 1)
 ) -> Case:
     conversion = ElementConversion(kind, target)
-    table = WaveTable.of(
+    table = WaveTable.from_rows(
         [Shape(axes=(), run=1, conversion=conversion)], [(0, 0, 0, 0, 1, 0)], [(0,) * 4], [scales]
     )
     source = np.array([code], dtype=definitions.UNSIGNED[kind.num_bytes]).view(np.uint8)
@@ -123,13 +123,13 @@ def test_roundings_worked_out_by_hand(
 
 def test_the_example_of_the_docstrings(run: Runner) -> None:
     """Of `wave_table` and of `_relayout_kernel`: byte 40 of the wave goes to byte 472 of the cache."""
-    shape = Shape.of(
+    shape = Shape.from_axes(
         [CopyAxis(2, 32, 8), CopyAxis(4, 8, 16)],
         8,
         source_unit_stride=(64, 0),
         destination_unit_stride=(64, 0),
     )
-    table = WaveTable.of([shape], [(0, 0, 0, 0, 2, 0)], [(0, 0, 7, 0), (1, 0, 3, 0)])
+    table = WaveTable.from_rows([shape], [(0, 0, 0, 0, 2, 0)], [(0, 0, 7, 0), (1, 0, 3, 0)])
     case = Case(table, np.arange(128, dtype=np.uint8), np.full(512, 0xEE, dtype=np.uint8))
     cache = check(run, case, "the example").destination
     assert cache[472] == 40
@@ -149,7 +149,7 @@ def test_the_example_of_the_docstrings(run: Runner) -> None:
 
 
 def test_an_empty_wave_launches_nothing(run: Runner) -> None:
-    table = WaveTable.of([Shape(axes=(), run=8)], [(0, 0, 0, 0, 0, 0)], [(0, 0, 0, 0)])
+    table = WaveTable.from_rows([Shape(axes=(), run=8)], [(0, 0, 0, 0, 0, 0)], [(0, 0, 0, 0)])
     outcome = run(Case(table, np.zeros(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)))
     assert (outcome.launches, outcome.destination.tolist()) == (0, [0] * 8)
 
@@ -169,7 +169,7 @@ def test_what_leaves_the_memory_is_refused(
 ) -> None:
     shape = Shape(axes=(), run=64, source_unit_stride=(1, 0), destination_unit_stride=(0, 1))
     case = Case(
-        WaveTable.of([shape], [piece], [unit]),
+        WaveTable.from_rows([shape], [piece], [unit]),
         np.zeros(64, dtype=np.uint8),
         np.zeros(64, dtype=np.uint8),
     )
@@ -181,7 +181,7 @@ def test_what_leaves_the_memory_is_refused(
 def test_what_is_shifted_out_of_the_source_is_refused(
     run: Runner, shift: int, refused: bool
 ) -> None:
-    table = WaveTable.of(
+    table = WaveTable.from_rows(
         [Shape(axes=(), run=32, source_unit_stride=(32, 0))], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
     )
     case = Case(
@@ -248,7 +248,7 @@ def test_offsets_beyond_two_to_the_32(
 ) -> None:
     """The axis's first step is at the start of the allocations, whose bytes are unset: only the second is compared."""
     case = Case(
-        WaveTable.of([shape], [(5, 7, 0, 0, 1, 0)], [unit], [(1.0, 4.0), (2.0, 2.0)]),
+        WaveTable.from_rows([shape], [(5, 7, 0, 0, 1, 0)], [unit], [(1.0, 4.0), (2.0, 2.0)]),
         np.arange(100, dtype=np.uint8),
         np.full(100, 0xEE, dtype=np.uint8),
         source_at=FAR,

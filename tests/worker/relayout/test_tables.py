@@ -27,16 +27,18 @@ TO_FLOAT8 = ElementConversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
 
 
 def test_the_example_of_the_docstring() -> None:
-    shape = Shape.of([CopyAxis(2, 128, 32), CopyAxis(4, 32, 64), CopyAxis(2, 16, 16)], 16)
+    shape = Shape.from_axes([CopyAxis(2, 128, 32), CopyAxis(4, 32, 64), CopyAxis(2, 16, 16)], 16)
     assert shape.axes == (CopyAxis(4, 32, 64), CopyAxis(2, 128, 32))
     assert shape.run == 32
     assert shape.extents == (256, 256)
 
 
 def test_with_a_conversion_a_run_grows_where_each_sides_stride_is_of_its_own_elements() -> None:
-    shape = Shape.of([CopyAxis(4, 16, 8)], 8, conversion=TO_FLOAT8)
+    shape = Shape.from_axes([CopyAxis(4, 16, 8)], 8, conversion=TO_FLOAT8)
     assert (shape.axes, shape.run) == ((), 32)
-    assert Shape.of([CopyAxis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (CopyAxis(4, 16, 16),)
+    assert Shape.from_axes([CopyAxis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (
+        CopyAxis(4, 16, 16),
+    )
 
 
 @given(seed=st.integers(0, 1 << 30))
@@ -50,7 +52,7 @@ def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
     if draw.random() < 0.5:
         destination, destination_bytes = source, source_bytes
     axes = [CopyAxis(*loop) for loop in zip(counts, source, destination, strict=True)]
-    merged = Shape.of(axes, run)
+    merged = Shape.from_axes(axes, run)
     data = random_bytes(draw, source_bytes)
     written = []
     for shape in (
@@ -60,7 +62,9 @@ def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
         ),
     ):
         cache = np.zeros(destination_bytes, dtype=np.uint8)
-        definitions.relayout(WaveTable.of([shape], [(0, 0, 0, 0, 1, 0)], [(0,) * 4]), data, cache)
+        definitions.relayout(
+            WaveTable.from_rows([shape], [(0, 0, 0, 0, 1, 0)], [(0,) * 4]), data, cache
+        )
         written.append(cache)
     assert (written[0] == written[1]).all()
     assert len(merged.axes) <= len([count for count in counts if count > 1])
@@ -111,7 +115,7 @@ def halves(column: np.int64) -> tuple[int, int]:
 
 
 def compile_table(table: WaveTable, tile: int) -> DeviceTable:
-    return DeviceTable.of(table, DevicePieces.of(table.pieces), tile)
+    return DeviceTable.compile(table, DevicePieces.compile(table.pieces), tile)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_a_range_that_leaves_the_units_is_refused(units: tuple[int, int]) -> Non
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_is_no_finite_number_above_zero_is_refused(scale: float) -> None:
     with pytest.raises(InvalidTable, match="finite and above 0"):
-        WaveTable.of([SHAPE], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, scale)])
+        WaveTable.from_rows([SHAPE], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, scale)])
 
 
 @pytest.mark.parametrize(
@@ -208,7 +212,7 @@ def test_a_part_of_the_pieces_that_is_shifted_has_the_rows_of_pieces_that_lie_th
     whole = random_case(seed, converts=seed % 2 == 1).table
     count = len(whole.pieces.rows)
     which, shifts = slice(count // 3, count), np.arange(5, 5 + count - count // 3)
-    part = replace(whole, shifts=shifts, which=which)
+    part = replace(whole, shifts=shifts, selected=which)
     there = replace(whole, pieces=replace(whole.pieces, rows=part.rows))
     once, anew = compile_table(part, 4), compile_table(there, 4)
     assert (once.programs == anew.programs).all()
@@ -234,12 +238,12 @@ def test_a_lane_moves_the_most_that_addresses_and_strides_allow(
     source: int, destination: int, stride: int, run: int, width: int
 ) -> None:
     shape = Shape(axes=(CopyAxis(2, stride, 512),), run=run)
-    table = WaveTable.of([shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    table = WaveTable.from_rows([shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)])
     assert (compile_table(table, 64).shapes[:, 0] & 31).tolist() == [width]
 
 
 def test_a_piece_of_too_many_chunks_is_refused() -> None:
-    table = WaveTable.of(
+    table = WaveTable.from_rows(
         [Shape(axes=(CopyAxis(MAX_CHUNKS, 1, 2),), run=1)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
     )
     with pytest.raises(InvalidTable, match=f"a piece has {MAX_CHUNKS} chunks"):
@@ -247,12 +251,14 @@ def test_a_piece_of_too_many_chunks_is_refused() -> None:
 
 
 def test_a_run_that_reaches_further_than_a_lane_can_count_is_refused() -> None:
-    DevicePieces.of(
-        WaveTable.of([Shape(axes=(), run=2**32)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]).pieces
+    DevicePieces.compile(
+        WaveTable.from_rows(
+            [Shape(axes=(), run=2**32)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
+        ).pieces
     )
     with pytest.raises(InvalidTable, match=f"{2**32 + 16} bytes"):
-        DevicePieces.of(
-            WaveTable.of(
+        DevicePieces.compile(
+            WaveTable.from_rows(
                 [Shape(axes=(), run=2**32 + 16)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
             ).pieces
         )
@@ -289,6 +295,6 @@ def test_shapes_of_the_same_units_and_strides_share_their_offsets_and_unused_sha
     ]
     assert [halves(row[3])[0] for row in compiled.pieces] == [0, 0, 2, 4]
     assert (
-        compile_table(replace(whole, which=slice(2, 3)), 64).units.tolist()
+        compile_table(replace(whole, selected=slice(2, 3)), 64).units.tolist()
         == compiled.units[2:4].tolist()
     )

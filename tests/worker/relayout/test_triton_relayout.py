@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 def wave(memory: torch.Tensor, units: int = 1) -> WaveTable:
     address = memory.data_ptr()
-    return WaveTable.of(
+    return WaveTable.from_rows(
         [Shape(axes=(), run=16)], [(address, address + 32, 0, 0, units, 0)], [(0, 0, 0, 0)] * units
     )
 
@@ -68,7 +68,7 @@ def test_compiled_pieces_are_forgotten_with_their_waves(
     from kvferry.worker.relayout.device_table import DevicePieces
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
-    compile_pieces, made = DevicePieces.of, list[weakref.ref[DevicePieces]]()
+    compile_pieces, made = DevicePieces.compile, list[weakref.ref[DevicePieces]]()
 
     def compiled(pieces: Pieces) -> DevicePieces:
         made.append(weakref.ref(one := compile_pieces(pieces)))
@@ -98,4 +98,6 @@ def test_there_is_room_for_every_wave_of_the_same_pieces_also_where_shapes_no_lo
     units = np.zeros((4000, 4), dtype=np.int32)
     largest = WaveTable(pieces, ((0, 2000), (0, 2000)), units)
     apart = WaveTable(pieces, ((0, 2000), (2000, 4000)), units)
-    assert DeviceTable.of(apart, DevicePieces.of(pieces), TILE).num_bytes <= room_for(largest)
+    assert DeviceTable.compile(apart, DevicePieces.compile(pieces), TILE).num_bytes <= room_for(
+        largest
+    )

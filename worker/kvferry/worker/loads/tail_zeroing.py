@@ -164,7 +164,7 @@ def _shape(tensor: PagedTensor) -> Shape:
         CopyAxis(elements, 0, tensor.element_stride),
     ]
     unit_stride = (tensor.block_stride, tensor.tile_stride)
-    return Shape.of(axes, _element_bytes(tensor), destination_unit_stride=unit_stride)
+    return Shape.from_axes(axes, _element_bytes(tensor), destination_unit_stride=unit_stride)
 
 
 def _cells(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> NDArray[np.uint8]:

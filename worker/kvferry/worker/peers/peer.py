@@ -208,7 +208,7 @@ def _connect_route(
             made.append(chunks)
             remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, rows.rows))
             made.append(remote)
-            sources.append(PreparedSource.of(rows, chunks, remote, staging.address))
+            sources.append(PreparedSource.at_address(staging.address, rows, chunks, remote))
     stream_rows = worker.stream_rows
     prepared_rows = (
         _prepare_rows(fabric, agent, stream_rows, made) if stream_rows is not None else None

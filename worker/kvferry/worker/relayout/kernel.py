@@ -1,9 +1,7 @@
 """The Triton kernel that puts a whole wave in place, and its launcher.
 
 Elements are converted in integers, by way of the bits of a float32 and by the rules of `kvferry.worker.relayout.shape`.
-Triton's own casts are not used for float8: under its interpreter they are wrong for half of the values. Encoding has
-one floating-point operation, an addition to a constant whose rounding to nearest even rounds a subnormal; constant and
-sum are normal numbers, so flushing cannot change it.
+Triton's own casts are not used for float8: under its interpreter they are wrong for half of the values.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -17,11 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
+# A program of fewer chunks waits for its table more often per byte; one of more needs more
+# registers, so fewer threads are there to wait (docs/relayout.md, prediction).
 TILE = 1024
 """Chunks that one program moves: 16 KiB where a chunk is 16 bytes."""
+
 WARPS = 4
+
 CONVERTED_TILE_SHARE = 4
 """A converting program moves this many times fewer chunks: each is eight float32 values in registers."""
+
 NAN = tl.constexpr(0x7FC00000)
 
 
@@ -94,17 +97,18 @@ def _round_to(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     Example: to float8_e4m3 (3 bits, bias 7): 17 = 0x41880000 lies between 16 = 0x58 and 18 = 0x59: even is 0x58.
     """
     drop: tl.constexpr = 23 - MANTISSA
-    smallest: tl.constexpr = (128 - BIAS) << 23  # the smallest normal number of the type
-    anchor: tl.constexpr = (
-        151 - BIAS - MANTISSA
-    ) << 23  # its last bit is worth the type's smallest subnormal number
+    # The smallest normal number of the type.
+    smallest: tl.constexpr = (128 - BIAS) << 23
+    # A number whose last bit is worth the type's smallest subnormal number.
+    anchor: tl.constexpr = (151 - BIAS - MANTISSA) << 23
     odd = (magnitude >> drop) & 1
     normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - ((127 - BIAS) << MANTISSA)
+    # The only floating-point operation of encoding: adding the anchor rounds a subnormal to nearest
+    # even. Anchor and sum are normal numbers, so flushing of subnormals cannot change it.
     zero = magnitude & 0
     anchors = (zero + anchor).to(tl.float32, bitcast=True)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + anchors).to(
-        tl.uint32, bitcast=True
-    ) - anchor
+    anchored = magnitude.to(tl.float32, bitcast=True) + anchors
+    subnormal = anchored.to(tl.uint32, bitcast=True) - anchor
     return tl.where(magnitude < smallest, subnormal, normal)
 
 
@@ -121,9 +125,8 @@ def _elements(address, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
 @triton.jit
 def _load(address, inside, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
     """The codes of `TOGETHER` elements from each address, in uint32."""
-    return tl.load(_elements(address, ELEMENT, TOGETHER), mask=inside[:, None], other=0).to(
-        tl.uint32
-    )
+    codes = tl.load(_elements(address, ELEMENT, TOGETHER), mask=inside[:, None], other=0)
+    return codes.to(tl.uint32)
 
 
 @triton.jit
@@ -152,7 +155,8 @@ def _convert(
         bits = _load(source, inside, tl.uint32, TOGETHER)
     elif source_type == 4:
         bits = _decode_float8_e4m3(_load(source, inside, tl.uint8, TOGETHER))
-    else:  # float8_e5m2 is the upper byte of a float16
+    else:
+        # float8_e5m2 is the upper byte of a float16.
         bits = _decode_float16(_load(source, inside, tl.uint8, TOGETHER) << 8)
     missing = (bits & 0x7FFFFFFF) > 0x7F800000
     if scaled:
@@ -162,7 +166,8 @@ def _convert(
         quotient = tl.div_rn(value, tl.broadcast_to(destination_scale, value.shape))
         # A NaN's sign does not survive arithmetic: the source's is kept, which scales never change.
         bits = (quotient.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | (bits & 0x80000000)
-    magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
+    magnitude = bits & 0x7FFFFFFF
+    sign = bits >> 31
     if destination_type == 1:
         code = tl.where(missing, 0x7FC0, (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16)
         _store(destination, code | (sign << 15), inside, tl.uint16, TOGETHER)
@@ -217,10 +222,12 @@ def _relayout_kernel(
     chunk = (program >> 32).to(tl.uint32) * TILE + tl.arange(0, TILE).to(tl.uint32)
     inside = chunk < extent.to(tl.uint32)
     rest = chunk
-    source = tl.zeros([TILE], tl.uint32)  # offsets in the unit
+    # Offsets in the unit, in 32 bits: the table has no unit that reaches further.
+    source = tl.zeros([TILE], tl.uint32)
     destination = tl.zeros([TILE], tl.uint32)
     scale = tl.zeros([TILE], tl.uint32) + (first >> 32).to(tl.uint32)
-    for level in tl.static_range(3):  # the run, and the two innermost axes
+    # The run, and the two innermost axes: most shapes have no more, and skip two divisions.
+    for level in tl.static_range(3):
         rest, source, destination, scale = _loop(
             shape, fields, level, rest, source, destination, scale, CONVERTS
         )
@@ -241,6 +248,7 @@ def _relayout_kernel(
         destination_type = (fields >> 11).to(tl.int32) & 7
         scaled = ((fields >> 14) & 1) != 0
         if source_type != 0:
+            # `TOGETHER` must be a constant of the compiler, so there are two calls.
             if width == 8:
                 _convert(
                     source,
@@ -294,7 +302,7 @@ def launch_relayout(
         units: int64 `[U, 2]`.
         scales: float32 `[n, 2]`.
         num_programs: programs to run.
-        converts: whether any piece has a conversion.
+        converts: True if any piece has a conversion.
         tile: chunks per program, a power of two; `programs` was made for it.
     """
     kernel: Any = _relayout_kernel
@@ -313,4 +321,6 @@ def launch_relayout(
 
 def tile_of(tile: int, converts: bool) -> int:
     """Chunks per program of either variant, where a program that only copies moves `tile`."""
-    return max(1, tile // CONVERTED_TILE_SHARE) if converts else tile
+    if not converts:
+        return tile
+    return max(1, tile // CONVERTED_TILE_SHARE)

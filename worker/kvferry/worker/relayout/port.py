@@ -55,6 +55,7 @@ class Relayout(Protocol):
 
 
 _Made = TypeVar("_Made")
+
 _FAR = 1 << 62
 """Larger than any offset: the bounds of a shape that no piece has."""
 
@@ -72,14 +73,16 @@ class Memory:
             torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             for _, tensor in sorted(storages.items())
         ]
-        self._starts = np.array([whole.data_ptr() for whole in self._bytes] or [0], dtype=np.int64)
-        self._stops = self._starts + np.array(
-            [whole.numel() for whole in self._bytes] or [0], dtype=np.int64
-        )
+        starts = [allocation.data_ptr() for allocation in self._bytes]
+        sizes = [allocation.numel() for allocation in self._bytes]
+        # Without memory there is one empty allocation, so that a search has an answer.
+        self._starts = np.array(starts or [0], dtype=np.int64)
+        self._stops = self._starts + np.array(sizes or [0], dtype=np.int64)
 
     def allocations_of(self, address: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each address the index of its allocation, or of a neighbour where it lies in none."""
-        return np.asarray(np.maximum(np.searchsorted(self._starts, address, side="right") - 1, 0))
+        next_allocation = np.searchsorted(self._starts, address, side="right")
+        return np.asarray(np.maximum(next_allocation - 1, 0))
 
     def around(self, address: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each address the range `[first, stop)` of its allocation, as offsets from the address."""
@@ -96,19 +99,15 @@ class Memory:
 
 
 class Bounds:
-    """Per shape, the offsets from every piece's address at which units may begin: its allocation, less a unit."""
+    """Per shape, the offsets from every piece's address at which units may begin: its allocation, less a unit.
+
+    Made once for the pieces, so that the check of a wave costs a few numbers for each shape, whatever its size. No
+    wave is put in place unchecked: the kernel itself writes wherever its table says.
+    """
 
     def __init__(self, pieces: Pieces, sources: Memory, destinations: Memory) -> None:
-        self._sides: list[list[Span]] = []
-        for side, memory in ((SOURCE, sources), (DESTINATION, destinations)):
-            first, stop = memory.around(pieces.rows[:, side])
-            self._sides.append([])
-            for number, shape in enumerate(pieces.shapes):
-                own = pieces.rows[:, SHAPE] == number
-                last = stop[own] - shape.extents[side]
-                self._sides[-1].append(
-                    (int(first[own].max(initial=-_FAR)), int(last.min(initial=_FAR)))
-                )
+        self._sources = _spans(pieces, SOURCE, sources)
+        self._destinations = _spans(pieces, DESTINATION, destinations)
 
     def check(self, table: WaveTable) -> None:
         """Refuse a wave that leaves the memory.
@@ -116,23 +115,40 @@ class Bounds:
         Raises:
             InvalidTable: a unit of a shape reaches out of the allocation of one of its pieces.
         """
+        # Without shifts the wave has no pieces.
         if not len(table.shifts):
-            return  # no pieces
-        nearest, farthest = int(table.shifts.min()), int(table.shifts.max())
-        for number, (reach, *bounds) in enumerate(zip(table.reaches(), *self._sides, strict=True)):
+            return
+        nearest = int(table.shifts.min())
+        farthest = int(table.shifts.max())
+        for number, reach in enumerate(table.reaches()):
             if reach is None:
                 continue
             (low, high), destination = reach
-            stride = table.pieces.shapes[number].source_unit_stride[0]
-            reached = ((low + nearest * stride, high + farthest * stride), destination)
-            for name, (low, high), (least, most) in zip(
-                ("source", "destination"), reached, bounds, strict=True
-            ):
-                if low < least or high > most:
-                    raise InvalidTable(
-                        f"{name} of shape {number} at offsets {low} … {high} lies in none of the allocations; "
-                        f"expected {least} … {most}"
-                    )
+            block = table.pieces.shapes[number].source_unit_stride[0]
+            source = (low + nearest * block, high + farthest * block)
+            _check_span(f"source of shape {number}", source, self._sources[number])
+            _check_span(f"destination of shape {number}", destination, self._destinations[number])
+
+
+def _spans(pieces: Pieces, side: int, memory: Memory) -> list[Span]:
+    """For each shape the offsets at which its units may begin on one side, whichever of its pieces they are of."""
+    start, stop = memory.around(pieces.rows[:, side])
+    spans: list[Span] = []
+    for number, shape in enumerate(pieces.shapes):
+        own = pieces.rows[:, SHAPE] == number
+        last = stop[own] - shape.extents[side]
+        spans.append((int(start[own].max(initial=-_FAR)), int(last.min(initial=_FAR))))
+    return spans
+
+
+def _check_span(name: str, reached: Span, allowed: Span) -> None:
+    low, high = reached
+    lowest, highest = allowed
+    if low < lowest or high > highest:
+        raise InvalidTable(
+            f"{name} at offsets {low} … {high} lies in none of the allocations; "
+            f"expected {lowest} … {highest}"
+        )
 
 
 class OncePerPieces(Generic[_Made]):
@@ -140,10 +156,12 @@ class OncePerPieces(Generic[_Made]):
 
     def __init__(self, make: Callable[[Pieces], _Made]) -> None:
         self._make = make
+        # Weak: pieces belong to a peer and go with it.
         self._made: WeakKeyDictionary[Pieces, _Made] = WeakKeyDictionary()
 
     def __call__(self, pieces: Pieces) -> _Made:
         made = self._made.get(pieces)
         if made is None:
-            made = self._made[pieces] = self._make(pieces)
+            made = self._make(pieces)
+            self._made[pieces] = made
         return made

@@ -1,8 +1,7 @@
 """The relayout in numpy and torch: used by CPU engines, and the reference for every other implementation.
 
-One gather and one scatter per piece, over all its units at once, from host memory to host memory. Bytes are copied by
-numpy, on one thread, as the engine computes on all cores. Elements are converted by torch's casts, those of one or two
-bytes with a lookup table.
+One gather and one scatter per piece, over all its units at once, from host memory to host memory. Elements are
+converted by torch's casts, those of one or two bytes with a lookup table.
 """
 
 from __future__ import annotations
@@ -18,7 +17,14 @@ from numpy.typing import NDArray
 from kvferry.worker.device import HOST, DeviceMark
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import ElementConversion, ElementType, Shape
-from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
+from kvferry.worker.relayout.wave_table import (
+    DESTINATION,
+    SCALE,
+    SHAPE,
+    SOURCE,
+    Pieces,
+    WaveTable,
+)
 
 TORCH_TYPES = {
     ElementType.BFLOAT16: torch.bfloat16,
@@ -51,10 +57,11 @@ class ReferenceRelayout:
     ) -> None:
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
-        self._bounds = OncePerPieces(
-            lambda pieces: Bounds(pieces, self._sources, self._destinations)
-        )
+        self._bounds = OncePerPieces(self._make_bounds)
         self.launches = 0
+
+    def _make_bounds(self, pieces: Pieces) -> Bounds:
+        return Bounds(pieces, self._sources, self._destinations)
 
     def mark(self) -> DeviceMark:
         """See `Relayout.mark`."""
@@ -63,30 +70,38 @@ class ReferenceRelayout:
     def try_start(self, table: WaveTable) -> DeviceMark:
         """Put a wave in place. See `Relayout.try_start`; it is done when this returns."""
         self._bounds(table.pieces).check(table)
-        rows, shapes, ranges = table.rows, table.pieces.shapes, table.ranges
-        sources = self._sources.allocations_of(table.pieces.rows[table.which, SOURCE])
+        rows = table.rows
+        # By the addresses of the pieces before their shifts: a shifted piece may begin outside of
+        # its allocation, although its units are inside.
+        sources = self._sources.allocations_of(table.pieces.rows[table.selected, SOURCE])
         destinations = self._destinations.allocations_of(rows[:, DESTINATION])
-        self.launches += any(
-            ranges[shape][0] < ranges[shape][1] for shape in rows[:, SHAPE].tolist()
-        )
-        for piece, source, destination in zip(
+        has_units = False
+        for row, source, destination in zip(
             rows.tolist(), sources.tolist(), destinations.tolist(), strict=True
         ):
-            shape, units = (
-                shapes[piece[SHAPE]],
-                table.units[slice(*ranges[piece[SHAPE]])].astype(np.int64),
-            )
-            if not len(units):
+            shape = table.pieces.shapes[row[SHAPE]]
+            first_unit, stop_unit = table.ranges[row[SHAPE]]
+            if first_unit == stop_unit:
                 continue
-            here = piece[SOURCE] + units[:, :2] @ np.array(shape.source_unit_stride)
-            there = piece[DESTINATION] + units[:, 2:] @ np.array(shape.destination_unit_stride)
-            elements, read = _elements(shape, 0, self._sources, source, here)
-            written, places = _elements(shape, 1, self._destinations, destination, there)
+            has_units = True
+            units = table.units[first_unit:stop_unit].astype(np.int64)
+            source_starts = row[SOURCE] + units[:, :2] @ np.array(shape.source_unit_stride)
+            destination_starts = row[DESTINATION] + units[:, 2:] @ np.array(
+                shape.destination_unit_stride
+            )
+            read, read_index = _elements(shape, 0, self._sources, source, source_starts)
+            written, written_index = _elements(
+                shape, 1, self._destinations, destination, destination_starts
+            )
+            # Bytes are copied by numpy, on one thread: the engine computes on all cores.
             if shape.conversion is None:
-                written[places] = elements[read]
+                written[written_index] = read[read_index]
             else:
-                scales = table.pieces.scales[piece[SCALE] : piece[SCALE] + shape.scale_rows]
-                written[places] = _convert(elements[read], shape, shape.conversion, scales)
+                first_scale = row[SCALE]
+                scales = table.pieces.scales[first_scale : first_scale + shape.scale_rows]
+                written[written_index] = _convert(read[read_index], shape, shape.conversion, scales)
+        if has_units:
+            self.launches += 1
         return HOST.mark()
 
 
@@ -103,44 +118,60 @@ def _elements(
         `[units, *axes]` or `[units, *axes, run]`, and the index of all units. Units that are not equally far apart are
         at some of the first axis's places: the index names them.
     """
-    counts, strides = (
-        tuple(axis.steps for axis in shape.axes),
-        tuple(axis[1 + side] for axis in shape.axes),
-    )
-    dtype = np.dtype(f"V{shape.run}")
-    if shape.conversion is not None:
-        dtype = np.dtype(f"u{shape.element_bytes[side]}")
-        counts, strides = (*counts, shape.run), (*strides, dtype.itemsize)
-    first, apart, places = int(starts.min()), np.diff(starts), None
-    if not len(apart) or (apart[0] > 0 and (apart == apart[0]).all()):
-        step, count = int(apart[0]) if len(apart) else 0, len(starts)
+    counts = [axis.steps for axis in shape.axes]
+    strides = [(axis.source_stride, axis.destination_stride)[side] for axis in shape.axes]
+    if shape.conversion is None:
+        # A run is one element of an opaque type: numpy moves it with one copy.
+        dtype = np.dtype(f"V{shape.run}")
     else:
-        step = int(np.gcd.reduce(starts - first)) or 1  # 0 where all units are in the same place
-        places = (starts - first) // step
-        count = int(places.max()) + 1
-    whole: NDArray[Any] = np.ndarray(
+        dtype = np.dtype(f"u{shape.element_bytes[side]}")
+        counts.append(shape.run)
+        strides.append(dtype.itemsize)
+    start = int(starts.min())
+    count, step, index = _regular_places(starts - start)
+    elements: NDArray[Any] = np.ndarray(
         (count, *counts),
         dtype=dtype,
         buffer=memory.bytes_of(allocation).numpy(),
-        offset=first - memory.start_of(allocation),
+        offset=start - memory.start_of(allocation),
         strides=(step, *strides),
     )
-    return whole, slice(None) if places is None else places
+    return elements, index
+
+
+def _regular_places(
+    offsets: NDArray[np.int64],
+) -> tuple[int, int, NDArray[np.int64] | slice]:
+    """Equally distant places that contain all of these offsets: their number, their distance, and which they are."""
+    distances = np.diff(offsets)
+    if not len(distances):
+        return len(offsets), 0, slice(None)
+    step = int(distances[0])
+    # A slice, where it will do: numpy then copies without an index.
+    if step > 0 and (distances == step).all():
+        return len(offsets), step, slice(None)
+    step = int(np.gcd.reduce(offsets))
+    # All units are in the same place.
+    if step == 0:
+        step = 1
+    places = offsets // step
+    return int(places.max()) + 1, step, places
 
 
 def _convert(
     codes: NDArray[Any], shape: Shape, conversion: ElementConversion, scales: NDArray[np.float32]
 ) -> NDArray[Any]:
     """The converted codes; those of one or two bytes with a lookup table."""
-    bits = 8 * conversion.source.num_bytes
-    rows = _scale_rows(shape)
-    if bits > 16:
-        by_step = torch.from_numpy(scales[rows])  # […, 2]
-        raw = torch.from_numpy(np.ascontiguousarray(codes).view(f"i{bits // 8}"))
-        converted = convert(raw, conversion, by_step[..., 0], by_step[..., 1])
+    source_bytes = conversion.source.num_bytes
+    scale_rows = _scale_rows(shape)
+    # A table of all codes of four bytes would have 16 GiB.
+    if source_bytes > 2:
+        scales_of_elements = torch.from_numpy(scales[scale_rows])
+        raw = torch.from_numpy(np.ascontiguousarray(codes).view(f"i{source_bytes}"))
+        converted = convert(raw, conversion, scales_of_elements[..., 0], scales_of_elements[..., 1])
         return np.asarray(converted.numpy().view(f"u{conversion.destination.num_bytes}"))
     if len(scales) > 1:
-        codes = codes + (rows << bits)
+        codes = codes + (scale_rows << (8 * source_bytes))
     return np.asarray(_all_codes(conversion, scales.tobytes())[codes])
 
 
@@ -148,12 +179,10 @@ def _convert(
 def _all_codes(conversion: ElementConversion, scales: bytes) -> NDArray[Any]:
     """The converted code of every source code, one scale row after the other: up to 64 Ki codes a row, made once."""
     rows = torch.frombuffer(bytearray(scales), dtype=torch.float32).view(-1, 2, 1)
-    bits = 8 * conversion.source.num_bytes
-    codes = (
-        torch.arange(-(1 << (bits - 1)), 1 << (bits - 1))
-        .roll(1 << (bits - 1))
-        .to(_BY_BYTES[bits // 8])
-    )
+    source_bytes = conversion.source.num_bytes
+    half = 1 << (8 * source_bytes - 1)
+    # Bits are signed integers in torch: in the order of the codes the positive ones come first.
+    codes = torch.arange(-half, half).roll(half).to(_BY_BYTES[source_bytes])
     converted = convert(codes.repeat(len(rows), 1), conversion, rows[:, 0], rows[:, 1])
     return np.asarray(converted.view(-1).numpy().view(f"u{conversion.destination.num_bytes}"))
 
@@ -162,9 +191,9 @@ def _scale_rows(shape: Shape) -> NDArray[np.int64]:
     """The row of scales of every combination of axis indices, to be broadcast: `[1, *axes or 1, 1]`."""
     rows = np.zeros(1, dtype=np.int64)
     for axis in shape.axes:
-        rows = rows[..., None] + (
-            np.arange(axis.steps) if axis.scaled else np.zeros(1, dtype=np.int64)
-        )
+        rows = rows[..., None]
+        if axis.scaled:
+            rows = rows + np.arange(axis.steps)
     return rows[..., None]
 
 
@@ -191,8 +220,10 @@ def convert(
         value = value.clamp(-largest, largest)
     bits = _BY_BYTES[target.num_bytes]
     encoded = value.to(TORCH_TYPES[target]).view(bits)
-    missing = decoded.isnan()
-    if missing.any():  # torch's casts differ in the sign of a NaN
-        negative = _NAN[target] - (1 << (8 * target.num_bytes - 1))
-        encoded[missing] = torch.where(raw[missing] < 0, negative, _NAN[target]).to(bits)
+    is_nan = decoded.isnan()
+    # torch's casts differ in the sign of a NaN, so the code is written out with the source's sign.
+    if is_nan.any():
+        positive = _NAN[target]
+        negative = positive - (1 << (8 * target.num_bytes - 1))
+        encoded[is_nan] = torch.where(raw[is_nan] < 0, negative, positive).to(bits)
     return encoded

@@ -63,6 +63,7 @@ class ElementConversion(NamedTuple):
 
 
 MAX_AXES = 4
+"""As many loops as the kernel has beside the run's."""
 
 
 class CopyAxis(NamedTuple):
@@ -92,21 +93,18 @@ class Shape:
     conversion: ElementConversion | None = None
 
     def __post_init__(self) -> None:
-        strides = [stride for axis in self.axes for stride in axis[1:3]] + [
-            *self.source_unit_stride,
-            *self.destination_unit_stride,
-        ]
-        if (
-            len(self.axes) > MAX_AXES
-            or min([self.run, *(axis.steps for axis in self.axes)]) < 1
-            or min(strides) < 0
-        ):
+        counts = [self.run]
+        strides = [*self.source_unit_stride, *self.destination_unit_stride]
+        for axis in self.axes:
+            counts.append(axis.steps)
+            strides += [axis.source_stride, axis.destination_stride]
+        if len(self.axes) > MAX_AXES or min(counts) < 1 or min(strides) < 0:
             raise LocalProtocolError(f"not a shape of at most {MAX_AXES} axes: {self}")
         if self.conversion is None and any(axis.scaled for axis in self.axes):
             raise LocalProtocolError(f"scales without a conversion: {self}")
 
     @classmethod
-    def of(
+    def from_axes(
         cls,
         axes: Iterable[CopyAxis],
         run: int,
@@ -123,30 +121,24 @@ class Shape:
         Example: 2 heads (128 and 32 bytes apart), 4 tokens (32 and 64 apart), 2 halves (16 apart on both sides),
         run 16. The halves continue the run: `axes=((4, 32, 64), (2, 128, 32)), run=32`.
         """
-        sizes = (
-            (1, 1)
-            if conversion is None
-            else (conversion.source.num_bytes, conversion.destination.num_bytes)
-        )
-        left = sorted(
-            (axis for axis in axes if axis.steps > 1), key=lambda axis: (-axis[2], -axis[1])
-        )
-        merged: list[CopyAxis] = []
-        for axis in reversed(left):  # innermost first
-            inner = merged[-1] if merged else CopyAxis(run, *sizes)
-            continues = axis[1:3] == (
-                inner.steps * inner.source_stride,
-                inner.steps * inner.destination_stride,
+        innermost_first = [axis for axis in axes if axis.steps > 1]
+        innermost_first.sort(key=_strides, reverse=True)
+        innermost_first.reverse()
+        # The run is the innermost loop; what continues it becomes part of it.
+        merged = [CopyAxis(run, *_element_bytes(conversion))]
+        for axis in innermost_first:
+            inner = merged[-1]
+            continues = (
+                axis.source_stride == inner.steps * inner.source_stride
+                and axis.destination_stride == inner.steps * inner.destination_stride
             )
-            if not continues or axis.scaled or inner.scaled:
-                merged.append(axis)
-            elif merged:
+            if continues and not axis.scaled and not inner.scaled:
                 merged[-1] = inner._replace(steps=inner.steps * axis.steps)
             else:
-                run *= axis.steps
+                merged.append(axis)
         return cls(
-            axes=tuple(reversed(merged)),
-            run=run,
+            axes=tuple(reversed(merged[1:])),
+            run=merged[0].steps,
             source_unit_stride=source_unit_stride,
             destination_unit_stride=destination_unit_stride,
             conversion=conversion,
@@ -155,9 +147,7 @@ class Shape:
     @property
     def element_bytes(self) -> tuple[int, int]:
         """Bytes of one item of `run`, in the source and in the destination."""
-        if self.conversion is None:
-            return (1, 1)
-        return (self.conversion.source.num_bytes, self.conversion.destination.num_bytes)
+        return _element_bytes(self.conversion)
 
     @property
     def scale_rows(self) -> int:
@@ -169,9 +159,21 @@ class Shape:
     @property
     def extents(self) -> tuple[int, int]:
         """Bytes from the start of a unit's first byte to the end of its last, in the source and in the destination."""
-        source = sum((axis.steps - 1) * axis.source_stride for axis in self.axes)
-        destination = sum((axis.steps - 1) * axis.destination_stride for axis in self.axes)
-        return (
-            source + self.run * self.element_bytes[0],
-            destination + self.run * self.element_bytes[1],
-        )
+        source_bytes, destination_bytes = self.element_bytes
+        source = self.run * source_bytes
+        destination = self.run * destination_bytes
+        for axis in self.axes:
+            source += (axis.steps - 1) * axis.source_stride
+            destination += (axis.steps - 1) * axis.destination_stride
+        return source, destination
+
+
+def _strides(axis: CopyAxis) -> tuple[int, int]:
+    """What orders axes: the one with the largest stride in the destination is the outermost."""
+    return axis.destination_stride, axis.source_stride
+
+
+def _element_bytes(conversion: ElementConversion | None) -> tuple[int, int]:
+    if conversion is None:
+        return 1, 1
+    return conversion.source.num_bytes, conversion.destination.num_bytes

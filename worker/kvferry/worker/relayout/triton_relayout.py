@@ -19,21 +19,25 @@ from kvferry.worker.relayout.device_table import (
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
 from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import ElementConversion, ElementType, Shape
-from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
+from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 
 TABLE_BYTES = 2 << 20
+"""Bytes of a wave's table, at most; `staging.staged_reads` keeps its waves small enough."""
+
 TABLES = 16
-_LEAST_TABLE_BYTES = 16 << 10
+"""Waves that may be under way at once."""
+
+_MIN_TABLE_BYTES = 16 << 10
+"""The tables of the warm-up need room too."""
 
 
 def room_for(largest: WaveTable) -> int:
     """Bytes for the table of any wave of the same pieces with no more units for each of them than `largest`."""
-    table = DeviceTable.of(largest, DevicePieces.of(largest.pieces), TILE)
+    table = DeviceTable.compile(largest, DevicePieces.compile(largest.pieces), TILE)
     # Shapes that share the rows of their units in this table need not share them in another one.
-    apart = (
-        sum(stop - first for first, stop in largest.ranges) * table.units.itemsize * UNIT_COLUMNS
-    )
-    return max(_LEAST_TABLE_BYTES, table.num_bytes + apart - table.units.nbytes)
+    unit_rows = sum(stop - first for first, stop in largest.ranges)
+    unshared_bytes = unit_rows * table.units.itemsize * UNIT_COLUMNS
+    return max(_MIN_TABLE_BYTES, table.num_bytes - table.units.nbytes + unshared_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,19 +45,31 @@ class _Slot:
     """Space for one wave's table in host memory and on the device, with views of its sections' types.
 
     Attributes:
+        host: pinned, for the copy to the device.
+        buffer: the same memory, to be written by numpy.
+        device: the space on the device; `int64` and `float32` are views of it.
         mark: reached when the wave of its present table is in place.
     """
 
     host: torch.Tensor
     buffer: NDArray[np.uint8]
-    there: torch.Tensor
+    device: torch.Tensor
     int64: torch.Tensor
     float32: torch.Tensor
     mark: DeviceMark | None = None
 
     @classmethod
-    def of(cls, host: torch.Tensor, there: torch.Tensor) -> _Slot:
-        return cls(host, host.numpy(), there, there.view(torch.int64), there.view(torch.float32))
+    def with_views(cls, host: torch.Tensor, device: torch.Tensor) -> _Slot:
+        return cls(
+            host=host,
+            buffer=host.numpy(),
+            device=device,
+            int64=device.view(torch.int64),
+            float32=device.view(torch.float32),
+        )
+
+    def is_free(self) -> bool:
+        return self.mark is None or self.mark.reached()
 
 
 class TritonRelayout:
@@ -82,23 +98,29 @@ class TritonRelayout:
         tile: int = TILE,
     ) -> None:
         destinations = tuple(destinations)
-        device = device or Device(destinations[0].device)
-        own, others = Memory(sources), Memory(destinations)
-        self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, own, others))
-        self._compiled = OncePerPieces(DevicePieces.of)
+        if device is None:
+            device = Device(destinations[0].device)
+        self._sources = Memory(sources)
+        self._destinations = Memory(destinations)
+        self._bounds = OncePerPieces(self._make_bounds)
+        self._compiled = OncePerPieces(DevicePieces.compile)
         self._device = device
+        # A stream of its own, so that waves are put in place beside the model's work. A load is
+        # reported when this stream has passed, so the model needs no wait of its own.
         self._stream = device.new_stream()
         table_bytes = -(-table_bytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-        tables_there, tables_here = (
-            device.empty(tables, table_bytes),
-            device.empty_pinned(tables, table_bytes),
-        )
+        on_device = device.empty(tables, table_bytes)
+        on_host = device.empty_pinned(tables, table_bytes)
         self._slots = [
-            _Slot.of(here, there) for here, there in zip(tables_here, tables_there, strict=True)
+            _Slot.with_views(host_table, device_table)
+            for host_table, device_table in zip(on_host, on_device, strict=True)
         ]
         self._tile = tile
         self.launches = 0
         self._warm_up()
+
+    def _make_bounds(self, pieces: Pieces) -> Bounds:
+        return Bounds(pieces, self._sources, self._destinations)
 
     def try_start(self, table: WaveTable) -> DeviceMark | None:
         """Begin to put a wave in place. See `Relayout.try_start`.
@@ -107,12 +129,10 @@ class TritonRelayout:
             InvalidTable: also where the table is larger than `table_bytes`.
         """
         self._bounds(table.pieces).check(table)
-        slot = next(
-            (slot for slot in self._slots if slot.mark is None or slot.mark.reached()), None
-        )
-        if slot is None:
-            return None
-        return self._launch(table, slot)
+        for slot in self._slots:
+            if slot.is_free():
+                return self._launch(table, slot)
+        return None
 
     def mark(self) -> DeviceMark:
         """See `Relayout.mark`; the mark is on the stream that waves are launched on."""
@@ -122,18 +142,17 @@ class TritonRelayout:
     def _launch(self, table: WaveTable, slot: _Slot) -> DeviceMark:
         converts = table.pieces.converts
         tile = tile_of(self._tile, converts)
-        compiled = DeviceTable.of(table, self._compiled(table.pieces), tile)
-        if compiled.num_bytes > len(slot.buffer):
+        compiled = DeviceTable.compile(table, self._compiled(table.pieces), tile)
+        num_bytes = compiled.num_bytes
+        if num_bytes > len(slot.buffer):
             raise InvalidTable(
-                f"a wave's table has {compiled.num_bytes} bytes; expected at most {len(slot.buffer)}"
+                f"a wave's table has {num_bytes} bytes; expected at most {len(slot.buffer)}"
             )
         with self._device.on(self._stream):
             try:
                 if len(compiled.programs):
                     compiled.write(slot.buffer)
-                    slot.there[: compiled.num_bytes].copy_(
-                        slot.host[: compiled.num_bytes], non_blocking=True
-                    )
+                    slot.device[:num_bytes].copy_(slot.host[:num_bytes], non_blocking=True)
                     programs, pieces, shapes, units, scales, _ = compiled.offsets
                     launch_relayout(
                         programs=slot.int64[programs // 8 :],
@@ -147,20 +166,23 @@ class TritonRelayout:
                     )
                     self.launches += 1
             finally:
-                slot.mark = (
-                    self._device.mark()
-                )  # also where the launch raised: the device may still read the table
+                # Also where the launch raised: the device may still read the table, so its space
+                # must not be used before the device has done with it.
+                slot.mark = self._device.mark()
         return slot.mark
 
     def _warm_up(self) -> None:
         """Compile both variants by moving scratch bytes."""
         scratch = self._device.empty(64)
-        self._device.synchronize()  # what was launched before may still use the memory that was allocated here
+        # What was launched before may still use the memory that was allocated here.
+        self._device.synchronize()
         address = scratch.data_ptr()
         conversion = ElementConversion(ElementType.FLOAT32, ElementType.FLOAT8_E4M3)
         for shape in (Shape(axes=(), run=16), Shape(axes=(), run=4, conversion=conversion)):
-            table = WaveTable.of([shape], [(address, address + 32, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+            row = (address, address + 32, 0, 0, 1, 0)
+            table = WaveTable.from_rows([shape], [row], [(0, 0, 0, 0)])
             self._launch(table, self._slots[0])
+            # The next table is written into the same space.
             if self._stream is not None:
-                self._stream.synchronize()  # the table's space is used again
+                self._stream.synchronize()
         self.launches = 0

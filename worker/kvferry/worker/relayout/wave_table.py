@@ -17,7 +17,7 @@ buffer. The pieces of a shape have the units `[first, stop)` of its range; a sha
 listed once for each. A wave may shift each piece by source blocks only, so its access width does not change.
 
 Example: a wave of 2 chunks of 64 bytes, each 2 heads of 4 tokens of 8 bytes (heads outermost), goes to a cache of
-blocks of 4 tokens with tokens outermost. `Shape.of([CopyAxis(2, 32, 8), CopyAxis(4, 8, 16)], 8,
+blocks of 4 tokens with tokens outermost. `Shape.from_axes([CopyAxis(2, 32, 8), CopyAxis(4, 8, 16)], 8,
 source_unit_stride=(64, 0), destination_unit_stride=(64, 0))`, one piece `(wave, cache, 0, 0)`, the range `(0, 2)`,
 units `(0, 0, 7, 0)` and `(1, 0, 3, 0)`: the wave's byte 40 (chunk 0, head 1, token 1, byte 0) goes to the cache's
 7·64 + 1·8 + 1·16 = 472.
@@ -38,7 +38,7 @@ from kvferry.worker.relayout.shape import Shape
 SOURCE, DESTINATION, SHAPE, SCALE = range(4)
 
 NO_SCALES: NDArray[np.float32] = np.ones((1, 2), dtype=np.float32)
-"""Row 0 for pieces whose scales are 1."""
+"""A table of scales for pieces whose scales are 1, in row 0."""
 
 
 class InvalidTable(LocalProtocolError):
@@ -63,20 +63,19 @@ class Pieces:
         _check_array("scales", self.scales, 2, np.float32)
         if not len(self.rows):
             return
+        shape_numbers = self.rows[:, SHAPE]
+        _check_within("shape", shape_numbers, 0, len(self.shapes))
         scale_rows = np.array([shape.scale_rows for shape in self.shapes], dtype=np.int64)
-        _within("shape", self.rows[:, SHAPE], 0, len(self.shapes))
-        _within(
-            "scale row",
-            self.rows[:, SCALE],
-            0,
-            len(self.scales) + 1 - scale_rows[self.rows[:, SHAPE]],
-        )
-        if not (np.isfinite(self.scales).all() and (self.scales > 0).all()):
+        # A shape without a conversion has no scale rows: its number may then be one past the last.
+        stops = len(self.scales) + 1 - scale_rows[shape_numbers]
+        _check_within("scale row", self.rows[:, SCALE], 0, stops)
+        are_scales_valid = np.isfinite(self.scales).all() and (self.scales > 0).all()
+        if not are_scales_valid:
             raise InvalidTable(f"scales must be finite and above 0: {self.scales[:4].tolist()} …")
 
     @cached_property
     def converts(self) -> bool:
-        """Whether any piece has a conversion."""
+        """True if any piece has a conversion."""
         return any(shape.conversion is not None for shape in self.shapes)
 
     @cached_property
@@ -97,7 +96,7 @@ class WaveTable:
     Attributes:
         ranges: the units `[first, stop)` of each shape.
         shifts: source blocks by which each of the wave's pieces is shifted; int64, one number or one for each.
-        which: the pieces of the wave.
+        selected: the pieces of the wave.
 
     Raises:
         InvalidTable: the units have another type or shape or a negative place, or a range leaves them.
@@ -107,7 +106,7 @@ class WaveTable:
     ranges: tuple[tuple[int, int], ...]
     units: NDArray[np.int32]
     shifts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
-    which: slice = field(default_factory=lambda: slice(None))
+    selected: slice = field(default_factory=lambda: slice(None))
 
     def __post_init__(self) -> None:
         _check_array("units", self.units, 4, np.int32)
@@ -124,7 +123,7 @@ class WaveTable:
             raise InvalidTable("a unit's block or position is negative")
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         shapes: Sequence[Shape],
         rows: Sequence[Sequence[int]],
@@ -132,11 +131,12 @@ class WaveTable:
         scales: Sequence[tuple[float, float]] = ((1.0, 1.0),),
     ) -> WaveTable:
         """The table of rows (source, destination, shape, first unit, stop unit, scale), each with its own range."""
+        # A shape is listed once for each of its ranges.
         kinds: dict[tuple[int, int, int], int] = {}
-        pieces = [
-            (row[0], row[1], kinds.setdefault((row[2], row[3], row[4]), len(kinds)), row[5])
-            for row in rows
-        ]
+        pieces: list[tuple[int, int, int, int]] = []
+        for source, destination, shape, first_unit, stop_unit, scale in rows:
+            kind = kinds.setdefault((shape, first_unit, stop_unit), len(kinds))
+            pieces.append((source, destination, kind, scale))
         return cls(
             Pieces(
                 tuple(shapes[shape] for shape, _, _ in kinds),
@@ -150,30 +150,41 @@ class WaveTable:
     @property
     def rows(self) -> NDArray[np.int64]:
         """The rows of the wave's pieces, with its shifts applied."""
-        rows = self.pieces.rows[self.which].copy()
-        rows[:, SOURCE] += self.shifts * self.pieces.source_strides[self.which]
+        rows = self.pieces.rows[self.selected].copy()
+        rows[:, SOURCE] += self.shifts * self.pieces.source_strides[self.selected]
         return rows
 
     def reaches(self) -> list[tuple[Span, Span] | None]:
-        """For each shape the offsets from a piece's address at which its units begin, in the source and in the
-        destination, as if all blocks had all positions; None without units."""
-        corners = {
-            units: (own.min(axis=0).tolist(), own.max(axis=0).tolist())
-            for units in dict.fromkeys(self.ranges)
-            if len(own := self.units[slice(*units)])
-        }
-        shapes = zip(self.pieces.shapes, self.ranges, strict=True)
-        return [
-            _reach(shape, *corners[units]) if units in corners else None for shape, units in shapes
-        ]
+        """Where the units of each shape begin; None for a shape without units.
+
+        Returns:
+            For each shape the least and the largest offset from a piece's address, in the source and in the
+            destination, as if all blocks had all positions.
+        """
+        # Shapes of one source share a range, and minima over many units are the cost here: once for
+        # each range.
+        corners: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for first, stop in dict.fromkeys(self.ranges):
+            own = self.units[first:stop]
+            if len(own):
+                corners[first, stop] = (own.min(axis=0).tolist(), own.max(axis=0).tolist())
+        reaches: list[tuple[Span, Span] | None] = []
+        for shape, units in zip(self.pieces.shapes, self.ranges, strict=True):
+            if units in corners:
+                low, high = corners[units]
+                reaches.append(_reach(shape, low, high))
+            else:
+                reaches.append(None)
+        return reaches
 
 
 def _reach(shape: Shape, low: Sequence[int], high: Sequence[int]) -> tuple[Span, Span]:
-    (here, at), (there, to) = shape.source_unit_stride, shape.destination_unit_stride
-    return (
-        (low[0] * here + low[1] * at, high[0] * here + high[1] * at),
-        (low[2] * there + low[3] * to, high[2] * there + high[3] * to),
-    )
+    """Offsets at which units begin whose columns lie between `low` and `high`; no stride is negative."""
+    block, position = shape.source_unit_stride
+    source = (low[0] * block + low[1] * position, high[0] * block + high[1] * position)
+    block, position = shape.destination_unit_stride
+    destination = (low[2] * block + low[3] * position, high[2] * block + high[3] * position)
+    return source, destination
 
 
 def _check_array(
@@ -185,10 +196,14 @@ def _check_array(
         )
 
 
-def _within(name: str, found: NDArray[np.int64], start: int, stop: int | NDArray[np.int64]) -> None:
-    wrong = np.flatnonzero((found < start) | (found >= stop))
-    if len(wrong):
-        limit = stop if isinstance(stop, int) else int(stop[wrong[0]])
-        raise InvalidTable(
-            f"{name} of piece {wrong[0]} is {found[wrong[0]]}; expected {start} … {limit - 1}"
-        )
+def _check_within(
+    name: str, values: NDArray[np.int64], start: int, stop: int | NDArray[np.int64]
+) -> None:
+    wrong = np.flatnonzero((values < start) | (values >= stop))
+    if not len(wrong):
+        return
+    piece = wrong[0]
+    limit = int(np.broadcast_to(stop, values.shape)[piece])
+    raise InvalidTable(
+        f"{name} of piece {piece} is {values[piece]}; expected {start} … {limit - 1}"
+    )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.plan.staged_layout import Placement
+from kvferry.plan.staged_layout import Piece, Placement
 from kvferry.plan.waves import SourceTable, SourceUnits, Window
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, HostMemory
@@ -42,13 +42,18 @@ class Staging:
 
     def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
         self.pool = StagingPool(capacity)
-        device = HOST if on_host else caches.device
-        self._memory = HostMemory(capacity, caches.device) if on_host else None
-        self._buffer = self._memory.tensor if self._memory else device.empty(capacity)
-        self._where = KvCaches((self._buffer,), (), device)
+        self._memory: HostMemory | None = None
+        if on_host:
+            self._memory = HostMemory(capacity, caches.device)
+            self._buffer = self._memory.tensor
+            self._where = KvCaches((self._buffer,), (), HOST)
+        else:
+            self._buffer = caches.device.empty(capacity)
+            self._where = KvCaches((self._buffer,), (), caches.device)
         try:
             self.relayout = relayout_for([self._buffer], caches.storages, caches.device)
         except BaseException:
+            # The start fails, but the engine's process may live on: pinned pages stay pinned.
             self.unpin()
             raise
 
@@ -59,7 +64,9 @@ class Staging:
 
     @property
     def longest_run(self) -> int:
-        """Bytes of the longest run that is staged: a wave of two runs contains one aligned chunk wherever it begins."""
+        """Bytes of the longest run that is staged."""
+        # Chunks are counted from the buffer's start, waves begin anywhere: only a wave of two runs
+        # contains a whole chunk wherever it begins.
         return self.pool.largest_wave // 2
 
     @property
@@ -73,13 +80,8 @@ class Staging:
 
     def prepare(self, fabric: Fabric, run_bytes: int) -> LocalDescriptors:
         """Descriptors of the buffer in chunks of `run_bytes`: descriptor `i` is the chunk at `i·run_bytes`."""
-        row = (
-            self.address,
-            run_bytes,
-            self._where.device_index,
-            run_bytes,
-            self.pool.capacity // run_bytes,
-        )
+        chunks = self.pool.capacity // run_bytes
+        row = (self.address, run_bytes, self._where.device_index, run_bytes, chunks)
         return fabric.prepare_local(DescriptorRows.from_tuples(self._where.kind, [row]))
 
 
@@ -94,18 +96,22 @@ def relayout_for(
     Args:
         largest: a table of the pieces of all waves, with as many units as any will have; None for the pool's waves.
     """
-    if device.is_cuda:
-        from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
+    if not device.is_cuda:
+        return ReferenceRelayout(sources, destinations)
+    # Imported here: CPU engines have no Triton.
+    from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
 
-        table_bytes = TABLE_BYTES if largest is None else room_for(largest)
-        return TritonRelayout(sources, destinations, device, table_bytes=table_bytes)
-    return ReferenceRelayout(sources, destinations)
+    table_bytes = TABLE_BYTES
+    if largest is not None:
+        table_bytes = room_for(largest)
+    return TritonRelayout(sources, destinations, device, table_bytes=table_bytes)
 
 
-def chunks_of(wave: Wave, run_bytes: int) -> tuple[int, int]:
+def chunks_in_wave(wave: Wave, run_bytes: int) -> tuple[int, int]:
     """The chunks of `run_bytes` that lie in a wave: the first one's number, and how many there are."""
-    first = -(-wave.start // run_bytes)
-    return first, max(0, wave.stop // run_bytes - first)
+    first_chunk = -(-wave.start // run_bytes)
+    stop_chunk = wave.stop // run_bytes
+    return first_chunk, max(0, stop_chunk - first_chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,46 +132,67 @@ class PreparedSource:
     runs: NDArray[np.int64]
 
     @classmethod
-    def of(
-        cls, table: SourceTable, chunks: LocalDescriptors, remote: RemoteDescriptors, address: int
+    def at_address(
+        cls, address: int, table: SourceTable, chunks: LocalDescriptors, remote: RemoteDescriptors
     ) -> PreparedSource:
         """A source that is read into the staging buffer at `address`."""
         placements = table.source.placements
-        placed = [(piece, shape) for shape, one in enumerate(placements) for piece in one.pieces]
-        placed.sort(key=lambda one: one[0].run)
-        rows = [
-            (address + one.offset, one.local_base, shape, scale)
-            for scale, (one, shape) in enumerate(placed)
+        # By run, so that the pieces of a window, which is a range of runs, are a slice.
+        placed = [
+            (piece, shape)
+            for shape, placement in enumerate(placements)
+            for piece in placement.pieces
         ]
+        placed.sort(key=_run_of_placed)
+        rows = [
+            (address + piece.offset, piece.local_base, shape, scale)
+            for scale, (piece, shape) in enumerate(placed)
+        ]
+        scales = [piece.scales for piece, _ in placed]
+        runs = [piece.run for piece, _ in placed]
         pieces = Pieces(
-            tuple(_shape(one, table.run_bytes) for one in placements),
+            tuple(_shape(placement, table.run_bytes) for placement in placements),
             np.array(rows, dtype=np.int64).reshape(-1, 4),
-            np.array([one.scales for one, _ in placed], dtype=np.float32).reshape(-1, 2),
+            np.array(scales, dtype=np.float32).reshape(-1, 2),
         )
-        return cls(
-            table, chunks, remote, pieces, np.array([one.run for one, _ in placed], dtype=np.int64)
-        )
+        return cls(table, chunks, remote, pieces, np.array(runs, dtype=np.int64))
 
     def wave_table(self, units: SourceUnits, window: Window, first_chunk: int) -> WaveTable:
         """The table that puts a window in place; its first chunk is number `first_chunk` of the staging buffer."""
-        first, stop = units.source_unit.searchsorted((window.first_unit, window.stop_unit))
-        which = slice(*self.runs.searchsorted((window.first_run, window.stop_run)))
-        # Units are numbered from the source's first unit, so each run is shifted to the chunk that unit 0 would have.
-        shifts = (self.runs[which] - window.first_run) * window.units + (
-            first_chunk - window.first_unit
+        first_place, stop_place = units.source_unit.searchsorted(
+            (window.first_unit, window.stop_unit)
         )
-        ranges = ((0, int(stop - first)),) * len(self.pieces.shapes)
-        return WaveTable(self.pieces, ranges, units.places[first:stop], shifts, which)
+        first_piece, stop_piece = self.runs.searchsorted((window.first_run, window.stop_run))
+        selected = slice(first_piece, stop_piece)
+        # A window's chunks lie run by run, the units of one run side by side. Units are numbered
+        # from the source's first unit, so each run is shifted to the chunk that unit 0 would have.
+        runs_before = self.runs[selected] - window.first_run
+        shifts = runs_before * window.units + (first_chunk - window.first_unit)
+        every_place = (0, int(stop_place - first_place))
+        return WaveTable(
+            self.pieces,
+            ranges=(every_place,) * len(self.pieces.shapes),
+            units=units.places[first_place:stop_place],
+            shifts=shifts,
+            selected=selected,
+        )
+
+
+def _run_of_placed(placed: tuple[Piece, int]) -> int:
+    piece, _ = placed
+    return piece.run
 
 
 def _shape(placement: Placement, run_bytes: int) -> Shape:
     """A placement's shape; a source block is a chunk of the staging buffer."""
-    return Shape.of(
+    conversion = None
+    if placement.dtypes is not None:
+        source_dtype, destination_dtype = placement.dtypes
+        conversion = ElementConversion(ElementType(source_dtype), ElementType(destination_dtype))
+    return Shape.from_axes(
         [CopyAxis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
         placement.run,
         source_unit_stride=(run_bytes, placement.source_position_stride),
         destination_unit_stride=(placement.block_stride, placement.position_stride),
-        conversion=ElementConversion(*map(ElementType, placement.dtypes))
-        if placement.dtypes is not None
-        else None,
+        conversion=conversion,
     )

@@ -1,15 +1,15 @@
 """A copy of the caches in host memory, for fabrics that do not reach the device.
 
-The copy has the layout of the caches at other addresses. A request's blocks are copied when it is held, by relayouts
-of bounded size; its lease becomes READY only when the last has finished. So peers never read from the device. The copy
-is as large as the caches, and only a producer has one.
+The copy has the layout of the caches at other addresses, and is as large as they are. A request's blocks are copied
+when it is held, by relayouts of bounded size; its lease becomes READY only when the last has finished. So peers never
+read from the device. Only engines that others read from have a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -26,7 +26,8 @@ from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for
 
 WAVE_BYTES = 128 << 20
-"""Most bytes of one relayout, unless one block has more: it bounds the rows of a table, which has limited room."""
+"""Bytes of one relayout, at most, unless one block has more: this bounds the rows of a table, which has limited room.
+"""
 
 
 class HostMirror:
@@ -46,44 +47,46 @@ class HostMirror:
 
     def __init__(self, caches: KvCaches, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
-        memory, moved = [], {}
+        memory: list[HostMemory] = []
+        moved: dict[int, _MovedAllocation] = {}
+        # Pinned pages outlive a start that fails: all of them are unpinned unless all of this works.
         with contextlib.ExitStack() as undo:
+            # In vLLM, layers share allocations: each is copied once.
             for tensor in caches.storages:
-                whole = tensor.untyped_storage()
-                if whole.data_ptr() not in moved:
-                    memory.append(HostMemory(whole.nbytes(), caches.device))
-                    undo.callback(memory[-1].unpin)
-                    moved[whole.data_ptr()] = (
-                        whole.nbytes(),
-                        memory[-1].tensor.data_ptr() - whole.data_ptr(),
-                    )
+                allocation = tensor.untyped_storage()
+                start = allocation.data_ptr()
+                if start in moved:
+                    continue
+                copy = HostMemory(allocation.nbytes(), caches.device)
+                undo.callback(copy.unpin)
+                memory.append(copy)
+                shift = copy.tensor.data_ptr() - start
+                moved[start] = _MovedAllocation(start, start + allocation.nbytes(), shift)
             self.memory = tuple(memory)
-            storages = [one.tensor for one in memory]
-            self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
+            storages = [copy.tensor for copy in memory]
+            self._pairs = [(tensor, _moved(tensor, moved.values())) for tensor in caches.tensors]
             self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), HOST)
             self._relayout = relayout_for(caches.storages, storages, caches.device)
             undo.pop_all()
-        kinds: dict[tuple[Shape, _Kernel], int] = {}
-        rows = [
-            (
-                tensor.base,
-                copy.base,
-                kinds.setdefault((_shape(tensor), _Kernel.of(tensor)), len(kinds)),
-                0,
-            )
-            for tensor, copy in self._pairs
-        ]
-        self._kernels = [kernel for _, kernel in kinds]
+        kinds: dict[tuple[Shape, _BlockNumbering], int] = {}
+        rows: list[tuple[int, int, int, int]] = []
+        for original, tensor_copy in self._pairs:
+            kind = (_shape(original), _BlockNumbering.from_tensor(original))
+            number = kinds.setdefault(kind, len(kinds))
+            rows.append((original.base, tensor_copy.base, number, 0))
+        self._numberings = [numbering for _, numbering in kinds]
         self._pieces = Pieces(
             tuple(shape for shape, _ in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4)
         )
 
     def waves(self, blocks: Blocks) -> deque[Blocks]:
         """A request's scheduler blocks, per cache group, in portions to be copied one by one; at least one portion."""
-        sizes = [self._block_bytes(group) for group in range(len(self._groups))]
-        if sum(len(ids) * size for ids, size in zip(blocks, sizes, strict=True)) <= WAVE_BYTES:
+        block_bytes = [self._block_bytes(group) for group in range(len(self._groups))]
+        total_bytes = sum(len(ids) * size for ids, size in zip(blocks, block_bytes, strict=True))
+        # Most requests are one launch, and the one without blocks is one too: it needs a mark.
+        if total_bytes <= WAVE_BYTES:
             return deque([blocks])
-        return deque(self._portions(blocks, sizes))
+        return deque(self._portions(blocks, block_bytes))
 
     def try_copy(self, waves: deque[Blocks]) -> DeviceMark | None:
         """Begin to copy a request's waves, and remove those that have begun; never waits.
@@ -97,70 +100,88 @@ class HostMirror:
             if mark is None:
                 return None
             waves.popleft()
-        return mark  # of the last wave: waves are copied in order
+        # The last wave's mark stands for all: waves are copied in order.
+        return mark
 
     def _block_bytes(self, group: int) -> int:
         """Bytes of one scheduler block of a group, in all of its tensors."""
         own = [tensor for tensor, _ in self._pairs if tensor.group == group]
-        return sum(tensor.block_bytes * self._ratio(_Kernel.of(tensor)) for tensor in own)
+        return sum(
+            tensor.block_bytes * self._ratio(_BlockNumbering.from_tensor(tensor)) for tensor in own
+        )
 
     @staticmethod
-    def _portions(blocks: Blocks, sizes: Sequence[int]) -> Iterator[Blocks]:
-        for group, (ids, size) in enumerate(zip(blocks, sizes, strict=True)):
+    def _portions(blocks: Blocks, block_bytes: Sequence[int]) -> Iterator[Blocks]:
+        """Portions of at most `WAVE_BYTES`, each of blocks of one group."""
+        empty: tuple[int, ...] = ()
+        for group, (ids, size) in enumerate(zip(blocks, block_bytes, strict=True)):
             count = max(1, WAVE_BYTES // max(1, size))
-            for first in range(0, len(ids), count):
-                yield tuple(
-                    ids[first : first + count] if other == group else ()
-                    for other in range(len(blocks))
-                )
+            for start in range(0, len(ids), count):
+                portion = [empty] * len(blocks)
+                portion[group] = ids[start : start + count]
+                yield tuple(portion)
 
     def _table(self, blocks: Blocks) -> WaveTable:
-        ranges: dict[_Kernel, tuple[int, int]] = {}
+        ranges: dict[_BlockNumbering, tuple[int, int]] = {}
         units = [np.empty((0, 4), dtype=np.int32)]
         count = 0
-        for kernel in dict.fromkeys(self._kernels):
-            ids = self._kernel_blocks(kernel, blocks)
-            ranges[kernel] = (count, count + len(ids))
+        for numbering in dict.fromkeys(self._numberings):
+            ids = self._kernel_blocks(numbering, blocks)
+            ranges[numbering] = (count, count + len(ids))
             count += len(ids)
+            # A unit is a whole block, at the same number on both sides.
             units.append(np.stack([ids, np.zeros_like(ids)] * 2, axis=1))
         return WaveTable(
-            self._pieces, tuple(ranges[kernel] for kernel in self._kernels), np.concatenate(units)
+            self._pieces,
+            ranges=tuple(ranges[numbering] for numbering in self._numberings),
+            units=np.concatenate(units),
         )
 
-    def _kernel_blocks(self, kernel: _Kernel, blocks: Blocks) -> np.ndarray:
-        ratio = self._ratio(kernel)
-        ids = np.array(
-            [block for block in blocks[kernel.group] if block != NULL_BLOCK], dtype=np.int64
-        )
-        return np.asarray((ids[:, None] * ratio + np.arange(ratio)).ravel().astype(np.int32))
+    def _kernel_blocks(self, numbering: _BlockNumbering, blocks: Blocks) -> np.ndarray:
+        ratio = self._ratio(numbering)
+        ids = [block for block in blocks[numbering.group] if block != NULL_BLOCK]
+        first_kernel_blocks = np.array(ids, dtype=np.int64)[:, None] * ratio
+        return np.asarray((first_kernel_blocks + np.arange(ratio)).ravel().astype(np.int32))
 
-    def _ratio(self, kernel: _Kernel) -> int:
+    def _ratio(self, numbering: _BlockNumbering) -> int:
         """Kernel blocks of a scheduler block."""
-        group = self._groups[kernel.group]
-        return 1 if group.policy == "state" else group.block_tokens // kernel.block_tokens
+        group = self._groups[numbering.group]
+        # A state's block is one state, however many tokens vLLM counts for it.
+        if group.policy == "state":
+            return 1
+        return group.block_tokens // numbering.block_tokens
 
 
-class _Kernel(NamedTuple):
+class _BlockNumbering(NamedTuple):
     """The group and kernel block size of tensors: those that share them also share their block numbers."""
 
     group: int
     block_tokens: int
 
     @classmethod
-    def of(cls, tensor: PagedTensor) -> _Kernel:
+    def from_tensor(cls, tensor: PagedTensor) -> _BlockNumbering:
         return cls(tensor.group, tensor.block_tokens)
 
 
-def _moved(tensor: PagedTensor, moved: dict[int, tuple[int, int]]) -> PagedTensor:
+class _MovedAllocation(NamedTuple):
+    """An allocation `[start, stop)` of the caches, and how far from it its copy lies."""
+
+    start: int
+    stop: int
+    shift: int
+
+
+def _moved(tensor: PagedTensor, moved: Iterable[_MovedAllocation]) -> PagedTensor:
     """The tensor at the address of its copy."""
-    for start, (num_bytes, shift) in moved.items():
-        if start <= tensor.base < start + num_bytes:
-            return msgspec.structs.replace(tensor, base=tensor.base + shift)
+    for allocation in moved:
+        if allocation.start <= tensor.base < allocation.stop:
+            return msgspec.structs.replace(tensor, base=tensor.base + allocation.shift)
     raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
 
 
 def _shape(tensor: PagedTensor) -> Shape:
     """One block of a tensor, the same on both sides."""
+    # Without a size of elements, a cell's bytes are contiguous.
     element = tensor.element_bytes or tensor.cell_bytes
     axes = [
         CopyAxis(len(tensor.heads), tensor.head_stride, tensor.head_stride),
@@ -168,6 +189,6 @@ def _shape(tensor: PagedTensor) -> Shape:
         CopyAxis(tensor.cell_bytes // element, tensor.element_stride, tensor.element_stride),
     ]
     unit_stride = (tensor.block_stride, 0)
-    return Shape.of(
+    return Shape.from_axes(
         axes, element, source_unit_stride=unit_stride, destination_unit_stride=unit_stride
     )

@@ -1,34 +1,36 @@
 """The staging pool: which load may read into which part of one registered buffer, and which loads wait.
 
 Pure bookkeeping over the offsets `[0, capacity)`. A *wave* is a contiguous range that one load reads into and relays
-out from. The rules, and why no load waits for ever:
+out from. The rules:
 
 1. A wave is at most an eighth of the pool. No wave leaves less free than its peer then holds, quarantined waves
-   included. So one peer holds at most half, a second one beside it a quarter, and so on: a peer that stands still never
-   takes the last of the pool, however many do. (A half for every peer was tried: two that stood still took it all.)
+   included. So one peer holds at most half, a second one beside it a quarter, and so on.
 2. A load may always hold one wave. It gets a second one, to read into while the first is put in place, only while no
    other load waits for its first. It never gets a third.
 3. Loads that wait for their first wave are served in the order in which they began to wait. A load that waits only for
    waves of its own peer, since that has its share, blocks no loads but those of its own peer.
-4. No load waits for quarantined bytes, which may stay out for as long as a dead peer's handles live: where they are in
-   the way, a wave is cut to what would fit if everything else came back. Where not even `at_least` would fit, the
-   load `lacks_room`: it waits without blocking others, and its owner should not wait for long.
+4. No load waits for quarantined bytes: where they are in the way, a wave is cut to what would fit if everything else
+   came back. Where not even `at_least` would fit, the load `lacks_room`: it waits without blocking others, and its
+   owner should not wait for long.
 
-A load that holds a wave must be able to give it back without being granted another. Then the first in the queue is
-always served: nothing is granted past it but waves of other peers while its own peer has waves that come back, so in
-the end everything that is out comes back, and by rule 4 it then fits.
+Why no load waits for ever: a load that holds a wave must be able to give it back without being granted another. Then
+the first in the queue is always served. Nothing is granted past it but waves of other peers, and those only while its
+own peer has waves that come back. So in the end everything that is out comes back, and by rule 4 it then fits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.protocol.errors import InvalidConfig, LocalProtocolError
 
 WAVES_PER_POOL = 8
-"""A wave is at most this fraction of the pool."""
+"""A wave is at most one of this many parts of the pool."""
+
 WAVES_PER_LOAD = 2
+"""One is read into while the other is put in place."""
 
 
 class PoolTooSmall(InvalidConfig):
@@ -56,6 +58,8 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
+    """What a load asks for, in aligned bytes."""
+
     peer: str
     wanted: int
     at_least: int
@@ -85,8 +89,11 @@ class StagingPool:
             )
         self.used_bytes = 0
         self.given_back = 0
+        # The waves that are out, by start.
         self._out: dict[int, Wave] = {}
+        # The starts of those that are quarantined.
         self._quarantined: set[int] = set()
+        # By load, the one that waits longest first.
         self._waiting: dict[str, _Wish] = {}
 
     @property
@@ -96,7 +103,7 @@ class StagingPool:
 
     @property
     def peer_limit(self) -> int:
-        """Most bytes that one peer holds, when no other one holds any."""
+        """The most bytes that one peer holds, when no other one holds any."""
         return self._aligned_down(self.capacity // 2)
 
     @property
@@ -109,7 +116,7 @@ class StagingPool:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """The loads that wait for their first wave, the first one first."""
+        """The loads that wait for their first wave, the one that waits longest first."""
         return tuple(self._waiting)
 
     def waves(self) -> tuple[Wave, ...]:
@@ -129,15 +136,10 @@ class StagingPool:
         Raises:
             PoolTooSmall: `at_least` bytes are more than the largest wave.
         """
-        least = self._aligned_up(at_least or 0)
-        if least > self.largest_wave:
-            expected = f"at least {WAVES_PER_POOL * least}: one wave must hold {at_least}"
-            raise PoolTooSmall("staging_pool_bytes", self.capacity, expected)
-        wanted = min(self._aligned_up(wanted), self.largest_wave)
-        wish = _Wish(peer, wanted, wanted if at_least is None else min(least, wanted))
-        if wanted <= 0 or wish.at_least <= 0:
+        wish = self._wish(peer, wanted, at_least)
+        if wish.wanted <= 0 or wish.at_least <= 0:
             raise LocalProtocolError(
-                f"load={load} peer={peer} asks for {wanted} bytes of the staging pool"
+                f"load={load} peer={peer} asks for {wish.wanted} bytes of the staging pool"
             )
         held = sum(wave.load == load for wave in self._live())
         if held >= WAVES_PER_LOAD:
@@ -146,17 +148,28 @@ class StagingPool:
         if wave is not None:
             self._waiting.pop(load, None)
         elif held == 0:
-            self._waiting[load] = wish  # a load that waits already keeps its place
+            # A load that waits already keeps its place: a dict's order is that of first insertion.
+            self._waiting[load] = wish
         return wave
 
+    def _wish(self, peer: str, wanted: int, at_least: int | None) -> _Wish:
+        wanted_bytes = min(self._aligned_up(wanted), self.largest_wave)
+        if at_least is None:
+            return _Wish(peer, wanted_bytes, wanted_bytes)
+        least_bytes = self._aligned_up(at_least)
+        if least_bytes > self.largest_wave:
+            expected = f"at least {WAVES_PER_POOL * least_bytes}: one wave must hold {at_least}"
+            raise PoolTooSmall("staging_pool_bytes", self.capacity, expected)
+        return _Wish(peer, wanted_bytes, min(least_bytes, wanted_bytes))
+
     def is_waiting(self, load: str) -> bool:
-        """Whether `load` waits for its first wave."""
+        """True if `load` waits for its first wave."""
         return load in self._waiting
 
     def lacks_room(self, load: str) -> bool:
-        """Whether `load` waits for its first wave and cannot get it before quarantined ones come back."""
+        """True if `load` waits for its first wave and cannot get it before quarantined ones come back."""
         wish = self._waiting.get(load)
-        return wish is not None and self._feasible(wish) is None
+        return wish is not None and self._attainable_bytes(wish) is None
 
     def withdraw(self, load: str) -> None:
         """Remove `load` from the queue. A load that ends must call it, or others wait behind it for ever."""
@@ -188,29 +201,32 @@ class StagingPool:
             LocalProtocolError: with all the sums.
         """
         waves = self.waves()
-        edges = [0, *(edge for wave in waves for edge in (wave.start, wave.stop)), self.capacity]
-        wrong = [
-            f"{wave} is not aligned" for wave in waves if (wave.start | wave.stop) % self.alignment
-        ]
-        wrong += [
-            f"{wave} is larger than {self.largest_wave}"
-            for wave in waves
-            if wave.num_bytes > self.largest_wave
-        ]
-        if self.used_bytes != sum(wave.num_bytes for wave in waves):
-            wrong.append(f"{self.used_bytes} bytes are counted as used")
+        wrong: list[str] = []
+        edges = [0]
+        for wave in waves:
+            edges += [wave.start, wave.stop]
+            if (wave.start | wave.stop) % self.alignment:
+                wrong.append(f"{wave} is not aligned")
+            if wave.num_bytes > self.largest_wave:
+                wrong.append(f"{wave} is larger than {self.largest_wave}")
+        edges.append(self.capacity)
         if edges != sorted(edges):
             wrong.append(f"waves overlap or leave the pool: {edges}")
-        for peer in {wave.peer for wave in waves}:
-            if self.held_by(peer) > self.peer_limit:
-                wrong.append(f"peer={peer} holds {self.held_by(peer)} of at most {self.peer_limit}")
-        live = [wave.load for wave in self._live()]
+        if self.used_bytes != sum(wave.num_bytes for wave in waves):
+            wrong.append(f"{self.used_bytes} bytes are counted as used")
+        held_by_peer: Counter[str] = Counter()
+        for wave in waves:
+            held_by_peer[wave.peer] += wave.num_bytes
         wrong += [
-            f"load={load} holds {live.count(load)} waves"
-            for load in set(live)
-            if live.count(load) > 2
+            f"peer={peer} holds {num_bytes} of at most {self.peer_limit}"
+            for peer, num_bytes in held_by_peer.items()
+            if num_bytes > self.peer_limit
         ]
-        wrong += [f"load={load} waits and holds a wave" for load in self._waiting if load in live]
+        held = Counter(wave.load for wave in self._live())
+        for load, count in held.items():
+            if count > WAVES_PER_LOAD:
+                wrong.append(f"load={load} holds {count} waves")
+        wrong += [f"load={load} waits and holds a wave" for load in self._waiting if load in held]
         if not self._quarantined <= self._out.keys():
             wrong.append(f"quarantined but not out: {sorted(self._quarantined - self._out.keys())}")
         if wrong:
@@ -219,13 +235,13 @@ class StagingPool:
             )
 
     def _grant(self, load: str, wish: _Wish) -> Wave | None:
-        size = self._feasible(wish)
+        size = self._attainable_bytes(wish)
         if size is None or self._is_over_share(wish.peer, size):
             return None
-        for earlier, other in self._waiting.items():
-            if earlier == load:
+        for earlier_load, earlier_wish in self._waiting.items():
+            if earlier_load == load:
                 break
-            if self._stands_in_the_way(other, wish.peer):
+            if self._must_be_served_first(earlier_wish, wish.peer):
                 return None
         for start, stop in _gaps(self.waves(), self.capacity):
             if stop - start >= size:
@@ -235,33 +251,43 @@ class StagingPool:
                 return wave
         return None
 
-    def _feasible(self, wish: _Wish) -> int | None:
+    def _attainable_bytes(self, wish: _Wish) -> int | None:
         """The bytes that the wish would get if every wave came back that is not quarantined."""
-        kept = [self._out[start] for start in sorted(self._quarantined)]
-        gap = max(stop - start for start, stop in _gaps(kept, self.capacity))
-        free = self.capacity - sum(wave.num_bytes for wave in kept)
-        own = sum(wave.num_bytes for wave in kept if wave.peer == wish.peer)
-        share = self._aligned_down(
-            (free - own) // 2
-        )  # the largest size with free - size >= own + size
+        # Quarantined ones are not counted on: they may stay out as long as a dead peer's handles
+        # live.
+        quarantined = [self._out[start] for start in sorted(self._quarantined)]
+        gap = max(stop - start for start, stop in _gaps(quarantined, self.capacity))
+        free = self.capacity - sum(wave.num_bytes for wave in quarantined)
+        own = sum(wave.num_bytes for wave in quarantined if wave.peer == wish.peer)
+        # The largest size with free - size >= own + size.
+        share = self._aligned_down((free - own) // 2)
         size = min(wish.wanted, self._aligned_down(gap), share)
-        return size if size >= wish.at_least else None
+        if size < wish.at_least:
+            return None
+        return size
 
     def _is_over_share(self, peer: str, size: int) -> bool:
-        """Whether a wave of this size would leave less free than the peer then holds."""
+        """True if a wave of this size would leave less free than the peer then holds.
+
+        So a peer that stands still never takes the last of the pool, however many do. (A half for every peer was tried:
+        two that stood still took it all.)
+        """
         return self.free_bytes - size < self.held_by(peer) + size
 
-    def _stands_in_the_way(self, waiting: _Wish, peer: str) -> bool:
-        """Whether a load of `peer` must not be served before one that waits longer."""
-        size = self._feasible(waiting)
+    def _must_be_served_first(self, waiting: _Wish, peer: str) -> bool:
+        """True if a load of `peer` must not be served before this one, which waits longer."""
+        size = self._attainable_bytes(waiting)
         if size is None:
+            # Only quarantined waves can help it. Others would wait with it for a dead peer.
             return False
         if waiting.peer == peer or not self._is_over_share(waiting.peer, size):
             return True
-        # Its own peer's waves come back and make room. Without any, it can only wait for the others'.
+        # Its own peer's waves come back and make room. Without any, it can only wait for the
+        # others'.
         return not any(wave.peer == waiting.peer for wave in self._live())
 
     def _live(self) -> Iterator[Wave]:
+        """The waves that are out and not quarantined."""
         return (wave for start, wave in self._out.items() if start not in self._quarantined)
 
     def _check_out(self, wave: Wave) -> None:

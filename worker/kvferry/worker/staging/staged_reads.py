@@ -15,15 +15,15 @@ from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.port import Transfer, TransferState, TransferTelemetry
 from kvferry.worker.fabric.reads import FabricReader, Reads
 from kvferry.worker.relayout.wave_table import WaveTable
-from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_of
+from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_in_wave
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave
 
+# A wave's table has a row for every unit and one for every tile, and the size of tables is limited.
 _MAX_UNITS = 32768
-"""Units of one wave: its table has a row for each."""
+"""Units of one wave, at most."""
 
 MAX_WAVE_BYTES = 32 << 20
-"""Most bytes of one wave, however large the pool is, unless a single run has more: a wave's table has a row for every
-tile, and the size of tables is limited."""
+"""Bytes of one wave, at most, however large the pool is, unless a single run has more."""
 
 
 class StagedFigures(Protocol):
@@ -64,12 +64,16 @@ class _Flight:
         return self.mark is not None and self.mark.reached()
 
     def is_safe(self) -> bool:
-        """Whether no read can write into the wave any more, and no relayout reads from it."""
-        return self.reads.settle() and (self.mark is None or self.mark.reached())
+        """True if no read can write into the wave any more, and no relayout reads from it."""
+        has_ended = self.reads.settle()
+        return has_ended and (self.mark is None or self.mark.reached())
 
 
 class _Cursor:
-    """The position of a load: the sources that are left, and the last window of the first one."""
+    """The position of a load: the sources that are left, and the last window of the first of them.
+
+    True as long as a source is left.
+    """
 
     def __init__(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> None:
         self._left = deque((source, units) for source, units in sources if len(units))
@@ -80,18 +84,24 @@ class _Cursor:
 
     @property
     def source(self) -> tuple[PreparedSource, SourceUnits]:
+        """The source that is being read."""
         return self._left[0]
 
     @property
     def chunks_left(self) -> int:
-        """Chunks of the first source that have not been read, rounded up to whole units."""
-        (source, units), last = self.source, self._last
+        """Chunks of this source that have not been read, rounded up to whole units."""
+        source, units = self.source
+        last = self._last
         if last is None:
-            return source.table.runs * len(units)
-        begun = last.stop_unit if last.stop_run == source.table.runs else last.first_unit
-        return source.table.runs * (len(units) - begun)
+            units_left = len(units)
+        elif last.stop_run == source.table.runs:
+            units_left = len(units) - last.stop_unit
+        else:
+            # The window ended within the runs of its units.
+            units_left = len(units) - last.first_unit
+        return source.table.runs * units_left
 
-    def go_on(self, chunks: int) -> Window:
+    def take_window(self, chunks: int) -> Window:
         """The next window of at most `chunks` chunks."""
         source, units = self.source
         window = next_window(source.table.runs, len(units), self._last, chunks)
@@ -135,8 +145,7 @@ class StagedReads:
         """
         cursor = _Cursor(sources)
         while cursor or self._flights:
-            while cursor and len(self._flights) < WAVES_PER_LOAD and self._try_begin(cursor):
-                pass
+            self._begin_waves(cursor)
             for flight in self._flights:
                 self._advance(flight)
             self._finish([flight for flight in self._flights if flight.is_in_place()])
@@ -145,13 +154,15 @@ class StagedReads:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether it waits for its first wave, and failed reads keep the room that it needs."""
+        """True if it waits for its first wave, and failed reads keep the room that it needs."""
         return self._staging.pool.lacks_room(self._record.request_id)
 
     def progress(self) -> int:
         """Grows with its own progress, and while it waits for its first wave with that of others."""
         pool = self._staging.pool
-        if pool.is_waiting(self._record.request_id) and not self.lacks_room:
+        waits_for_others = pool.is_waiting(self._record.request_id) and not self.lacks_room
+        # A load in a queue that moves has not failed: its deadline counts from the last move.
+        if waits_for_others:
             return self.changes + pool.given_back
         return self.changes
 
@@ -159,8 +170,9 @@ class StagedReads:
         """Give back the waves that are safe, and quarantine the others; raises nothing.
 
         Returns:
-            Whether none is left: nothing writes into the request's blocks.
+            True if none is left: nothing writes into the request's blocks.
         """
+        # It may still wait for its first wave; loads behind it would wait for ever.
         self._staging.pool.withdraw(self._record.request_id)
         self._give_back([flight for flight in self._flights if flight.is_safe()])
         for flight in self._flights:
@@ -177,25 +189,37 @@ class StagedReads:
         """Transfers that have not been given back."""
         return sum(len(flight.reads) for flight in self._flights)
 
+    def _begin_waves(self, cursor: _Cursor) -> None:
+        """Begin as many waves as this load may hold and the pool gives."""
+        while cursor and len(self._flights) < WAVES_PER_LOAD:
+            if not self._try_begin(cursor):
+                return
+
     def _try_begin(self, cursor: _Cursor) -> bool:
         """Post the read of the next window, unless the pool has no room now."""
         source, units = cursor.source
-        size = source.table.run_bytes
-        pool = self._staging.pool
-        wanted = min((cursor.chunks_left + 1) * size, max(2 * size, MAX_WAVE_BYTES))
-        wave = pool.try_take(self._record.request_id, self._peer, wanted, at_least=2 * size)
+        run_bytes = source.table.run_bytes
+        # Chunks are aligned in the buffer and waves are not, so a wave needs up to one run more
+        # than it reads, and two runs to read one.
+        least = 2 * run_bytes
+        wanted = min((cursor.chunks_left + 1) * run_bytes, max(least, MAX_WAVE_BYTES))
+        wave = self._staging.pool.try_take(
+            self._record.request_id, self._peer, wanted, at_least=least
+        )
         if wave is None:
             return False
         flight = _Flight(wave, self._reader.reads())
-        self._flights.append(flight)  # before anything can raise: the wave is accounted for
-        first, count = chunks_of(wave, size)
-        window = cursor.go_on(min(count, _most_chunks(source, units)))
-        flight.table = source.wave_table(units, window, first)
-        local = np.arange(first, first + window.chunks, dtype=np.int32)
+        # Before anything can raise: the wave must be given back, whatever happens.
+        self._flights.append(flight)
+        first_chunk, chunks = chunks_in_wave(wave, run_bytes)
+        window = cursor.take_window(min(chunks, _max_chunks(source, units)))
+        flight.table = source.wave_table(units, window, first_chunk)
+        local = np.arange(first_chunk, first_chunk + window.chunks, dtype=np.int32)
         remote = window_reads(source.table, units, window)
         flight.transfer = flight.reads.post(source.chunks, local, source.remote, remote)
-        self._record.planned_bytes += window.chunks * size
-        self._record.staged_bytes += window.chunks * size
+        window_bytes = window.chunks * run_bytes
+        self._record.planned_bytes += window_bytes
+        self._record.staged_bytes += window_bytes
         self._record.planned_descriptors += window.chunks
         self._record.waves += 1
         self.changes += 1
@@ -203,23 +227,34 @@ class StagedReads:
 
     def _advance(self, flight: _Flight) -> None:
         fabric = self._reader.fabric
-        if flight.transfer is not None and fabric.poll(flight.transfer) is TransferState.DONE:
-            self._record.count(fabric.telemetry(flight.transfer))
-            done, flight.transfer = flight.transfer, None
+        transfer = flight.transfer
+        if transfer is not None and fabric.poll(transfer) is TransferState.DONE:
+            self._record.count(fabric.telemetry(transfer))
+            flight.transfer = None
             flight.read_s = time.monotonic()
-            flight.reads.finished(done)
+            flight.reads.finished(transfer)
             self.changes += 1
-        if flight.transfer is None and flight.mark is None and flight.table is not None:
-            try:
-                flight.mark = self._staging.relayout.try_start(flight.table)
-            except Exception:
-                flight.mark = (
-                    self._staging.relayout.mark()
-                )  # what was launched before the error still writes
-                raise
+        is_read = flight.transfer is None and flight.table is not None
+        if is_read and flight.mark is None:
+            self._start_relayout(flight)
+
+    def _start_relayout(self, flight: _Flight) -> None:
+        """Begin to put a wave in place; it stays to be begun while too many waves are under way."""
+        if flight.table is None:
+            raise RuntimeError("a wave whose read was not posted is not put in place")
+        try:
+            flight.mark = self._staging.relayout.try_start(flight.table)
+        except Exception:
+            # What was launched before the error still writes into the request's blocks: they stay
+            # out of use until the relayout's stream has passed.
+            flight.mark = self._staging.relayout.mark()
+            raise
 
     def _finish(self, flights: list[_Flight]) -> None:
-        now_s = time.monotonic() if flights else 0.0
+        """Give back the waves that are in place."""
+        if not flights:
+            return
+        now_s = time.monotonic()
         self._record.relayout_s += sum(now_s - flight.read_s for flight in flights)
         self.changes += len(flights)
         self._give_back(flights)
@@ -230,7 +265,7 @@ class StagedReads:
             self._flights.remove(flight)
 
 
-def _most_chunks(source: PreparedSource, units: SourceUnits) -> int:
-    """Most chunks of one wave: as many as the rows of its table allow."""
+def _max_chunks(source: PreparedSource, units: SourceUnits) -> int:
+    """As many chunks of one wave as the rows of its table allow."""
     units_per_chunk = -(-len(units.source_unit) // len(units))
     return source.table.runs * max(1, _MAX_UNITS // units_per_chunk)
