@@ -92,13 +92,15 @@ class Trio:
         model: str,
         producer: Settings,
         consumer: Settings | None = None,
+        alone: Settings | None = None,
     ) -> Trio:
-        """All three side by side; they end with `running`. Without a consumer's settings both have the same."""
+        """All three side by side; they end with `running`. Without settings of its own the consumer has the producer's,
+        and the single engine the consumer's."""
         decode = consumer or producer
         specs = (
             producer.spec(f"{name}-producer", model, "kv_producer"),
             decode.spec(f"{name}-consumer", model, "kv_consumer"),
-            decode.spec(f"{name}-alone", model),
+            (alone or decode).spec(f"{name}-alone", model),
         )
         return Trio(*start(running, logs, specs))
 

@@ -19,6 +19,7 @@ if IS_EMULATED:
 
 _ROWS: list[str] = []
 _WORST = pytest.StashKey[float]()
+_SETUP_S = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +42,14 @@ def differs(request: pytest.FixtureRequest) -> Callable[[float], float]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report: pytest.TestReport = yield
+    if report.when == "setup":
+        item.stash[_SETUP_S] = report.duration
     if report.when == "call":
         worst = item.stash.get(_WORST, None)
         shown = "–" if worst is None else f"{worst:.2g}"
+        seconds = item.stash[_SETUP_S] + report.duration
         name = item.name.removeprefix("test_").replace("_", " ")
-        _ROWS.append(f"| {name} | {report.outcome} | {report.duration:.0f} | {shown} |")
+        _ROWS.append(f"| {name} | {report.outcome} | {seconds:.0f} | {shown} |")
     return report
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_emulation.engines import NOISE, Settings, Trio
+from tests.gpu_emulation.engines import NOISE, Settings, Trio, graph_replays
 
 Differs = Callable[[float], float]
 
@@ -72,3 +72,23 @@ def test_mamba_2(logs: Path, differs: Differs) -> None:
     with ExitStack() as running:
         trio = Trio.start(running, logs, "mamba2", "small-mamba2-hybrid", SMALL)
         assert differs(trio.worst_difference((40,))) < NOISE
+
+
+def test_cuda_graphs(logs: Path, differs: Differs) -> None:
+    """Decoding steps are replayed; what the connector does beside them keeps its order."""
+    graphs = Settings(
+        engine_args={
+            "enforce_eager": False,
+            # Triton's interpreter does not know one of the kernels that would be tried.
+            "kernel_config": {"enable_jit_warmup": False},
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1],
+            },
+        }
+    )
+    with ExitStack() as running:
+        trio = Trio.start(running, logs, "graphs", "small-llama-4", graphs, alone=SMALL)
+        assert differs(trio.worst_difference((17,))) < NOISE
+        assert graph_replays(trio.consumer) >= 3

@@ -20,6 +20,7 @@ _CHANGES = {
     "torch": "aten",
     "vllm._custom_ops": "vllm_ops",
     "vllm.vllm_flash_attn.flash_attn_interface": "flash_attention",
+    "vllm.third_party.flash_linear_attention.ops.op": "flash_linear_attention",
     "triton.runtime.interpreter": "triton_interpreter",
     "nixl_cu12._bindings": "nixl_memory",
     "nixl_cu13._bindings": "nixl_memory",

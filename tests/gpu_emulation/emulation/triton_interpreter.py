@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import torch
 from triton.language.extra import cuda
 from triton.runtime import autotuner
 
@@ -24,29 +24,42 @@ def install(interpreter: ModuleType | Any) -> None:
     one_at_a_time = threading.RLock()
 
     def launch(self: Any, *arguments: Any, **keywords: Any) -> None:
+        # A grid is asked with the arguments as they were given: vLLM's grid of a convolution looks
+        # at their tensors, and puts others in their place. The interpreter would show it pointers.
+        names = inspect.getfullargspec(self.fn).args
+        own = {name: value for name, value in keywords.items() if name in names}
+        named = inspect.getcallargs(self.fn, *arguments, **own)
         if callable(self.grid):
-            self.grid = _with_changed_tensors(self.grid, interpreter._implicit_cvt)
+            self.grid = self.grid(named)
         with one_at_a_time:
-            run(self, *arguments, **keywords)
-        graphs.note(lambda: launch(self, *arguments, **keywords))
+            run(self, **named)
+        graphs.note(lambda: launch(self, **named))
 
     executor.__call__ = launch
+    _give_kernels_indices(interpreter)
     # The interpreter would try every configuration for minutes; the first is as good.
     autotuner.Autotuner._bench = lambda *_arguments, **_keywords: [0.0, 0.0, 0.0]
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(cuda, name, _nothing)
 
 
-def _with_changed_tensors(grid: Callable[..., Any], pointer: Callable[..., Any]) -> Any:
-    """vLLM's grid of a convolution puts other tensors in place of the kernel's; the interpreter wants pointers."""
+def _give_kernels_indices(interpreter: Any) -> None:
+    """In a kernel the index of a loop is a tensor, with its methods; in the interpreter it is a number."""
 
-    def changed(arguments: dict[str, Any]) -> Any:
-        found = grid(arguments)
-        tensors = {name: one for name, one in arguments.items() if isinstance(one, torch.Tensor)}
-        arguments.update({name: pointer(tensor) for name, tensor in tensors.items()})
-        return found
+    class Index(int):
+        def to(self, dtype: Any) -> Any:
+            return interpreter._implicit_cvt(int(self)).to(dtype)
 
-    return changed
+    def indices(*bounds: Any) -> Iterator[Index]:
+        return map(Index, range(*bounds))
+
+    rewrite = interpreter.InterpretedFunction.rewrite
+
+    def rewrite_with_indices(self: Any) -> Any:
+        self.fn.__globals__["range"] = indices
+        return rewrite(self)
+
+    interpreter.InterpretedFunction.rewrite = rewrite_with_indices
 
 
 def _as_they_are(

@@ -111,6 +111,63 @@ def _concat_and_cache_mla(
             cache[slot // block_size, slot % block_size] = rows[token].to(cache.dtype)
 
 
+def _topk_softmax(
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    rows: torch.Tensor,
+    gating: torch.Tensor,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    is_padding: torch.Tensor | None,
+) -> None:
+    if bias is not None:
+        raise NotImplementedError("of topk_softmax: a bias")
+    best, chosen = gating.float().softmax(-1).topk(weights.shape[-1], -1)
+    if renormalize:
+        best = best / best.sum(-1, keepdim=True)
+    weights.copy_(best)
+    experts.copy_(chosen)
+    rows.copy_(torch.arange(rows.numel()).view(rows.shape[::-1]).t())
+
+
+def _moe_align_block_size(
+    experts: torch.Tensor,
+    expert_count: int,
+    block_size: int,
+    sorted_rows: torch.Tensor,
+    block_experts: torch.Tensor,
+    row_count: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    scatter: torch.Tensor | None = None,
+) -> None:
+    """The rows of each expert in blocks of its own, the last of which is filled with a number that is no row."""
+    if expert_map is not None or scatter is not None:
+        raise NotImplementedError("of moe_align_block_size: a map of experts, scatter_idx")
+    flat = experts.flatten()
+    sorted_rows.fill_(flat.numel())
+    block_experts.zero_()
+    start = 0
+    for expert in range(expert_count):
+        rows = (flat == expert).nonzero().flatten()
+        blocks = -(-len(rows) // block_size)
+        sorted_rows[start : start + len(rows)] = rows.to(sorted_rows.dtype)
+        first = start // block_size
+        block_experts[first : first + blocks] = expert
+        start += blocks * block_size
+    row_count.fill_(start)
+
+
+def _moe_sum(
+    outputs: torch.Tensor,
+    result: torch.Tensor,
+    experts: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    if expert_map is not None:
+        raise NotImplementedError("of moe_sum: a map of experts")
+    result.copy_(outputs.float().sum(1))
+
+
 _FUNCTIONS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "_C": {
         "rms_norm": _rms_norm,
@@ -118,6 +175,11 @@ _FUNCTIONS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "silu_and_mul": _silu_and_mul,
         "gelu_tanh_and_mul": _gelu_tanh_and_mul,
         "rotary_embedding": _rotary_embedding,
+    },
+    "_moe_C": {
+        "topk_softmax": _topk_softmax,
+        "moe_align_block_size": _moe_align_block_size,
+        "moe_sum": _moe_sum,
     },
     "_C_cache_ops": {
         "concat_and_cache_mla": _concat_and_cache_mla,
