@@ -35,7 +35,7 @@ MODEL = ModelFacts(
 
 def engine(name: str, k: torch.Tensor, v: torch.Tensor) -> StandaloneEngine:
     """An engine of one worker and one layer; `k` and `v` are `[blocks, heads, tokens, size]`."""
-    caches = KvCaches.of({("layers.0", "k"): k, ("layers.0", "v"): v})
+    caches = KvCaches.from_views({("layers.0", "k"): k, ("layers.0", "v"): v})
     group = CacheGroup(policy="full", block_tokens=k.shape[2])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -41,7 +41,9 @@ class Pair:
         shards = [
             (
                 Place(tp=rank),
-                KvCaches.of({("layers.0", "kv"): cache[:, rank : rank + 1]}, first_head=rank),
+                KvCaches.from_views(
+                    {("layers.0", "kv"): cache[:, rank : rank + 1]}, first_head=rank
+                ),
             )
             for rank in range(HEADS)
         ]
@@ -170,7 +172,7 @@ def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(pair: 
 @pytest.mark.parametrize("view", [torch.zeros(4, 2, 16), torch.zeros(4, 2, 16, 8).transpose(2, 3)])
 def test_views_of_other_shapes_are_refused(view: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"layers\.0/k: expected"):
-        KvCaches.of({("layers.0", "k"): view})
+        KvCaches.from_views({("layers.0", "k"): view})
 
 
 @pytest.mark.parametrize("at", [0, 1, 18], ids=["first", "second", "last"])

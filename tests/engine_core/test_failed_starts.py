@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 TRACES = "traces-of-a-start"
 CLOSED = "its threads have ended, and its trace file is closed"
 PARTS = (
-    "kvferry.worker.worker.WorkerMemory.of",
+    "kvferry.worker.worker.WorkerMemory.allocate",
     "kvferry.worker.worker_memory.SlotReads.prepare",
     "kvferry.worker.worker.FirstContact",
     "kvferry.worker.worker.TransferThread",

@@ -144,7 +144,7 @@ def count_messages(done: Function) -> Function:
         import msgspec
 
         lease = table._find(message.slot, message.epoch)
-        notifications = lease.notifications.get(message.consumer) if lease is not None else None
+        notifications = lease.reports.get(message.consumer) if lease is not None else None
         received = notifications.workers.bit_count() if notifications is not None else 0
         return done(table, msgspec.structs.replace(message, worker=received))
 

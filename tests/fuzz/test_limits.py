@@ -234,7 +234,7 @@ def test_a_lease_takes_the_notifications_of_eight_consumers_whatever_their_numbe
         assert table.done(done) is None
     with pytest.raises(InvalidMessage):
         table.done(notifications[-1])
-    kept = table._leases[0].notifications.values()
+    kept = table._leases[0].reports.values()
     assert len(kept) == MAX_CONSUMERS
     assert all(sys.getsizeof(sent.workers) <= MAX_WORKERS // 8 + 64 for sent in kept), (
         "more than a bit a worker"

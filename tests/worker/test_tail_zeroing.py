@@ -19,7 +19,8 @@ from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, DeviceMark
-from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
+from kvferry.worker.loads.gaps import Gap, gaps
+from kvferry.worker.loads.tail_zeroing import TailZeroing
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.cuda_memory import kernels
 from tests.fakes.device_mark import FakeMark

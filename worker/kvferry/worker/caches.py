@@ -27,7 +27,9 @@ class KvCaches:
     device: Device
 
     @classmethod
-    def of(cls, views: Mapping[tuple[str, str], torch.Tensor], *, first_head: int = 0) -> KvCaches:
+    def from_views(
+        cls, views: Mapping[tuple[str, str], torch.Tensor], *, first_head: int = 0
+    ) -> KvCaches:
         """The caches of one cache group, whose blocks are not packed in any way.
 
         Args:
@@ -45,7 +47,8 @@ class KvCaches:
                     f"{layer}/{kind}: expected [blocks, heads, tokens, size] with contiguous sizes"
                 )
             blocks, heads, tokens, size = view.shape
-            block_stride, head_stride, tile_stride, item = (
+            # Strides in bytes: peers may have another element size.
+            block_stride, head_stride, tile_stride, _ = (
                 steps * view.itemsize for steps in view.stride()
             )
             tensors.append(
@@ -61,15 +64,18 @@ class KvCaches:
                     head_stride=head_stride,
                     tile_tokens=1,
                     tile_stride=tile_stride,
-                    cell_bytes=size * item,
+                    cell_bytes=size * view.itemsize,
                     format=Format(dtype=str(view.dtype).removeprefix("torch.")),
                 )
             )
-        return cls(tuple(views.values()), tuple(tensors), Device(next(iter(views.values())).device))
+        first_view = next(iter(views.values()))
+        return cls(tuple(views.values()), tuple(tensors), Device(first_view.device))
 
     @property
     def kind(self) -> MemoryKind:
-        return MemoryKind.VRAM if self.device.is_cuda else MemoryKind.DRAM
+        if self.device.is_cuda:
+            return MemoryKind.VRAM
+        return MemoryKind.DRAM
 
     @property
     def device_index(self) -> int:
@@ -78,9 +84,10 @@ class KvCaches:
 
     def regions(self) -> list[Region]:
         """The memory to register: whole allocations, each once, however many layers lie in it."""
-        seen: dict[int, Region] = {}
+        # By address: vLLM gives cache groups the same bytes, and an allocation is registered once.
+        by_address: dict[int, Region] = {}
         for tensor in self.storages:
             storage = tensor.untyped_storage()
-            address, length = storage.data_ptr(), storage.nbytes()
-            seen[address] = Region(address, length, self.kind, self.device_index)
-        return list(seen.values())
+            address = storage.data_ptr()
+            by_address[address] = Region(address, storage.nbytes(), self.kind, self.device_index)
+        return list(by_address.values())

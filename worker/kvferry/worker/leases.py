@@ -1,12 +1,13 @@
-"""A producer worker's leases: the table of words that consumers read.
+"""A producer worker's leases: the table of words that consumers read, and the notifications that end a lease.
 
 A lease is held from the step on that completes its prompt. It becomes READY when the device has finished that step and,
 where peers read a copy of the caches, the blocks have been copied. A prompt that is read while it is computed has a row
 too (`stream_rows`), and its slot reports the tokens of the steps that the device has finished.
 
-Leases are opened by the step thread, at once: to a consumer that reads the slot before that, the lease has ended.
-Everything else is done by the transfer thread; both use a lock. A word is cleared before its request is reported, so a
-read that overlapped the release of a block always sees it.
+Leases are opened by the step thread; everything else is done by the transfer thread, and both use a lock.
+
+Safety rests on one order of events: a word is cleared before its request is reported, and blocks are given away after
+the report. So a read that overlapped the release of a block always sees another word afterwards.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ logger = logging.getLogger(__name__)
 
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 
-_AT_ONCE = 32
-_RELEASED_S = 50e-6
-"""Given to other threads after every `_AT_ONCE`, which take some 100 µs: anyone can send any number, and the step
-thread would wait for 5 ms each time it needs the interpreter's lock."""
+_NOTIFICATIONS_AT_ONCE = 32
+_GIL_RELEASED_S = 50e-6
+"""Given to other threads after every `_NOTIFICATIONS_AT_ONCE`, which take some 100 µs: anyone can send any number, and
+the step thread would wait for 5 ms each time it needs the interpreter's lock."""
 
 MAX_CONSUMERS = 8
 """Most consumers whose notifications are kept under one lease. A lease is for one, but any may be named."""
@@ -62,8 +63,13 @@ class _Reports:
     expected: int = 0
 
     @property
-    def complete(self) -> bool:
+    def are_complete(self) -> bool:
         return self.workers.bit_count() >= self.expected
+
+    def add(self, message: Done) -> None:
+        # A bit, not a number: a worker whose message comes twice must not stand for its sibling, which still reads.
+        self.workers |= 1 << message.worker
+        self.expected = max(self.expected, message.expected)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +82,7 @@ class _ServedLease:
         mark: of a hold that is not READY: reached when everything that may write the blocks has finished; later, when
             they have been copied. None until the step ends that completes the prompt.
         waves: blocks that have yet to be copied.
+        reports: by consumer; those that come before the hold are kept.
     """
 
     epoch: Epoch
@@ -83,7 +90,16 @@ class _ServedLease:
     request_id: str | None = None
     mark: DeviceMark | None = None
     waves: deque[Blocks] = field(default_factory=deque)
-    notifications: dict[str, _Reports] = field(default_factory=dict)
+    reports: dict[str, _Reports] = field(default_factory=dict)
+
+    @property
+    def is_held(self) -> bool:
+        return self.request_id is not None
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether all workers of a consumer have reported. One consumer is enough: a lease is for one."""
+        return any(reports.are_complete for reports in self.reports.values())
 
 
 class LeaseTable:
@@ -100,8 +116,10 @@ class LeaseTable:
     def __init__(
         self, slots: int, mirror: HostMirror | None = None, rows: StreamRowTable | None = None
     ) -> None:
+        # The two words of a slot are neighbours: a consumer reads both at once.
         memory = np.full((slots, 2), EMPTY, dtype=np.uint64)
-        self.words, self.progress = memory[:, 0], memory[:, 1]
+        self.words = memory[:, 0]
+        self.progress = memory[:, 1]
         self._leases: dict[int, _ServedLease] = {}
         self._held: set[int] = set()
         self._pending: dict[int, _ServedLease] = {}
@@ -128,45 +146,48 @@ class LeaseTable:
 
     def describe(self) -> str:
         """Numbers of words and leases, for an error text."""
-        leases = f"{len(self._leases)} leases, {len(self._held)} held, {len(self._pending)} pending"
-        return f"{np.count_nonzero(self.words)} words, {leases}"
+        words = np.count_nonzero(self.words)
+        counts = f"{len(self._leases)} leases, {len(self._held)} held, {len(self._pending)} pending"
+        return f"{words} words, {counts}"
 
     def errors(self) -> list[str]:
         """Errors, if any: every lease that can be read has its word, every other word is empty, only leases with a
         request are held, and every row is a lease's."""
+        wrong: list[str] = []
         with self._lock:
-            wrong = [
-                f"the word of slot {slot} is {int(self.words[slot]):#x} under epoch {lease.epoch:#x}"
-                for slot, lease in self._leases.items()
-                if int(self.words[slot]) not in (slot_word(lease.epoch, state) for state in _LIVE)
-            ]
+            for slot, lease in self._leases.items():
+                word = int(self.words[slot])
+                if word not in (slot_word(lease.epoch, state) for state in _LIVE):
+                    wrong.append(
+                        f"the word of slot {slot} is {word:#x} under epoch {lease.epoch:#x}"
+                    )
             words = int(np.count_nonzero(self.words))
             if words != len(self._leases):
                 wrong.append(
                     f"{words} words are not empty, and there are {len(self._leases)} leases"
                 )
-            named = {slot for slot, lease in self._leases.items() if lease.request_id is not None}
-            if named != self._held:
-                wrong.append(
-                    f"slots {sorted(self._held ^ named)} are held by no request, or the other way round"
-                )
-            wrong += self._rows.errors(
-                (lease.stream, lease.epoch) for lease in self._leases.values()
-            )
+            held = {slot for slot, lease in self._leases.items() if lease.is_held}
+            if held != self._held:
+                slots = sorted(self._held ^ held)
+                wrong.append(f"slots {slots} are held by no request, or the other way round")
+            streams = [(lease.stream, lease.epoch) for lease in self._leases.values()]
+            wrong += self._rows.errors(streams)
         return wrong
 
     def open(self, order: LeaseOpen) -> None:
         """Open a lease: its request runs and writes the blocks. An earlier lease of the slot that was not held ends;
         with a row, it goes on under another epoch, and nothing of what was published under the old one counts."""
-        epoch, origin = epoch_from_text(order.epoch), epoch_from_text(order.origin or order.epoch)
+        epoch = epoch_from_text(order.epoch)
+        origin = epoch_from_text(order.origin or order.epoch)
         with self._lock:
-            former, lease = self._leases.get(order.slot), _ServedLease(epoch, ServedStream(origin))
+            lease = _ServedLease(epoch, ServedStream(origin))
+            former = self._leases.get(order.slot)
             if former is not None:
-                self._forget(order.slot, former, keeps_row=former.stream.origin == origin)
+                is_restarted = former.stream.origin == origin
+                self._forget(order.slot, former, keeps_row=is_restarted)
+            # The header before the word: a consumer that sees the new word reads the header next.
             if order.row is not None:
-                self._rows.name(
-                    order.row, lease.stream, epoch
-                )  # first: a consumer that sees the word reads the header
+                self._rows.name(order.row, lease.stream, epoch)
             self._leases[order.slot] = lease
             self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
 
@@ -174,8 +195,8 @@ class LeaseTable:
         """Write the blocks that a step computes of a prompt into the lease's row.
 
         Returns:
-            Whether to `complete` the order when the step ends: not if its lease is over. An order that does not fit
-            the row, an internal error, ends it.
+            True if the order must be completed when the step ends (`complete`). False if its lease is over: then or
+            because the order did not fit the row, which is an internal error.
         """
         with self._lock:
             lease = self._find(order.slot, order.epoch)
@@ -184,6 +205,8 @@ class LeaseTable:
             try:
                 self._rows.extend(lease.stream, order, lease.epoch)
             except LocalProtocolError:
+                # Orders were lost. What follows would be listed at the wrong places, and consumers would read others'
+                # blocks.
                 internal_errors.log(f"the lease of slot {order.slot} cannot be read any more")
                 self._clear(order.slot)
                 return False
@@ -198,12 +221,16 @@ class LeaseTable:
         Returns:
             The request, if its lease is over: all workers had reported already, or an order for it did not fit.
         """
-        waves = self._mirror.waves(order.blocks) if self._mirror is not None else deque()
+        waves: deque[Blocks] = deque()
+        if self._mirror is not None:
+            waves = self._mirror.waves(order.blocks)
         with self._lock:
             lease = self._find(order.slot, order.epoch)
             if lease is None:
                 return order.request_id
-            lease.request_id, lease.mark, lease.waves = order.request_id, mark, waves
+            lease.request_id = order.request_id
+            lease.mark = mark
+            lease.waves = waves
             self._held.add(order.slot)
             if mark is not None:
                 self._pending[order.slot] = lease
@@ -227,36 +254,42 @@ class LeaseTable:
 
     def advance(self) -> bool:
         """Report the tokens of the leases with a step that the device has finished; set the held ones READY whose mark
-        is reached, or begin to copy their blocks. Returns whether there were any. The blocks of a lease that has ended
-        may be another request's: they are not copied."""
+        is reached, or begin to copy their blocks.
+
+        Returns:
+            Whether there were any.
+        """
         with self._lock:
             pending = list(self._pending.items())
-        found = [self._advance(slot, lease) for slot, lease in pending]
-        return any(found)
+        has_advanced = False
+        for slot, lease in pending:
+            has_advanced |= self._advance(slot, lease)
+        return has_advanced
 
     def _advance(self, slot: int, lease: _ServedLease) -> bool:
-        tokens, is_reached = (
-            lease.stream.take_tokens(),
-            lease.mark is not None and lease.mark.reached(),
-        )
+        # Marks ask the device, so they are asked without the lock: the step thread opens leases meanwhile.
+        tokens = lease.stream.take_tokens()
+        is_reached = lease.mark is not None and lease.mark.reached()
         if not tokens and not is_reached:
             return False
-        mirror = self._mirror if is_reached and lease.waves else None
+        must_copy = is_reached and bool(lease.waves)
         with self._lock:
+            # It has ended meanwhile: its blocks may be another request's, and are not copied.
             if self._pending.get(slot) is not lease:
                 return True
             if tokens:
                 self.progress[slot] = progress_word(lease.epoch, tokens)
-            if is_reached and mirror is None:
+            if is_reached and not must_copy:
                 lease.mark = None
                 self.words[slot] = slot_word(lease.epoch, SlotState.READY)
+            # At the end of the queue, so that others come first next time; and before the copy, which may raise.
             del self._pending[slot]
             if lease.mark is not None or lease.stream.steps:
-                self._pending[slot] = (
-                    lease  # before a copy, which may raise; at the end: others come first next time
-                )
-        if mirror is not None:
-            lease.mark = mirror.try_copy(lease.waves) or lease.mark
+                self._pending[slot] = lease
+        if must_copy and self._mirror is not None:
+            copied = self._mirror.try_copy(lease.waves)
+            if copied is not None:
+                lease.mark = copied
         return True
 
     def end(self, order: LeaseEnd) -> str | None:
@@ -274,7 +307,7 @@ class LeaseTable:
 
     def distrust(self) -> list[str | None]:
         """End every lease that is not READY: its blocks may not have been written. Call it on the step thread, which
-        opens leases: none of a later step's is ended.
+        opens leases: so none of a later step's is ended.
 
         Returns:
             For each the request, if it was held and has not been reported: report it now.
@@ -307,41 +340,42 @@ class LeaseTable:
             lease = self._find(message.slot, message.epoch)
             if lease is None:
                 raise KeyError(message.slot)
-            if (
-                message.consumer not in lease.notifications
-                and len(lease.notifications) >= MAX_CONSUMERS
-            ):
+            is_new = message.consumer not in lease.reports
+            # Bounded: whoever knows the epoch can name any number of consumers.
+            if is_new and len(lease.reports) >= MAX_CONSUMERS:
                 raise InvalidMessage(
                     "consumer",
                     message.consumer,
                     f"at most {MAX_CONSUMERS} consumers under one lease",
                 )
-            notifications = lease.notifications.setdefault(message.consumer, _Reports())
-            notifications.workers |= 1 << message.worker
-            notifications.expected = max(notifications.expected, message.expected)
+            lease.reports.setdefault(message.consumer, _Reports()).add(message)
             return self._finish_if_complete(message.slot, lease)
 
     def clear(self) -> None:
         """End every lease: the memory is about to be used for something else."""
         with self._lock:
-            self.words[:] = self.progress[:] = self._rows.headers[:] = EMPTY
+            self.words[:] = EMPTY
+            self.progress[:] = EMPTY
+            self._rows.headers[:] = EMPTY
             self._leases.clear()
             self._held.clear()
             self._pending.clear()
 
     def _find(self, slot: int, epoch: str) -> _ServedLease | None:
+        """The lease of this slot and epoch. Orders and messages for a former lease of the slot find none."""
         lease = self._leases.get(slot)
-        return lease if lease is not None and lease.epoch == epoch_from_text(epoch) else None
+        if lease is None or lease.epoch != epoch_from_text(epoch):
+            return None
+        return lease
 
     def _finish_if_complete(self, slot: int, lease: _ServedLease) -> str | None:
-        if lease.request_id is None or not any(
-            sent.complete for sent in lease.notifications.values()
-        ):
+        if not lease.is_held or not lease.is_reported:
             return None
         self._clear(slot)
         return lease.request_id
 
     def _clear(self, slot: int) -> None:
+        # The word first of all: from now on no read that is under way counts.
         self.words[slot] = EMPTY
         self._forget(slot, self._leases.pop(slot))
 
@@ -372,9 +406,9 @@ class Notifications:
             FabricError: the fabric failed.
         """
         arrived = self._fabric.take_notifications()
-        for count, (sender, frame) in enumerate(arrived, 1):
-            if count % _AT_ONCE == 0:
-                time.sleep(_RELEASED_S)
+        for count, (sender, frame) in enumerate(arrived, start=1):
+            if count % _NOTIFICATIONS_AT_ONCE == 0:
+                time.sleep(_GIL_RELEASED_S)
             try:
                 self._take_one(sender, frame)
             except Exception:  # noqa: BLE001 - shown, with its traceback
@@ -384,18 +418,19 @@ class Notifications:
     def _take_one(self, sender: str, frame: bytes) -> None:
         try:
             done = decode_notification(frame)
-            finished = self._table.done(done)
+            request_id = self._table.done(done)
         except InvalidMessage as invalid:
             self._invalid.warning("ignored a notification of %s: %s", sender, invalid)
             with self._results as results:
                 results.counts["bad_notifications"] += 1
             return
         except KeyError:
+            # Ordinary: the lease has expired, or all had reported already.
             logger.debug("ignored a notification of %s: no such lease", sender)
             with self._results as results:
                 results.counts["late_notifications"] += 1
             return
         logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
-        if finished is not None:
+        if request_id is not None:
             with self._results as results:
-                results.sent.add(finished)
+                results.sent.add(request_id)

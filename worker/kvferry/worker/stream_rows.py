@@ -7,7 +7,6 @@ consumers read wrong blocks, so each order must continue exactly where the one b
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,10 +40,14 @@ class ServedStream:
 
     def take_tokens(self) -> int:
         """The tokens that are complete since the last call; 0 if no step has ended."""
-        tokens = 0
-        while self.steps and self.steps[0][1].reached():
-            tokens, _ = self.steps.popleft()
-        return tokens
+        complete = 0
+        while self.steps:
+            tokens, mark = self.steps[0]
+            if not mark.reached():
+                break
+            complete = tokens
+            self.steps.popleft()
+        return complete
 
 
 class StreamRowTable:
@@ -69,22 +72,33 @@ class StreamRowTable:
         """Their location, for consumers."""
         if not self._blocks:
             return None
-        headers, ids = int(self.headers.ctypes.data), int(self.ids.ctypes.data)
-        return StreamRows(headers=headers, ids=ids, rows=STREAM_ROWS, blocks=self._blocks)
+        return StreamRows(
+            headers=int(self.headers.ctypes.data),
+            ids=int(self.ids.ctypes.data),
+            rows=STREAM_ROWS,
+            blocks=self._blocks,
+        )
 
     def regions(self) -> list[Region]:
         """The memory to register."""
-        parts = (self.headers, self.ids) if self._blocks else ()
-        return [Region(part.ctypes.data, part.nbytes, MemoryKind.DRAM) for part in parts]
+        if not self._blocks:
+            return []
+        return [
+            Region(memory.ctypes.data, memory.nbytes, MemoryKind.DRAM)
+            for memory in (self.headers, self.ids)
+        ]
 
     def name(self, row: int, stream: ServedStream, epoch: Epoch) -> None:
         """The row is a lease's from now on, under its present epoch."""
         stream.row = row
-        self.headers[row] = header_word(stream.origin), header_word(epoch)
+        # The origin tells consumers that this is still the lease of their ticket, whatever its present epoch is.
+        self.headers[row] = (header_word(stream.origin), header_word(epoch))
 
     def free(self, stream: ServedStream) -> None:
         """The lease is over, if it has a row. A row that another lease has taken meanwhile stays that lease's."""
-        if stream.row is not None and self.headers[stream.row, 0] == header_word(stream.origin):
+        if stream.row is None:
+            return
+        if self.headers[stream.row, 0] == header_word(stream.origin):
             self.headers[stream.row] = EMPTY
 
     def extend(self, stream: ServedStream, order: LeaseProgress, epoch: Epoch) -> None:
@@ -93,20 +107,25 @@ class StreamRowTable:
         Raises:
             LocalProtocolError: the order does not continue the row, or would leave it; nothing has been written.
         """
+        listed = stream.ids or (0,) * len(self._blocks)
         stops = tuple(
             first + len(ids) for first, ids in zip(order.first_blocks, order.blocks, strict=False)
         )
-        fits = len(order.blocks) == len(self._blocks) and all(map(operator.le, stops, self._blocks))
-        listed = stream.ids or (0,) * len(self._blocks)
-        if not fits or order.first_blocks != listed or stream.row not in (None, order.row):
+        # `all` stops at the shorter of both, so the number of groups is compared first.
+        has_room = len(order.blocks) == len(self._blocks) and all(
+            stop <= room for stop, room in zip(stops, self._blocks, strict=False)
+        )
+        continues = order.first_blocks == listed and stream.row in (None, order.row)
+        if not has_room or not continues:
             raise LocalProtocolError(
-                f"row {order.row}, ids {order.first_blocks} to {stops} after ids {listed} of row {stream.row}, "
-                f"which has room for {self._blocks}"
+                f"row {order.row}, ids {order.first_blocks} to {stops} after ids {listed} "
+                f"of row {stream.row}, which has room for {self._blocks}"
             )
-        begin = 0
-        for first, ids, most in zip(order.first_blocks, order.blocks, self._blocks, strict=True):
-            self.ids[order.row, begin + first : begin + first + len(ids)] = ids
-            begin += most
+        group_begins = 0
+        for first, ids, room in zip(order.first_blocks, order.blocks, self._blocks, strict=True):
+            begin = group_begins + first
+            self.ids[order.row, begin : begin + len(ids)] = ids
+            group_begins += room
         stream.ids = stops
         self.name(order.row, stream, epoch)
 
@@ -119,12 +138,9 @@ class StreamRowTable:
         known = {
             (stream.row, header_word(stream.origin), header_word(epoch)) for stream, epoch in owners
         }
-        used = (
-            (row, *self.headers[row].tolist())
-            for row in np.flatnonzero(self.headers.any(axis=1)).tolist()
-        )
-        wrong = [header for header in used if header not in known]
-        return [
-            f"row {row} has the header {origin:#x}, {present:#x} of no lease"
-            for row, origin, present in wrong
-        ]
+        wrong: list[str] = []
+        for row in np.flatnonzero(self.headers.any(axis=1)).tolist():
+            origin, present = self.headers[row].tolist()
+            if (row, origin, present) not in known:
+                wrong.append(f"row {row} has the header {origin:#x}, {present:#x} of no lease")
+        return wrong

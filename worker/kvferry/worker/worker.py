@@ -62,16 +62,18 @@ class FerryWorker:
         make_fabric: MakeFabric,
     ) -> None:
         self._index = index
+        # What has been made is undone if anything that follows fails: else the engine's memory would stay pinned.
         with contextlib.ExitStack() as undo:
-            self._memory = WorkerMemory.of(caches, groups, settings)
+            self._memory = WorkerMemory.allocate(caches, groups, settings)
             undo.callback(self._memory.unpin)
             self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
             undo.callback(self._fabric.close)
             self._memory.register(self._fabric)
             self.description = self._describe(place)
+            # Boot and key do not matter to the planner.
             engine = EngineDescription(
                 engine_id=engine_id,
-                boot="0" * 32,  # boot and key do not matter to the planner
+                boot="0" * 32,
                 mac_key=bytes(MAC_KEY_BYTES),
                 facts=facts,
                 topology=topology,
@@ -79,9 +81,12 @@ class FerryWorker:
                 workers=(self._as_consumer(),),
             )
             staging = self._memory.staging
+            longest_staged_run = 0
+            if staging is not None:
+                longest_staged_run = staging.longest_run
             costs = Costs(
                 direct_min_bytes=settings.direct_min_bytes,
-                staged_run_bytes=staging.longest_run if staging is not None else 0,
+                staged_run_bytes=longest_staged_run,
                 reaches_caches=not settings.host_buffer,
             )
             self._first_contact = FirstContact(engine, costs, settings)
@@ -93,7 +98,8 @@ class FerryWorker:
             )
             undo.pop_all()
         self._watchdog = LoadWatchdog(settings.load_timeout_s)
-        self._marks = False
+        # Whether the step that is under way completes parts of prompts.
+        self._step_marks = False
 
     def add_siblings(self, workers: Sequence[WorkerDescription]) -> None:
         """Set the workers of this engine, this one at its own index: reads are spread over all of them.
@@ -104,7 +110,8 @@ class FerryWorker:
         Raises:
             InvalidMessage: this worker's own description is not at its index.
         """
-        if len(workers) <= self._index or workers[self._index] != self.description:
+        is_known = self._index < len(workers)
+        if not is_known or workers[self._index] != self.description:
             raise InvalidMessage(
                 "workers", f"{len(workers)} workers", f"this one's own description at {self._index}"
             )
@@ -126,30 +133,33 @@ class FerryWorker:
             frame: the orders, decoded by the transfer thread (`encode_orders`).
         """
         try:
-            first = decode_head(head)
+            decoded = decode_head(head)
         except InvalidMessage:
             internal_errors.log("a step's orders are lost")
             with self._thread.results as results:
                 results.counts["lost_orders"] += 1
             return
-        self._watchdog.ordered(first.loads)
-        self._watchdog.cancelled(first.cancels)
-        if first.fails:  # here, since the transfer thread may be stuck
+        self._watchdog.ordered(decoded.loads)
+        self._watchdog.cancelled(decoded.cancels)
+        # Here, not on the transfer thread, which may be stuck in a call.
+        if decoded.fails:
             with self._thread.results as results:
-                results.failed.update(dict.fromkeys(first.fails, FailureReason.PREFILL))
-        self._thread.submit(first, frame, self._device.mark())
-        self._marks = first.marks
+                results.failed.update(dict.fromkeys(decoded.fails, FailureReason.PREFILL))
+        # The mark is made before this step's work is launched: only what was launched earlier may still write into the
+        # blocks of its loads.
+        self._thread.submit(decoded, frame, self._device.mark())
+        self._step_marks = decoded.marks
 
     def end_step(self) -> None:
         """All of the step's work on the device has been launched, on this thread. What it computes becomes readable
         when the device has finished."""
-        if self._marks:
-            self._marks = False
+        if self._step_marks:
+            self._step_marks = False
             self._thread.complete(self._device.mark())
 
     def fail_step(self) -> None:
         """The step has raised: nothing that it was to compute, or that steps before it have begun, may be read."""
-        self._marks = False
+        self._step_marks = False
         ended = self._memory.table.distrust()
         if not ended:
             return
@@ -191,6 +201,7 @@ class FerryWorker:
     def close(self) -> None:
         """Stop the thread and give the memory back to the engine. Idempotent."""
         self._first_contact.close()
+        # Memory that a stuck thread may still read into must not go back to the engine: it leaks.
         if not self._thread.close():
             logger.error("the transfer thread is stuck in a call; what it uses is left alone")
             return

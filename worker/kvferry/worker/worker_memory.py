@@ -16,12 +16,13 @@ from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.stream_rows import StreamRowTable
 
-_STAGING_BYTES, _STAGING_BYTES_ON_HOST = 256 << 20, 64 << 20
-"""Default sizes of the staging pool."""
+_STAGING_BYTES = 256 << 20
+_STAGING_BYTES_ON_HOST = 64 << 20
+"""Default sizes of the staging pool, on a device and in host memory."""
 
 _ENTRIES_PER_LOAD = 8
 _MORE_ENTRIES = 4096
-"""Where lease slots land: one word per producer worker and load."""
+"""Entries for slot reads: one for each producer worker of each load that runs, more for the polls of parked ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ class WorkerMemory:
     regions: tuple[Region, ...]
 
     @classmethod
-    def of(
+    def allocate(
         cls, caches: KvCaches, groups: Sequence[CacheGroup], settings: WorkerSettings
     ) -> WorkerMemory:
-        """Allocate it, pinned.
+        """Allocate all of it, pinned.
 
         Raises:
             InvalidConfig: the host memory that the settings require cannot be allocated.
@@ -59,16 +60,15 @@ class WorkerMemory:
         slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
         id_pages = IdPages()
         staging = _staging(caches, settings)
-        try:
-            mirror = (
-                HostMirror(caches, groups)
-                if settings.host_buffer and settings.is_read_from
-                else None
-            )
-        except BaseException:
-            if staging is not None:
-                staging.unpin()
-            raise
+        mirror = None
+        # Only engines that others read from have a copy: it is as large as the caches.
+        if settings.host_buffer and settings.is_read_from:
+            try:
+                mirror = HostMirror(caches, groups)
+            except BaseException:
+                if staging is not None:
+                    staging.unpin()
+                raise
         rows = StreamRowTable(settings.row_blocks)
         table = LeaseTable(settings.lease_slots, mirror, rows)
         regions = [
@@ -77,20 +77,30 @@ class WorkerMemory:
             slot_reads.region(),
             id_pages.region(),
         ]
+        # With a host buffer the fabric never accesses the caches themselves.
         if mirror is not None:
             regions += mirror.caches.regions()
-        elif (
-            not settings.host_buffer
-        ):  # with a host buffer the fabric never accesses the caches themselves
+        elif not settings.host_buffer:
             regions += caches.regions()
         if staging is not None:
             regions.append(staging.region())
-        return cls(caches, mirror, table, rows, slot_reads, id_pages, staging, tuple(regions))
+        return cls(
+            caches=caches,
+            mirror=mirror,
+            table=table,
+            rows=rows,
+            slot_reads=slot_reads,
+            id_pages=id_pages,
+            staging=staging,
+            regions=tuple(regions),
+        )
 
     @property
     def exported(self) -> KvCaches:
         """The caches as peers read them."""
-        return self.mirror.caches if self.mirror is not None else self.caches
+        if self.mirror is not None:
+            return self.mirror.caches
+        return self.caches
 
     def register(self, fabric: Fabric) -> None:
         """Register all of it.
@@ -104,21 +114,28 @@ class WorkerMemory:
 
     def unpin(self) -> None:
         """Undo the pinning, once nothing reads or writes the memory any more. Idempotent."""
-        for memory in self.mirror.memory if self.mirror is not None else ():
-            memory.unpin()
+        if self.mirror is not None:
+            for memory in self.mirror.memory:
+                memory.unpin()
         if self.staging is not None:
             self.staging.unpin()
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
-    """The staging pool of the settings."""
-    asked = settings.staging_pool_bytes
-    default = _STAGING_BYTES if caches.device.is_cuda else _STAGING_BYTES_ON_HOST
-    capacity = default if asked is None else asked
+    """The staging pool of the settings; None if it has no bytes.
+
+    Raises:
+        InvalidConfig: there must be one.
+    """
+    capacity = settings.staging_pool_bytes
+    if capacity is None:
+        capacity = _STAGING_BYTES if caches.device.is_cuda else _STAGING_BYTES_ON_HOST
     if settings.host_buffer and not capacity:
         raise InvalidConfig(
             "staging_pool_bytes",
             0,
             "more than 0 with a host buffer: everything goes through the pool",
         )
-    return Staging(caches, capacity, on_host=settings.host_buffer) if capacity else None
+    if not capacity:
+        return None
+    return Staging(caches, capacity, on_host=settings.host_buffer)

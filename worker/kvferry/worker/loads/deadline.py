@@ -1,4 +1,4 @@
-"""When a load has failed for want of progress, or of time.
+"""When a load has failed: it makes no progress, or takes too long.
 
 A load has progressed when it is in another stage, when its slot has changed, when one of its reads or waves has ended,
 or when the queue that it stands in has moved:
@@ -8,7 +8,7 @@ or when the queue that it stands in has moved:
 | a place among the loads that run, or the end of a handshake | always: what it waits for has a deadline of its own |
 | entries, pages or its first wave of the pool | another load has given some back |
 | a read | the read has ended; or one that was posted before it, from the same producer, and shares its link |
-| its producer | its slot has changed; or as for a read, since a look at the slot waits behind them |
+| its producer | its slot has changed; or as for a read, since a poll of the slot waits behind them |
 | the device | the device has reached the mark |
 
 Nothing of that may go on for ever: a producer can change its slot now and then for days. So each load also has a
@@ -24,8 +24,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 LONGEST = 20
-"""The longest load, in times without progress: 20 minutes where `load_timeout_s` is 60. Generous, since all progress
-counts; 10 was tried first, and a staged load of a hundred slow waves would have missed it."""
+"""The longest load, in times without progress: 20 minutes where `load_timeout_s` is 60."""
+# Generous, since all progress counts: 10 was tried first, and a staged load of a hundred slow waves would have missed
+# it.
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class Deadline:
         self.progressed_s = self.ordered_s
 
     def excuse(self, now_s: float) -> None:
-        """The load could not progress up to now: the time without progress begins anew."""
+        """The load could not progress up to now, through no fault of its own: the time without begins anew."""
         self.progressed_s = now_s
 
     def note(self, progress: Hashable, now_s: float) -> None:

@@ -14,6 +14,7 @@ from kvferry.worker.loads.slot_polls import SlotWords
 from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
 
 _PAGES_AT_ONCE = 8
+"""Most pages that one read takes. The pages of the worker are shared by all its loads."""
 
 
 class LeaseReads:
@@ -44,12 +45,15 @@ class LeaseReads:
         """Give the memory back. Call it when none of the load's reads can write any more."""
         self._slot_reads.give_back(self.entries, self._peer)
         self._id_pages.give_back(self.pages, self._peer)
-        self.entries = self.pages = ()
+        self.entries = ()
+        self.pages = ()
 
     @property
     def queue_moves(self) -> int:
         """While it waits for entries or pages: grows when others give some back."""
-        return self._waits_for.given_back if self._waits_for is not None else 0
+        if self._waits_for is None:
+            return 0
+        return self._waits_for.given_back
 
     def slots(self, peer: Peer) -> Generator[None, None, SlotWords]:
         """Read the slot on every producer worker; no words if this worker reads nothing from any.
@@ -77,19 +81,20 @@ class LeaseReads:
         Raises:
             FabricError: a read failed.
         """
-        found: dict[int, np.ndarray] = {}
+        ids: dict[int, np.ndarray] = {}
+        first_page = row * rows.rows.pages
         for first in range(0, len(pages), _PAGES_AT_ONCE):
             part = pages[first : first + _PAGES_AT_ONCE]
-            taken = self.pages = yield from self._take(self._id_pages, len(part))
-            remote = np.array([row * rows.rows.pages + page for page in part], dtype=np.int32)
-            local = np.array(taken, dtype=np.int32)
-            yield from self._finish(
-                [self._reads.post(self._id_pages.descriptors, local, rows.pages, remote)]
-            )
-            found.update(zip(part, self._id_pages.memory[local], strict=True))
-            self._id_pages.give_back(taken, self._peer)
+            # In `self.pages` before anything is posted: the read may fail, and they must not be lost.
+            self.pages = yield from self._take(self._id_pages, len(part))
+            remote = np.array([first_page + page for page in part], dtype=np.int32)
+            local = np.array(self.pages, dtype=np.int32)
+            transfer = self._reads.post(self._id_pages.descriptors, local, rows.pages, remote)
+            yield from self._finish([transfer])
+            ids.update(zip(part, self._id_pages.memory[local], strict=True))
+            self._id_pages.give_back(self.pages, self._peer)
             self.pages = ()
-        return found
+        return ids
 
     def post_slot(self, route: PeerRoute, index: int) -> Transfer:
         """Read the slot on one producer worker into the entry with this index."""
@@ -98,35 +103,37 @@ class LeaseReads:
     def _pairs(
         self, remotes: Sequence[RemoteDescriptors], index: int
     ) -> Generator[None, None, SlotWords]:
-        """Read the same descriptor of each of these lists."""
+        """Read the same descriptor of each of these lists, and return its two words."""
         if not remotes:
             return ()
         if not self.entries:
             self.entries = yield from self._take(self._slot_reads, len(remotes))
-        memory, where, wanted = (
-            self._slot_reads.memory,
-            list(self.entries),
-            np.array([index], dtype=np.int32),
-        )
-        memory[where] = EMPTY
-        yield from self._finish(
-            [self._post(place, remote, wanted) for place, remote in enumerate(remotes)]
-        )
-        return tuple((int(one), int(two)) for one, two in memory[where])
+        memory = self._slot_reads.memory
+        entries = list(self.entries)
+        wanted = np.array([index], dtype=np.int32)
+        # EMPTY is no state of a lease: words that a read did not write are never taken for READY.
+        memory[entries] = EMPTY
+        transfers = [self._post(place, remote, wanted) for place, remote in enumerate(remotes)]
+        yield from self._finish(transfers)
+        return tuple((int(first), int(second)) for first, second in memory[entries])
 
-    def _take(self, landing: EntryBuffer, count: int) -> Generator[None, None, tuple[int, ...]]:
-        """Take entries of a landing, when there are enough."""
-        while (taken := landing.try_take(count, self._peer)) is None:
-            self._waits_for = landing
+    def _take(self, buffer: EntryBuffer, count: int) -> Generator[None, None, tuple[int, ...]]:
+        """Take entries of a buffer, when there are enough."""
+        taken = buffer.try_take(count, self._peer)
+        while taken is None:
+            self._waits_for = buffer
             yield
+            taken = buffer.try_take(count, self._peer)
         self._waits_for = None
         return taken
 
     def _post(self, place: int, remote: RemoteDescriptors, wanted: Indices) -> Transfer:
+        """Read the wanted descriptor into the entry at this place of those that are held."""
         entry = np.array([self.entries[place]], dtype=np.int32)
         return self._reads.post(self._slot_reads.descriptors, entry, remote, wanted)
 
     def _finish(self, transfers: list[Transfer]) -> Generator[None, None, None]:
+        """Wait until these reads have ended, and give them back."""
         yield from self._reads.until_done(transfers)
         for transfer in transfers:
             self._reads.finished(transfer)

@@ -89,11 +89,12 @@ class LoadRecord(msgspec.Struct, kw_only=True):
 
     def count(self, telemetry: TransferTelemetry | None) -> None:
         """Add a finished read; None where NIXL counted nothing."""
-        if telemetry is not None:
-            self.transferred_bytes += telemetry.bytes
-            self.descriptors += telemetry.descriptors
-            self.post_s += telemetry.post_us / 1e6
-            self.transfer_s += telemetry.transfer_us / 1e6
+        if telemetry is None:
+            return
+        self.transferred_bytes += telemetry.bytes
+        self.descriptors += telemetry.descriptors
+        self.post_s += telemetry.post_us / 1e6
+        self.transfer_s += telemetry.transfer_us / 1e6
 
     def add_chunk(self, stop_token: int, begun_s: float, ended_s: float) -> None:
         """Add the read of a part of the prompt, up to this token."""
@@ -108,7 +109,8 @@ class LoadRecord(msgspec.Struct, kw_only=True):
 
     def lasted_s(self) -> dict[Stage, float]:
         """Duration of each stage that has ended."""
-        lasted_s, begun_s = {}, self.ordered_s
+        lasted_s: dict[Stage, float] = {}
+        begun_s = self.ordered_s
         for stage, ended_s in self.ended_s.items():
             lasted_s[stage] = ended_s - begun_s
             begun_s = ended_s

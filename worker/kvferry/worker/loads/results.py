@@ -65,6 +65,7 @@ class ResultBox:
     def __init__(self) -> None:
         self.notify: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
+        # One lock for both: a load that ends between a check and the wait must not be missed.
         self._load_ended = threading.Condition(self._lock)
         self._results = StepResults()
         self.turned_s = -math.inf
@@ -74,10 +75,13 @@ class ResultBox:
         return self._results
 
     def __exit__(self, *exc: object) -> None:
-        if self._has_load():
-            self._load_ended.notify_all()
-            self.notify()
-        self._lock.release()
+        # Also where the block has raised: what it had added is kept, and the lock must not be.
+        try:
+            if self._has_load():
+                self._load_ended.notify_all()
+                self.notify()
+        finally:
+            self._lock.release()
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Wait until a load has ended, well or badly, but no longer than `timeout_s`."""
@@ -87,7 +91,8 @@ class ResultBox:
     def take(self) -> StepResults:
         """Return the results since the last call."""
         with self._lock:
-            taken, self._results = self._results, StepResults()
+            taken = self._results
+            self._results = StepResults()
         return taken
 
     def _has_load(self) -> bool:

@@ -43,8 +43,10 @@ class StreamedBlocks:
         held_from: Sequence[int] = (),
     ) -> None:
         self._spans = _spans(plan, groups)
+        # Padded: a ticket lists no first token for groups whose blocks are all listed.
         self._held_from = [*held_from, *[0] * len(groups)]
         self._num_tokens = num_tokens
+        # Where each group's ids begin in the row, and where the last one's end.
         self._first_ids = tuple(itertools.accumulate(rows.blocks, initial=0))
         if row >= rows.rows:
             raise InvalidParams("kvferry.stream_row", row, f"a row below {rows.rows}")
@@ -52,14 +54,11 @@ class StreamedBlocks:
             raise InvalidParams("kvferry.stream_row", row, f"{len(rows.blocks)} cache groups")
         self._growing = {index for index, group in enumerate(groups) if group.holds_every_token}
         counts = self._counts(num_tokens, is_ready=True)
-        if any(count > most for count, most in zip(counts, rows.blocks, strict=True)):
+        if any(count > room for count, room in zip(counts, rows.blocks, strict=True)):
             raise InvalidParams(
                 "remote_num_tokens", num_tokens, f"as many as {rows.blocks} blocks hold"
             )
-        maps = (bundle.tokens for route in plan.routes for bundle in route.bundles)
-        runs = (tokens.remote.share for tokens in maps if tokens.group in self._growing)
-        spans = (span for group, span in self._spans.items() if group in self._growing)
-        self._step = math.lcm(*spans, *(share.run_tokens * share.ranks for share in runs))
+        self._whole_tokens = self._least_whole_tokens(plan)
         self.forget()
 
     @property
@@ -78,7 +77,9 @@ class StreamedBlocks:
 
     def whole(self, tokens: int) -> int:
         """How many of the leading tokens fill whole blocks of every producer worker; the whole prompt does."""
-        return tokens if tokens == self._num_tokens else tokens // self._step * self._step
+        if tokens == self._num_tokens:
+            return tokens
+        return tokens // self._whole_tokens * self._whole_tokens
 
     def missing(self, held: int, *, is_ready: bool) -> list[int]:
         """The pages of the row that list the blocks of `held` tokens, apart from those that have been taken.
@@ -86,30 +87,31 @@ class StreamedBlocks:
         Args:
             is_ready: whether the prompt is complete, and everything is listed.
         """
-        wanted = (_pages(*bounds) for bounds in self._bounds(held, is_ready=is_ready))
-        return sorted({page for pages in wanted for page in pages})
+        pages: set[int] = set()
+        for begin, stop in self._bounds(held, is_ready=is_ready):
+            pages.update(_pages(begin, stop))
+        return sorted(pages)
 
     def take(self, held: int, pages: Mapping[int, np.ndarray], *, is_ready: bool) -> None:
         """Take the ids of the blocks of `held` tokens from the `missing` pages."""
         for group, (begin, stop) in enumerate(self._bounds(held, is_ready=is_ready)):
-            if begin < stop:
-                wanted = _pages(begin, stop)
-                listed = np.concatenate([pages[page] for page in wanted])[
-                    : stop - wanted.start * PAGE_IDS
-                ]
-                new = listed[begin - wanted.start * PAGE_IDS :]
-                self._ids[group] = np.concatenate([self._ids[group], new.astype(np.int64)])
+            if begin >= stop:
+                continue
+            wanted = _pages(begin, stop)
+            listed = np.concatenate([pages[page] for page in wanted])
+            first_listed = wanted.start * PAGE_IDS
+            new = listed[begin - first_listed : stop - first_listed]
+            self._ids[group] = np.concatenate([self._ids[group], new.astype(np.int64)])
 
     def ids(self, held: int) -> list[list[int]]:
         """Per cache group the blocks of `held` tokens, as far as they have been taken."""
-        return [
-            ids[:count].tolist()
-            for ids, count in zip(self._ids, self._counts(held, is_ready=True), strict=True)
-        ]
+        counts = self._counts(held, is_ready=True)
+        return [ids[:count].tolist() for ids, count in zip(self._ids, counts, strict=True)]
 
     def _bounds(self, held: int, *, is_ready: bool) -> list[tuple[int, int]]:
         """Per cache group the part `[begin, stop)` of the row that lists blocks that have not been taken."""
-        firsts, counts = self._first_ids[:-1], self._counts(held, is_ready=is_ready)
+        counts = self._counts(held, is_ready=is_ready)
+        firsts = self._first_ids[:-1]
         return [
             (first + len(ids), first + count)
             for first, ids, count in zip(firsts, self._ids, counts, strict=True)
@@ -118,28 +120,47 @@ class StreamedBlocks:
     def _counts(self, held: int, *, is_ready: bool) -> list[int]:
         """Per cache group the listed blocks of so many tokens; 0 for groups that this worker does not read, or not
         yet."""
-        listed = self._spans if is_ready else self._spans.keys() & self._growing
-        return [
-            self._count(group, held) if group in listed else 0
-            for group in range(len(self._first_ids) - 1)
-        ]
+        counts = [0] * (len(self._first_ids) - 1)
+        for group in self._spans:
+            if is_ready or group in self._growing:
+                counts[group] = self._count(group, held)
+        return counts
 
     def _count(self, group: int, held: int) -> int:
+        """The blocks of so many tokens, without those before the first one that is listed."""
         span = self._spans[group]
-        return max(0, -(-held // span) - self._held_from[group] // span)
+        not_listed = self._held_from[group] // span
+        return max(0, -(-held // span) - not_listed)
+
+    def _least_whole_tokens(self, plan: TransferPlan) -> int:
+        """Multiples of so many leading tokens fill whole blocks of every growing group, and whole runs of every rank
+        that divides them: then each producer worker has written all of them."""
+        tokens = [span for group, span in self._spans.items() if group in self._growing]
+        for route in plan.routes:
+            for bundle in route.bundles:
+                share = bundle.tokens.remote.share
+                if bundle.tokens.group in self._growing:
+                    tokens.append(share.run_tokens * share.ranks)
+        return math.lcm(*tokens)
 
 
 def _pages(begin: int, stop: int) -> range:
-    return range(begin // PAGE_IDS, -(-stop // PAGE_IDS)) if begin < stop else range(0)
+    """The pages that list the ids `[begin, stop)` of a row."""
+    if begin >= stop:
+        return range(0)
+    return range(begin // PAGE_IDS, -(-stop // PAGE_IDS))
 
 
 def _spans(plan: TransferPlan, groups: Sequence[CacheGroup]) -> dict[int, int]:
     """By cache group that is read the tokens of one block, on all producer workers that divide them."""
     spans: dict[int, int] = {}
-    for tokens in (bundle.tokens for route in plan.routes for bundle in route.bundles):
-        span = groups[tokens.group].block_tokens * tokens.remote.share.ranks
-        if spans.setdefault(tokens.group, span) != span:
-            raise InvalidParams(
-                "kvferry.stream_row", span, f"blocks of {spans[tokens.group]} tokens in all tensors"
-            )
+    for route in plan.routes:
+        for bundle in route.bundles:
+            group = bundle.tokens.group
+            span = groups[group].block_tokens * bundle.tokens.remote.share.ranks
+            # A row lists the ids of a group once, for all its tensors.
+            if spans.setdefault(group, span) != span:
+                raise InvalidParams(
+                    "kvferry.stream_row", span, f"blocks of {spans[group]} tokens in all tensors"
+                )
     return spans

@@ -15,28 +15,18 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs
-from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
+from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import DeviceMark
+from kvferry.worker.loads.gaps import GAPS_PER_GROUP, Gap, gaps
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.shape import CopyAxis, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for
 
 _WHOLE_BLOCK = 1 << 31
-_GAPS_PER_GROUP = 2
-"""One before the window, one after the last token."""
-
-
-class Gap(NamedTuple):
-    """Local slots `[first, stop)` of one kernel block that hold nothing of the request."""
-
-    group: int
-    block: int
-    first: int
-    stop: int
 
 
 class _Tiles(NamedTuple):
@@ -47,17 +37,18 @@ class _Tiles(NamedTuple):
     tiles: int
 
     @classmethod
-    def of(cls, tensor: PagedTensor) -> _Tiles:
+    def of_tensor(cls, tensor: PagedTensor) -> _Tiles:
         return cls(tensor.group, tensor.tile_tokens, tensor.tiles)
 
     def inside(self, gaps: Iterable[Gap]) -> Iterator[tuple[int, range]]:
         """The blocks of the gaps, each with its cells that lie in the gap as a whole."""
         for gap in gaps:
-            cells = range(
-                -(-gap.first // self.tile_tokens), min(gap.stop // self.tile_tokens, self.tiles)
-            )
-            if gap.group == self.group and cells:
-                yield gap.block, cells
+            if gap.group != self.group:
+                continue
+            first = -(-gap.first // self.tile_tokens)
+            stop = min(gap.stop // self.tile_tokens, self.tiles)
+            if first < stop:
+                yield gap.block, range(first, stop)
 
 
 class TailZeroing:
@@ -76,36 +67,24 @@ class TailZeroing:
         if caches.device.where.type == "cpu":
             self._cells: dict[_Tiles, list[NDArray[np.uint8]]] = {}
             for tensor in divisible:
-                self._cells.setdefault(_Tiles.of(tensor), []).append(
-                    _cells(tensor, caches.storages)
-                )
+                cells = _cells(tensor, caches.storages)
+                self._cells.setdefault(_Tiles.of_tensor(tensor), []).append(cells)
             return
-        run = max((_element_bytes(tensor) for tensor in divisible), default=1)
-        self._zeros = caches.device.empty(run)
+        # Made here, not when it is first needed: memory of the device may be made only at registration.
+        longest_run = max((_element_bytes(tensor) for tensor in divisible), default=1)
+        self._zeros = caches.device.empty(longest_run)
         self._zeros.zero_()
-        kinds: dict[tuple[_Tiles, Shape], int] = {}
-        rows = [
-            (
-                self._zeros.data_ptr(),
-                tensor.base,
-                kinds.setdefault((_Tiles.of(tensor), _shape(tensor)), len(kinds)),
-                0,
-            )
-            for tensor in divisible
-        ]
-        self._tiles = [tiles for tiles, _ in kinds]
-        self._pieces = Pieces(
-            tuple(shape for _, shape in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4)
-        )
+        self._tiles, self._pieces = self._divide(divisible)
         groups = {tiles.group for tiles in self._tiles}
-        largest = self._table(
-            [Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups] * _GAPS_PER_GROUP
-        )
+        whole_blocks = [Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups]
+        largest = self._table(whole_blocks * GAPS_PER_GROUP)
         self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
 
     def mark(self) -> DeviceMark:
         """A mark that is reached when everything that `zero` has launched so far is done."""
-        return self._relayout.mark() if self._relayout is not None else self._device.mark()
+        if self._relayout is None:
+            return self._device.mark()
+        return self._relayout.mark()
 
     def zero(
         self,
@@ -122,34 +101,68 @@ class TailZeroing:
         Returns:
             A mark that is reached when it is done; None when there is nothing to zero.
         """
-        found = list(gaps(units, groups, request))
+        unfilled = list(gaps(units, groups, request))
         if self._relayout is not None:
-            table = self._table(found)
-            return (
-                (self._relayout.try_start(table) or _Waiting(self._relayout, table))
-                if len(table.units)
-                else None
-            )
+            return self._zero_on_device(self._relayout, unfilled)
+        return self._zero_on_host(unfilled)
+
+    def _zero_on_device(self, relayout: Relayout, unfilled: Sequence[Gap]) -> DeviceMark | None:
+        table = self._table(unfilled)
+        if not len(table.units):
+            return None
+        mark = relayout.try_start(table)
+        if mark is None:
+            return _WaitingTable(relayout, table)
+        return mark
+
+    def _zero_on_host(self, unfilled: Sequence[Gap]) -> DeviceMark | None:
         is_any = False
         for tiles, memories in self._cells.items():
-            for block, cells in tiles.inside(found):
+            for block, cells in tiles.inside(unfilled):
                 is_any = True
                 for memory in memories:
                     # With numpy: torch would divide the work among its own threads, which then spin while they wait.
                     memory[block, :, cells.start : cells.stop] = 0
-        return self.mark() if is_any else None
+        if not is_any:
+            return None
+        return self.mark()
 
-    def _table(self, gaps: Sequence[Gap]) -> WaveTable:
+    def _divide(self, tensors: Sequence[PagedTensor]) -> tuple[list[_Tiles], Pieces]:
+        """The pieces of the relayout: a row for each tensor, and a kind for each set of cells and shape that differ."""
+        kinds: dict[tuple[_Tiles, Shape], int] = {}
+        rows: list[tuple[int, int, int, int]] = []
+        for tensor in tensors:
+            kind = kinds.setdefault((_Tiles.of_tensor(tensor), _shape(tensor)), len(kinds))
+            rows.append((self._zeros.data_ptr(), tensor.base, kind, 0))
+        tiles = [tiles for tiles, _ in kinds]
+        shapes = tuple(shape for _, shape in kinds)
+        return tiles, Pieces(shapes, np.array(rows, dtype=np.int64).reshape(-1, 4))
+
+    def _table(self, unfilled: Sequence[Gap]) -> WaveTable:
         """The table that copies zeros into the cells in the gaps: a unit is one cell, in all heads of a tensor."""
         ranges: list[tuple[int, int]] = []
         units: list[tuple[int, int, int, int]] = []
         for tiles in self._tiles:
             first = len(units)
-            units += [(0, 0, block, cell) for block, cells in tiles.inside(gaps) for cell in cells]
+            for block, cells in tiles.inside(unfilled):
+                units += [(0, 0, block, cell) for cell in cells]
             ranges.append((first, len(units)))
-        return WaveTable(
-            self._pieces, tuple(ranges), np.array(units, dtype=np.int32).reshape(-1, 4)
-        )
+        unit_rows = np.array(units, dtype=np.int32).reshape(-1, 4)
+        return WaveTable(self._pieces, tuple(ranges), unit_rows)
+
+
+class _WaitingTable:
+    """A table that waits for room on the device; `reached` starts it once there is room."""
+
+    def __init__(self, relayout: Relayout, table: WaveTable) -> None:
+        self._relayout = relayout
+        self._table = table
+        self._mark: DeviceMark | None = None
+
+    def reached(self) -> bool:
+        if self._mark is None:
+            self._mark = self._relayout.try_start(self._table)
+        return self._mark is not None and self._mark.reached()
 
 
 def _element_bytes(tensor: PagedTensor) -> int:
@@ -159,6 +172,7 @@ def _element_bytes(tensor: PagedTensor) -> int:
 def _shape(tensor: PagedTensor) -> Shape:
     """One cell in all heads of a tensor, from zeros; its position in the block is its number."""
     elements = tensor.cell_bytes // _element_bytes(tensor)
+    # Strides of the source are 0: every element is copied from the same zeros.
     axes = [
         CopyAxis(len(tensor.heads), 0, tensor.head_stride),
         CopyAxis(elements, 0, tensor.element_stride),
@@ -185,60 +199,8 @@ def _cells(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> NDArray[np.
         1,
     )
     for storage in storages:
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage()).numpy()
-        offset = tensor.base - whole.ctypes.data
-        if 0 <= offset < len(whole):
-            return np.ndarray(counts, dtype=np.uint8, buffer=whole, offset=offset, strides=strides)
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage()).numpy()
+        offset = tensor.base - memory.ctypes.data
+        if 0 <= offset < len(memory):
+            return np.ndarray(counts, dtype=np.uint8, buffer=memory, offset=offset, strides=strides)
     raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
-
-
-class _Waiting:
-    """A table that waits for room on the device; `reached` starts it once there is room."""
-
-    def __init__(self, relayout: Relayout, table: WaveTable) -> None:
-        self._relayout = relayout
-        self._table = table
-        self._mark: DeviceMark | None = None
-
-    def reached(self) -> bool:
-        if self._mark is None:
-            self._mark = self._relayout.try_start(self._table)
-        return self._mark is not None and self._mark.reached()
-
-
-def gaps(
-    units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks
-) -> Iterator[Gap]:
-    """The slots of loaded blocks that hold no token of the request.
-
-    Slots before its first token are not among them: the load must not change them.
-    """
-    first_slots: dict[int, tuple[int, TokenMap]] = {}
-    for tokens, pairs in units.items():
-        if not tokens.is_state and len(pairs):
-            found = first_slots.get(tokens.group)
-            if found is None or pairs.first_slot < found[0]:
-                first_slots[tokens.group] = (pairs.first_slot, tokens)
-    for index, (start, tokens) in first_slots.items():
-        side, group, ids = tokens.local, groups[index], request.local[index]
-        stop = slots_before(side.share, request.stop_token)
-        front = start - start % side.block_tokens
-        begin = max(front, slots_before(side.share, request.first_token))
-        if begin < start:
-            yield Gap(index, _block_of(start, ids, group, side), begin - front, start - front)
-        if stop > start and stop % side.block_tokens:
-            yield Gap(
-                index,
-                _block_of(stop - 1, ids, group, side),
-                stop % side.block_tokens,
-                side.block_tokens,
-            )
-
-
-def _block_of(slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide) -> int:
-    """The kernel block of a local slot of a request."""
-    scheduler_block, inside = divmod(slot, group.block_tokens)
-    return (
-        ids[scheduler_block] * (group.block_tokens // side.block_tokens)
-        + inside // side.block_tokens
-    )
