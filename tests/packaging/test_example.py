@@ -11,4 +11,4 @@ def test_two_processes_hand_a_prompt_over_between_unequal_layouts(installed: Ins
     said = installed.python(str(EXAMPLE)).splitlines()
     assert "consumer: 100 tokens, failed: no, every byte is equal: True" in said
     assert "producer: the prompt was read, its blocks are free" in said
-    assert len(EXAMPLE.read_text().splitlines()) <= 80
+    assert len(EXAMPLE.read_text().splitlines()) <= 100
