@@ -73,9 +73,8 @@ def built(
     builder: ParamsBuilder, request: Request, block_ids: tuple[list[int], ...], lease: ProducerLease
 ) -> RemotePrefill | None:
     """The params of all complete tokens of a request."""
-    return builder.build(
-        request, block_ids, builder.num_complete_tokens(request, lease.use), lease, 30.0
-    )
+    num_tokens = builder.num_complete_tokens(request, lease.use)
+    return builder.build(request, block_ids, num_tokens, lease)
 
 
 @pytest.mark.parametrize(("dcp", "spans"), [(1, (16, 16)), (2, (32, 16)), (4, (64, 16))])
@@ -92,7 +91,7 @@ def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(
     tokens: int, blocks: int
 ) -> None:
     """vLLM clips by the local size, so the step in flight's block is still in its list."""
-    params_builder = ParamsBuilder(local_engine(), cache(latent()))
+    params_builder = ParamsBuilder(local_engine(), cache(latent()), 30.0)
     ids = list(range(10, 20))
     params = built(params_builder, finished(tokens), (ids,), LEASE)
     assert params is not None
@@ -106,7 +105,7 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
         CacheGroup(policy="window", block_tokens=16, window_tokens=40),
     )
     params_builder = ParamsBuilder(
-        local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window())
+        local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window()), 30.0
     )
     params = built(
         params_builder, finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LEASE
@@ -121,7 +120,7 @@ def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(
     use: LeaseUse, tokens: int
 ) -> None:
     builder, lease = (
-        ParamsBuilder(local_engine(left_out=2), cache(latent())),
+        ParamsBuilder(local_engine(left_out=2), cache(latent()), 30.0),
         replace(LEASE, use=use),
     )
     params = built(builder, finished(100), ([1, 2, 3, 4],), lease)

@@ -17,6 +17,7 @@ from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.digests import digest_chain
@@ -26,6 +27,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
+from kvferry.scheduler.requests import RequestTable
 from tests.connector.test_local_engine import local_engine
 
 FULL, STATE = (
@@ -151,7 +153,8 @@ def intake_of(
 ) -> tuple[RequestIntake, ConsumerLedger, Counters]:
     """The intake of an engine whose cache has these groups, in both roles."""
     counters = Counters()
-    loads = ConsumerLedger(counters)
+    requests = EngineRequests(RequestTable())
+    loads = ConsumerLedger(counters, requests=requests.table)
     local = LocalEngine(
         engine_id="here",
         host="127.0.0.1",
@@ -167,8 +170,8 @@ def intake_of(
         **changed,
     )
     leases, asking = (
-        ProducerLedger(4, 30.0, counters),
-        PromptQueries(EngineLoop(), recomputes=True),
+        ProducerLedger(4, 30.0, counters, requests=requests.table),
+        PromptQueries(requests, EngineLoop(), recomputes=True),
     )
     intake = RequestIntake(
         local, leases, loads, counters, TRUSTED, SchedulerTracing(), asking, PromptDirectory()
@@ -185,7 +188,7 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
         request = request_of(tokens)
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
-        intake.receive(request)
+        intake.receive(EngineRequests(RequestTable()).add(request))
         assert (leases.running(request.request_id) is not None, request.num_prompt_tokens) == (
             taken,
             left,

@@ -54,7 +54,8 @@ def _of(node: Node, side: Any, memory: Any, slot: int, lease: ProducerLease) -> 
     if word >> 4 != epoch_from_text(lease.name.epoch):
         return
     if word & 15 == SlotState.READY:
-        built = side._offers._built.get(lease.request_id)
+        entry = side.requests.find(lease.request_id)
+        built = entry.ticket if entry is not None else None
         answered = node.engine.answers[lease.request_id].params
         if built is not None:
             yield Believed(

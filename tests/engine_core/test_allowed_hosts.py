@@ -129,7 +129,7 @@ def test_a_ticket_from_elsewhere_for_a_request_that_has_ended_leads_to_no_connec
         progress=PromptProgress.TICKET,
         params=encode_params(offer(PROMPT, port=other_peer.port)),
     )
-    engine.connector.scheduler_side._intake.answered(Settled("d", waits=False, answer=ticket), None)
+    engine.connector.scheduler_side.intake.answered(Settled("d", waits=False, answer=ticket), None)
     engine.connector.scheduler_side.close()
     assert not other_peer.was_asked()
     assert engine.counted("leases_given_back") == 0

@@ -87,7 +87,7 @@ def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) 
         prefill, PROMPT, REMOTE_DECODE, max_tokens=1
     )  # it arrives, and no step is taken
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    queries = consumer.engine.connector.scheduler_side.queries.queries
     until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
     assert not consumer.engine.answers[decode].tokens
     until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
@@ -97,7 +97,7 @@ def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) 
 
 def settled(consumer: Node) -> bool:
     """Whether no question is open, not even of a request that has ended."""
-    return not consumer.engine.connector.scheduler_side.channel.asking.queries._by_number
+    return not consumer.engine.connector.scheduler_side.queries.queries._by_number
 
 
 @pytest.mark.parametrize(("policy", "computed"), [("recompute", 1), ("fail", 0)])
@@ -162,7 +162,7 @@ def test_a_ticket_that_cannot_be_used_costs_a_prefill(
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    asked = producer.engine.connector.scheduler_side._offers._directory
+    asked = producer.engine.connector.scheduler_side.tickets.directory
     asked.ticket(prefill, ticket)
     until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)
@@ -228,7 +228,7 @@ def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    queries = consumer.engine.connector.scheduler_side.queries.queries
     until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
     producer.engine.connector.scheduler_side.channel.listener.close()
     until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
@@ -276,7 +276,7 @@ def test_a_client_cannot_tell_from_the_time_of_its_answer_whether_an_id_is_live(
     if is_live:
         producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, tokens(140, seed=9), leg_params(producer, "x"), max_tokens=COUNT)
-    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    queries = consumer.engine.connector.scheduler_side.queries.queries
     query_client = consumer.engine.connector.scheduler_side.channel._query_client
     until(
         (consumer,),

@@ -230,9 +230,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
             producer.answer(prefilled)
             wait_until(lambda: not side.steps.load_listener.has_no_news, "the load has not ended")
             happened.append("notifies")
-        elif not happened and any(
-            x.known_by for x in side.channel.asking.queries._by_number.values()
-        ):
+        elif not happened and any(x.known_by for x in side.queries.queries._by_number.values()):
             producer.step()
             happened.append("is begun")
         return True
@@ -263,7 +261,7 @@ def test_a_request_for_the_engine_ends_the_wait_for_answers(make: Any, make_core
     consumer.engine.add(decoded, tokens(100), leg_params(producer, "x"), max_tokens=1)
     with ThreadPoolExecutor(1) as loop:
         step = loop.submit(consumer.step)
-        queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+        queries = consumer.engine.connector.scheduler_side.queries.queries
         wait_until(lambda: any(x.known_by for x in queries._by_number.values()), "it is queued")
         core.input_queue.put_nowait("a request")
         step.result(60.0)
@@ -276,7 +274,7 @@ def test_answers_that_come_during_a_step_wake_the_loop_once_and_none_hides_a_tic
     consumer, named = make("kv_consumer"), make("kv_producer")
     core = make_core()
     prefilled, decoded = ids("x")
-    asking = consumer.engine.connector.scheduler_side.channel.asking
+    asking = consumer.engine.connector.scheduler_side.queries
     consumer.engine.add(decoded, tokens(100), leg_params(named, "x"), max_tokens=1)
     producer = ("127.0.0.1", named.port)
     (number,) = asking.queries._by_number

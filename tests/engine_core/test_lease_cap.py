@@ -125,7 +125,7 @@ def test_whatever_the_estimate_says_a_prompt_that_is_not_admitted_gets_blocks(
     slow.prefill(*names)
     slow.step(12, renew=names)
     monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.lease_eviction.UnfinishedRequests.lacking", lambda *_: 0
+        "kvferry.connector.scheduler_side.block_demand.BlockDemand.lacking", lambda *_: 0
     )
     slow.prefill("waits", length=200)
     seconds = seconds_until_answered(slow, "waits", names, 600)

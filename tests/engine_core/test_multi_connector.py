@@ -46,7 +46,7 @@ def loading(make: Any, **config: Any) -> tuple[Node, Node, Any, str]:
     producer.step()
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=4)
     side = ferry_of(consumer.engine.connector).scheduler_side
-    asking = side.channel.asking.queries
+    asking = side.queries.queries
     until((consumer,), lambda: any(query.known_by for query in asking._by_number.values()))
     producer.step()
     until((consumer,), lambda: side.loads.state(decode) is LoadState.LOADING)

@@ -20,7 +20,7 @@ def said(answer: Answer) -> tuple[PromptProgress, str]:
 
 
 def prompts_of(node: Node) -> PromptDirectory:
-    found: PromptDirectory = node.engine.connector.scheduler_side._offers._directory
+    found: PromptDirectory = node.engine.connector.scheduler_side.tickets.directory
     return found
 
 

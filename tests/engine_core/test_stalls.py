@@ -174,7 +174,7 @@ def test_what_vllm_reserves_for_drafts_beside_a_failed_load_is_counted(
         prompt = tokens(length, seed=20 + length)
         name = f"load{length}"
         request = engine.add(name, prompt, offer(prompt), priority=0, max_tokens=1)
-        both = sum(side.eviction.requests.lacking(side.blocks, each) for each in (request, failed))
+        both = sum(side.demand.lacking(each) for each in (request, failed))
         if both in (engine.blocks_at_start, engine.blocks_at_start - 1):
             break
         engine.abort(name)

@@ -128,7 +128,7 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
     nodes += [producer, consumer]
     side = consumer.engine.connector.scheduler_side
     side.steps.may_wait = False
-    asking = side.channel.asking
+    asking = side.queries
     queries = asking.queries._by_number
 
     def open_more(count: int) -> None:

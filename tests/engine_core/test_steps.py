@@ -92,7 +92,7 @@ def test_answers_that_one_call_does_not_take_are_a_reason(
 ) -> None:
     monkeypatch.setattr("kvferry.connector.scheduler_side.prompt_queries.MOST_AT_ONCE", 1)
     engine = make_engine("kv_consumer")
-    queries = engine.connector.scheduler_side.channel.asking
+    queries = engine.connector.scheduler_side.queries
     for number in (7, 8):
         queries.on_answer(("127.0.0.1", 1), Answer(number=number, progress=PromptProgress.UNKNOWN))
     assert engine.connector.has_pending_push_work(), "one of two is taken"

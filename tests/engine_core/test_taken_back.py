@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, scene.params, max_tokens=COUNT)
     scene.add(prefill, stored=STORED, fails=True)
-    queries = consumer.engine.connector.scheduler_side.channel.asking.queries
+    queries = consumer.engine.connector.scheduler_side.queries.queries
     until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
 
     def read_at_once() -> None:
@@ -268,6 +269,7 @@ def test_a_request_is_settled_when_every_load_that_it_may_have_hit_is_answered()
         requests = UnsettledRequests(max_steps)
         loads: list[int] = []
         admitted: dict[str, int] = {}
+        entries: dict[str, Any] = {}
         for step in range(300):
             for n in range(rng.randrange(3)):
                 name = (
@@ -276,14 +278,17 @@ def test_a_request_is_settled_when_every_load_that_it_may_have_hit_is_answered()
                     else rng.choice(list(admitted))
                 )
                 admitted[name] = step
-                requests.admitted(name)
+                entry = entries.setdefault(name, SimpleNamespace(settled_by_step=0))
+                requests.admitted(entry)
             has_loads = rng.random() < 0.2
             if has_loads:
                 loads.append(step)
             requests.begin_step(loads=has_loads)
             for name, since in admitted.items():
                 open_loads = [load for load in loads if load <= since and step < load + max_steps]
-                assert (name in requests) == bool(open_loads), (max_steps, step, name)
+                is_unsettled = requests.is_unsettled(entries[name])
+                assert is_unsettled == bool(open_loads), (max_steps, step, name)
+                assert requests.may_be_any or not is_unsettled
 
 
 class Draw:

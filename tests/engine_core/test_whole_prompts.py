@@ -66,7 +66,7 @@ def test_answers_are_not_offered_and_prompts_not_read_while_they_are_computed(ma
     node = make("kv_both", extra=TURNS)
     side = node.engine.connector.scheduler_side
     assert not side.channel.local.offers_turns
-    assert not side._offers._streams
+    assert not side.tickets.can_stream
 
 
 @pytest.mark.usefixtures("not_causal")

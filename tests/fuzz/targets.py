@@ -190,7 +190,7 @@ def use_source(found: RemotePrefill) -> None:
         <= shared_tokens(prompt, found.kvferry.digests, found.remote_num_tokens)
         <= found.remote_num_tokens
     )
-    assert RemoteLease.of(found).key
+    assert RemoteLease.from_params(found).key
     try:
         check_params_mac(found, KEY)
     except InvalidParams as refused:

@@ -144,7 +144,7 @@ class Server:
     def load(self, params: dict[str, Any], seed: int) -> dict[str, Any] | None:
         """Order a load; answered at once only if the lease is known to be claimed or over."""
         source, ledger = _remote(params), self.engine.loads
-        key = RemoteLease.of(source).key
+        key = RemoteLease.from_params(source).key
         if key in ledger._claims or key in ledger._ended:
             return {"computed": ledger.offer("computed", source, source.remote_num_tokens, 0.0)}
         self._ordered.append(Ordered(self._number, seed, self.engine.load(source)))

@@ -79,17 +79,17 @@ class ConsumerHistories(RuleBasedStateMachine):
         return any(one.state in states for one in self.model.values())
 
     def claimed(self, source: RemotePrefill) -> bool:
-        key = RemoteLease.of(source).key
+        key = RemoteLease.from_params(source).key
         waiting = [
             one for one in self.model.values() if one.state in ("offered", "loading", "aborted")
         ]
-        return any(RemoteLease.of(one.source).key == key for one in waiting)
+        return any(RemoteLease.from_params(one.source).key == key for one in waiting)
 
     def over(self, source: RemotePrefill) -> bool:
-        return RemoteLease.of(source).key in self.ended[-REMEMBERED:]
+        return RemoteLease.from_params(source).key in self.ended[-REMEMBERED:]
 
     def expect(self, kind: type[LeaseCommand], source: RemotePrefill) -> None:
-        key = RemoteLease.of(source).key
+        key = RemoteLease.from_params(source).key
         self.expected.append((kind, key))
         if kind is not RenewLease:
             self.ended.append(key)

@@ -67,7 +67,7 @@ def counting(count: Callable[[int], int]) -> BlockReferences:
 
 def order_by_definition(pool: Pool, ranks: dict[str, Rank], demand: Demand) -> bool:
     """End leases one by one, with all counts computed again each time."""
-    slots_short = demand.slots_short
+    slots_short = demand.are_slots_short
     for name in sorted(ranks, key=lambda name: (ranks[name], name)):
         is_over, lacks = pool.leased() > demand.cap, pool.free() < demand.need
         no_reserve = pool.free() < demand.need + demand.reserve

@@ -23,15 +23,12 @@ vLLM looks up the prefix of a skipped request in every step. So of the last two 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
+from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.parking import Parking
+from kvferry.connector.scheduler_side.requests import EngineRequest, FailedLoad
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 _MAX_COUNTED = 4096
 """Most lengths of requests whose number of blocks is remembered."""
@@ -40,58 +37,49 @@ _MAX_COUNTED = 4096
 class Admission:
     """The failed loads of one engine that wait to be computed, and what waits because of them.
 
-    A failed load is in one of three sets, in this order, until vLLM has given it blocks: `_failed`, `_tried`, `_moved`.
-    All others that wait are in `_skipped`.
-
     Args:
-        requests: all requests of the engine.
+        demand: counts the blocks that requests lack.
         quarantine: its pinned blocks.
     """
 
     def __init__(
-        self, requests: UnfinishedRequests, blocks: EngineBlocks, quarantine: QuarantinedBlocks
+        self, demand: BlockDemand, blocks: EngineBlocks, quarantine: QuarantinedBlocks
     ) -> None:
-        self._requests = requests
+        self._demand = demand
         self._blocks = blocks
         self._quarantine = quarantine
-        self._failed: set[str] = set()  # vLLM has not looked at them since
-        self._tried: set[str] = set()  # vLLM was to take them where they are
-        self._moved: dict[str, Request] = {}
-        self._skipped: dict[str, bool] = {}  # whether each may load
-        self._parking = Parking()
+        self._moved: dict[EngineRequest, None] = {}  # in the order in which they moved
+        self._skipped = Parking()
         self._counted: dict[tuple[int, int], int] = {}
-        self._situation: tuple[int, tuple[str, ...]] = (0, ())
+        self._situation: tuple[int, tuple[EngineRequest, ...]] = (0, ())
 
-    def failed(self, request_id: str) -> None:
+    def failed(self, entry: EngineRequest) -> None:
         """A load has failed, and vLLM computes its prompt as soon as it fits."""
-        # Also the load of another child of a MultiConnector; one of a request that has ended is no one's.
-        if request_id in self._requests.by_id:
-            self._failed.add(request_id)
+        if entry.failed_load is FailedLoad.NONE:
+            entry.failed_load = FailedLoad.FAILED
 
-    def admitted(self, request_id: str) -> None:
+    def admitted(self, entry: EngineRequest) -> None:
         """vLLM has allocated blocks for a request, or it has ended."""
-        self._failed.discard(request_id)
-        self._tried.discard(request_id)
-        self._moved.pop(request_id, None)
-        self._stop_skipping(request_id)
+        entry.failed_load = FailedLoad.NONE
+        self._moved.pop(entry, None)
+        self._skipped.leave(entry)
 
-    def must_wait(self, request: Request, *, may_load: bool) -> bool:
+    def must_wait(self, entry: EngineRequest, *, may_load: bool) -> bool:
         """True if vLLM must skip this request in this step. Asked while it holds no blocks.
 
         Args:
             may_load: whether it may begin a load. If not, vLLM reserves nothing against it.
         """
-        request_id = request.request_id
-        if request_id in self._failed or request_id in self._tried:
-            return self._must_move(request)
-        if not self._is_kept_out(request, may_load=may_load):
-            self._stop_skipping(request_id)
+        if entry.failed_load in (FailedLoad.FAILED, FailedLoad.TRIED):
+            return self._must_move(entry)
+        if not self._is_kept_out(entry, may_load=may_load):
+            self._skipped.leave(entry)
             return False
         # vLLM admits one that reads no prefix whatever the connector says, if it fits
         # (v1/core/sched/scheduler.py:983). Parked, it would not be admitted: so that one keeps its status.
-        if request_id not in self._skipped and not request.skip_reading_prefix_cache:
-            self._skipped[request_id] = may_load
-            self._parking.enter(request)
+        if entry not in self._skipped and not entry.request.skip_reading_prefix_cache:
+            entry.may_load = may_load
+            self._skipped.enter(entry)
         return True
 
     def look_again(self) -> None:
@@ -101,80 +89,74 @@ class Admission:
         if situation == self._situation:
             return
         self._situation = situation
-        for request_id, may_load in list(self._skipped.items()):
-            request = self._requests.by_id.get(request_id)
-            if request is None or not self._is_kept_out(request, may_load=may_load):
-                self._stop_skipping(request_id)
+        for entry in list(self._skipped):
+            if not self._is_kept_out(entry, may_load=entry.may_load):
+                self._skipped.leave(entry)
 
-    def loads_nothing(self, request: Request) -> bool:
+    def loads_nothing(self, entry: EngineRequest) -> bool:
         """True if no load of this request can begin while a failed one is shut out: vLLM would stop at it.
 
         Such a prompt is computed here instead. If it waited, it would wait as long as pins last, although it fits.
         """
-        return bool(self._moved) and not self._fits_beside(request, self._moved.values())
+        return bool(self._moved) and not self._fits_beside(entry, self._moved)
 
-    def _stop_skipping(self, request_id: str) -> None:
-        if self._skipped.pop(request_id, None) is not None:
-            self._parking.leave(request_id)
-
-    def _is_kept_out(self, request: Request, *, may_load: bool) -> bool:
-        if self._is_shut_out(request):
+    def _is_kept_out(self, entry: EngineRequest, *, may_load: bool) -> bool:
+        if self._is_shut_out(entry):
             return True
-        if request.request_id in self._moved or not may_load:
+        if entry in self._moved or not may_load:
             return False
         # vLLM reserves the blocks of failed loads that wait (`_inflight_prefills`) against all new loads. By priority a
         # load may stand before one of them: it would not begin because of the reservation, and vLLM would stop at it,
         # so the failed one would not run either. Failed loads that are shut out themselves are left to `loads_nothing`.
-        waiting = [failed for failed in self._moved.values() if not self._is_shut_out(failed)]
-        return bool(waiting) and not self._fits_beside(request, waiting)
+        waiting = [failed for failed in self._moved if not self._is_shut_out(failed)]
+        return bool(waiting) and not self._fits_beside(entry, waiting)
 
-    def _must_move(self, request: Request) -> bool:
+    def _must_move(self, entry: EngineRequest) -> bool:
         """True if a failed load is skipped, and so moves to the second queue."""
-        request_id = request.request_id
-        is_first_look = request_id in self._failed
-        self._failed.discard(request_id)
         # If its blocks seem to be free, vLLM is to take it at once: the usual case, and it costs no step. If vLLM asks
         # about it again, they were not: its own count differs, or others took them in this step.
-        if is_first_look and self._can_count and self._fits_beside(request, ()):
-            self._tried.add(request_id)
+        is_first_look = entry.failed_load is FailedLoad.FAILED
+        if is_first_look and self._can_count and self._fits_beside(entry, ()):
+            entry.failed_load = FailedLoad.TRIED
             return False
-        self._tried.discard(request_id)
-        self._moved[request_id] = request
+        entry.failed_load = FailedLoad.MOVED
+        self._moved[entry] = None
         return True
 
-    def _is_shut_out(self, request: Request) -> bool:
+    def _is_shut_out(self, entry: EngineRequest) -> bool:
         """True if a request cannot fit as long as blocks are pinned, even if all others end."""
         if not len(self._quarantine) or not self._can_count:
             return False
         num_unpinned = (
             self._blocks.num_blocks - 1 - self._quarantine.num_blocks
         )  # without the null block
-        return self._lacking(request) > num_unpinned
+        return self._lacking(entry) > num_unpinned
 
-    def _fits_beside(self, request: Request, others: Iterable[Request]) -> bool:
+    def _fits_beside(self, entry: EngineRequest, others: Iterable[EngineRequest]) -> bool:
         """True if blocks for all of these requests are free now."""
         if not self._can_count:
             return True
-        num_needed = self._lacking(request)
+        num_needed = self._lacking(entry)
         num_others = 0
         for other in others:
             num_needed += self._lacking(other)
             num_others += 1
         if num_others:
             # What vLLM reserves for drafts besides: for each request that waits, and once for the load itself.
-            num_drafts = self._blocks.num_covering(self._requests.draft_tokens)
+            num_drafts = self._blocks.num_covering(self._demand.draft_tokens)
             num_needed += (num_others + 1) * num_drafts
         return num_needed <= self._blocks.num_free
 
-    def _lacking(self, request: Request) -> int:
+    def _lacking(self, entry: EngineRequest) -> int:
         """Blocks of a request that holds none."""
         # Its lengths alone decide. vLLM takes some 5 us to count them, and `look_again` asks for all that are skipped.
+        request = entry.request
         lengths = (request.num_prompt_tokens, request.num_tokens)
         num_blocks = self._counted.get(lengths)
         if num_blocks is None:
             if len(self._counted) >= _MAX_COUNTED:
                 self._counted.clear()
-            num_blocks = self._requests.lacking(self._blocks, request)
+            num_blocks = self._demand.lacking(request)
             self._counted[lengths] = num_blocks
         return num_blocks
 

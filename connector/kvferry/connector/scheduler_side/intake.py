@@ -1,4 +1,12 @@
-"""Request intake: checks the params of a new request and decides how it is served."""
+"""Request intake: checks the params of a new request and decides how it is served.
+
+    do_remote_decode                a prefill for another engine: it is to have a lease; a turn's source may be named
+    do_remote_prefill with blocks   a remote prompt: compared by digests, and offered to the consumer's ledger
+    do_remote_prefill without       a named prompt: its producer is asked for the ticket, see `answered`
+    none, or foreign ones           served without a transfer
+
+Whatever is wrong with params, the request is served: computed here, counted by reason, and logged.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +18,13 @@ from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries, Settled, is_ticket
-from kvferry.connector.scheduler_side.sessions import Sessions
+from kvferry.connector.scheduler_side.requests import EngineRequest
+from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.requests import report_cached_tokens
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
-from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import NamedPrefill, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_reader import (
     decode_params,
@@ -44,7 +52,7 @@ class RequestIntake:
 
     Args:
         trusted: the hosts that params may name.
-        asking: for prompts whose producers must be asked.
+        queries: for prompts whose producers must be asked.
         directory: prompts that other engines may ask for.
     """
 
@@ -56,31 +64,31 @@ class RequestIntake:
         counters: Counters,
         trusted: TrustedHosts,
         tracing: SchedulerTracing,
-        asking: PromptQueries,
+        queries: PromptQueries,
         directory: PromptDirectory,
     ) -> None:
-        self._own_leases: dict[str, LeaseName] = {}
-        self._sessions = Sessions()
         self._local = local
         self._leases = leases
         self._loads = loads
         self._counters = counters
         self._trusted = trusted
         self._tracing = tracing
-        self._asking = asking
+        self._queries = queries
         self._directory = directory
 
-    def receive(self, request: Request) -> None:
+    def receive(self, entry: EngineRequest) -> None:
         """Read the request's params before vLLM does, and remove unusable ones."""
-        self._sessions.begun(request)
+        request = entry.request
+        if request.resumable:
+            entry.session = Session(request)
         try:
             params = read_params(request.kv_transfer_params, request.num_prompt_tokens)
             if isinstance(params, RemoteDecode):
-                self._accept_prefill(request)
+                self._accept_prefill(entry)
             elif isinstance(params, NamedPrefill):
-                self._accept_named_prompt(request, params)
+                self._accept_named_prompt(entry, params)
             elif params is not None:
-                self._accept_remote_prompt(request, params)
+                self._accept_remote_prompt(entry, params)
         except ForeignParams as foreign:
             self._compute_here(request, "foreign_params", str(foreign))
         except InvalidParams as invalid:
@@ -90,78 +98,92 @@ class RequestIntake:
             logger.exception("req=%s: an internal error in its params", request.request_id)
             self._compute_here(request, "invalid_params", repr(error))
 
-    def answered(self, settled: Settled, request: Request | None) -> None:
-        """A question is settled.
+    def answered(self, settled: Settled, entry: EngineRequest | None) -> None:
+        """A query is settled.
 
         Args:
-            request: None if it has ended.
+            entry: None if the request has ended.
         """
-        answer = settled.answer
         try:
-            prompt_tokens = request.num_prompt_tokens if request is not None else None
-            params = (
-                decode_params(answer.params, prompt_tokens)
-                if answer is not None and is_ticket(answer)
-                else None
-            )
-            if request is not None and answer is not None and answer.cached_tokens is not None:
-                report_cached_tokens(request, answer.cached_tokens)
-            if request is None or not settled.waits:
-                if params is not None and self._trusted.allow(params.remote_host):
-                    self._loads.decline(params)
-            elif params is not None:
-                self._accept_remote_prompt(request, params)
-            elif settled.is_crowded_out:
-                self._compute_here(
-                    request, "too_many_queries", "hosts with fewer open questions need the place"
-                )
-            elif answer is None and settled.unknown_why == "other_prompt":
-                self._compute_here(
-                    request, "other_prompt", "the producer prefills another one under this id"
-                )
-            elif answer is None:
-                self._compute_here(
-                    request, "prompt_unknown", "no producer has said that it prefills it"
-                )
-            elif answer.reason == "no_lease":
-                self._compute_here(
-                    request, "no_lease", "the producer had no slot for it, or cannot share it"
-                )
-            elif self._asking.recomputes:
-                self._compute_here(
-                    request, "prefill_failed", "the producer's request was aborted or has failed"
-                )
+            if entry is None or not settled.waits:
+                self._return_ticket(settled, entry)
             else:
-                logger.warning(
-                    "req=%s fails: the producer's request was aborted or has failed",
-                    request.request_id,
-                )
-                self._counters.add("failed_requests")
-                self._asking.failing.add(request.request_id)
+                self._apply_answer(settled, entry)
         except Exception as error:
             # As in `receive`: what a peer has sent must not end the engine's loop.
             if not isinstance(error, InputError):
                 logger.exception("req=%s: an internal error in its params", settled.request_id)
-            if request is not None and settled.waits:
-                self._compute_here(request, "invalid_params", str(error))
+            if entry is not None and settled.waits:
+                self._compute_here(entry.request, "invalid_params", str(error))
 
-    def allocated(self, request: Request) -> None:
+    def admitted(self, entry: EngineRequest) -> None:
         """The request has its own references on its blocks."""
-        self._release_own(request.request_id)
-        for params in self._sessions.go_on(request):
-            self._drop_update(request.request_id, params)
+        self._release_own(entry)
+        if entry.session is not None:
+            for params in entry.session.take_new_params(entry.request):
+                self._drop_update(entry.request_id, params)
 
-    def finished(self, request: Request) -> None:
-        """The request is over."""
-        self._release_own(request.request_id)
-        for params in self._sessions.ended(request):
-            self._drop_update(request.request_id, params)
+    def ended(self, entry: EngineRequest) -> None:
+        """The request has ended."""
+        self._release_own(entry)
+        if entry.session is not None:
+            for params in entry.session.take_last_params(entry.request):
+                self._drop_update(entry.request_id, params)
 
-    def _release_own(self, request_id: str) -> None:
-        """Release this engine's lease that kept the request's blocks in its cache."""
-        name = self._own_leases.pop(request_id, None)
-        if name is not None:
-            self._leases.release(name)
+    # Answers.
+
+    def _return_ticket(self, settled: Settled, entry: EngineRequest | None) -> None:
+        """Nobody waits for this answer: a ticket in it is given back, so that its producer does not hold the blocks."""
+        prompt_tokens = entry.request.num_prompt_tokens if entry is not None else None
+        params = _ticket_in(settled, prompt_tokens)
+        if params is not None and self._trusted.allow(params.remote_host):
+            self._loads.decline(params)
+
+    def _apply_answer(self, settled: Settled, entry: EngineRequest) -> None:
+        """The request loads with the ticket, is computed here, or fails."""
+        request = entry.request
+        answer = settled.answer
+        params = _ticket_in(settled, request.num_prompt_tokens)
+        if answer is not None and answer.cached_tokens is not None:
+            report_cached_tokens(request, answer.cached_tokens)
+        if params is not None:
+            self._accept_remote_prompt(entry, params)
+        elif settled.is_crowded_out:
+            detail = "hosts with fewer open questions need the place"
+            self._compute_here(request, "too_many_queries", detail)
+        elif answer is None and settled.unknown_why == "other_prompt":
+            detail = "the producer prefills another one under this id"
+            self._compute_here(request, "other_prompt", detail)
+        elif answer is None:
+            detail = "no producer has said that it prefills it"
+            self._compute_here(request, "prompt_unknown", detail)
+        elif answer.reason == "no_lease":
+            detail = "the producer had no slot for it, or cannot share it"
+            self._compute_here(request, "no_lease", detail)
+        elif self._queries.recomputes:
+            detail = "the producer's request was aborted or has failed"
+            self._compute_here(request, "prefill_failed", detail)
+        else:
+            logger.warning(
+                "req=%s fails: the producer's request was aborted or has failed", entry.request_id
+            )
+            self._counters.add("failed_requests")
+            self._queries.fail(entry)
+
+    # This engine's own leases, and later parts of sessions.
+
+    def _keep_own(self, entry: EngineRequest, source: RemotePrefill) -> None:
+        """Prefill and decode are on this engine: the lease's blocks are in its prefix cache, nobody else reads them.
+
+        The lease protects the prefix hit, so it ends when the request has blocks of its own or is over.
+        """
+        if source.kvferry.boot == self._local.boot:
+            entry.own_lease = RemoteLease.from_params(source).name
+
+    def _release_own(self, entry: EngineRequest) -> None:
+        if entry.own_lease is not None:
+            self._leases.release(entry.own_lease)
+            entry.own_lease = None
 
     def _drop_update(self, request_id: str, raw: object) -> None:
         """Params on a later part of a session's input cannot be used: what they name is given back."""
@@ -178,7 +200,7 @@ class RequestIntake:
             return
         if isinstance(params, RemotePrefill):
             if self._local.is_named_by(params):
-                self._leases.release(RemoteLease.of(params).name)
+                self._leases.release(RemoteLease.from_params(params).name)
             elif self._local.reads and self._trusted.allow(params.remote_host):
                 self._loads.decline(params)
         if params is not None:
@@ -192,86 +214,89 @@ class RequestIntake:
             detail,
         )
 
-    def _accept_prefill(self, request: Request) -> None:
-        prompt = prompt_of(request, request.num_prompt_tokens, self._local)
+    # Prefills for other engines.
+
+    def _accept_prefill(self, entry: EngineRequest) -> None:
+        request = entry.request
+        # Before the last tokens are left out: who asks for the prompt does so with all of it.
         num_tokens = request.num_prompt_tokens
-        is_producer = self._local.is_producer
-        can_share = is_producer and not request.resumable and has_tokens(request)
-        can_share = can_share and leave_out(request, self._local.left_out)
+        prompt = prompt_of(request, num_tokens, self._local)
+        can_share = self._can_share(request)
         is_leased = can_share and self._intend(request, LeaseUse.PROMPT)
         if prompt is not None and self._local.is_read_from:
             key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
             self._directory.arrived(request.request_id, key, prompt, num_tokens)
             if not is_leased:
-                self._directory.over(
-                    request.request_id, "no_lease"
-                )  # who asks need not wait for it
-        if not is_producer:
+                # Who asks need not wait for it.
+                self._directory.over(request.request_id, "no_lease")
+        if not self._local.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
-        elif not can_share:
+            return
+        if not can_share:
             self._counters.add("prefills_kept")
             logger.info(
                 "req=%s cannot be decoded elsewhere, and is served without params",
                 request.request_id,
             )
-        else:
-            self._tracing.prefill_arrived(request)
-            logger.debug("req=%s is to be decoded elsewhere", request.request_id)
-            turn = read_turn(request.kv_transfer_params or {}, num_tokens)
-            if turn is not None:
-                self._accept_turn(request, turn)
-
-    def _accept_named_prompt(self, request: Request, source: NamedPrefill) -> None:
-        """A producer that prefills this prompt now, or has: it is asked for the ticket."""
-        prompt = self._prompt_to_compare(request, source, request.num_prompt_tokens)
-        confirmed = source.remote_request_id
-        if prompt is None:
             return
-        if (
-            source.transfer_id is None
-            and confirmed is not None
-            and confirmed not in request.request_id
-        ):
-            self._compute_here(
-                request, "prompt_unknown", f"its id does not contain the producer's, {confirmed!r}"
-            )
-        elif not self._asking.ask(request, source, prompt):
-            self._compute_here(request, "too_many_queries", "too many prompts are being asked for")
-        elif request.abort_immediately or request.get_skip_reading_prefix_cache():
-            self._asking.finished(request.request_id)  # the ticket is given back when it comes
-            self._compute_here(
-                request, "not_wanted", "it was rejected, or must not read cached prefixes"
-            )
+        self._tracing.prefill_arrived(request)
+        logger.debug("req=%s is to be decoded elsewhere", request.request_id)
+        turn = read_turn(request.kv_transfer_params or {}, num_tokens)
+        if turn is not None:
+            self._accept_turn(entry, turn)
 
-    def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
+    def _can_share(self, request: Request) -> bool:
+        """True if the prompt's cache will be usable elsewhere; then its last tokens are left out where they must be."""
+        if not self._local.is_producer or request.resumable or not has_tokens(request):
+            return False
+        return leave_out(request, self._local.left_out)
+
+    def _accept_turn(self, entry: EngineRequest, turn: RemotePrefill) -> None:
         """The router names a decoder that holds the last turn, which this prefill may load."""
         if self._local.is_named_by(turn):
-            self._keep_own(request, turn)
-        elif not self._may_connect(request, turn.remote_host):
+            self._keep_own(entry, turn)
+        elif not self._may_connect(entry.request, turn.remote_host):
             return
         elif self._local.takes_turns:
-            self._accept_remote_prompt(request, turn, is_turn=True)
+            self._accept_remote_prompt(entry, turn, is_turn=True)
         else:
             if self._local.is_consumer:
                 self._loads.decline(turn)
-            self._compute_here(
-                request, "turns_off", "bidirectional_kv_xfer is not set on this engine"
-            )
+            detail = "bidirectional_kv_xfer is not set on this engine"
+            self._compute_here(entry.request, "turns_off", detail)
 
-    def _keep_own(self, request: Request, source: RemotePrefill) -> None:
-        """Prefill and decode are on this engine: the lease's blocks are in the local prefix cache, and no other engine
-        reads them. It ends when the request has blocks or is over; until then it protects the prefix hit."""
-        if source.kvferry.boot == self._local.boot:
-            self._own_leases[request.request_id] = RemoteLease.of(source).name
+    # Prompts of other engines.
+
+    def _accept_named_prompt(self, entry: EngineRequest, source: NamedPrefill) -> None:
+        """A producer that prefills this prompt now, or has: it is asked for the ticket."""
+        request = entry.request
+        prompt = self._prompt_to_compare(request, source, request.num_prompt_tokens)
+        if prompt is None:
+            return
+        named_id = source.remote_request_id
+        is_other_request = (
+            source.transfer_id is None
+            and named_id is not None
+            and named_id not in request.request_id
+        )
+        if is_other_request:
+            # vLLM's request ids contain the router's, which is all that both legs have in common.
+            detail = f"its id does not contain the producer's, {named_id!r}"
+            self._compute_here(request, "prompt_unknown", detail)
+        elif not self._queries.ask(entry, source, prompt):
+            self._compute_here(request, "too_many_queries", "too many prompts are being asked for")
+        elif request.abort_immediately or request.get_skip_reading_prefix_cache():
+            # It is asked all the same: the ticket is given back when it comes.
+            self._queries.ended(entry)
+            detail = "it was rejected, or must not read cached prefixes"
+            self._compute_here(request, "not_wanted", detail)
 
     def _accept_remote_prompt(
-        self, request: Request, source: RemotePrefill, *, is_turn: bool = False, digest: str = ""
+        self, entry: EngineRequest, source: RemotePrefill, *, is_turn: bool = False
     ) -> None:
-        """Args:
-        digest: of the whole prompt, if it is known: then an equal prompt is not digested again.
-        """
+        request = entry.request
         if self._local.is_named_by(source):
-            self._keep_own(request, source)
+            self._keep_own(entry, source)
         prompt = self._prompt_to_compare(request, source, source.remote_num_tokens, is_turn=is_turn)
         if prompt is None:
             return
@@ -279,13 +304,11 @@ class RequestIntake:
             # The front end rejected this request and passes it on only to have the remote blocks released.
             self._loads.decline(source)
             request.kv_transfer_params = without_transfer(request.kv_transfer_params)
-        else:
-            shared = source.remote_num_tokens
-            if digest != source.kvferry.digests[-1] or shared != request.num_prompt_tokens:
-                shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
-            self._offer(request, source, shared, is_turn=is_turn)
-            if self._local.offers_turns and not is_turn and not request.resumable:
-                self._expect_another_turn(request)
+            return
+        shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
+        self._offer(request, source, shared, is_turn=is_turn)
+        if self._local.offers_turns and not is_turn and not request.resumable:
+            self._expect_another_turn(request)
 
     def _prompt_to_compare(
         self,
@@ -300,29 +323,31 @@ class RequestIntake:
         Args:
             num_tokens: as for `prompt_of`.
         """
-        prompt = prompt_of(request, num_tokens, self._local)
         if not is_turn and not self._local.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
-        elif self._local.is_named_by(source):
+            return None
+        if self._local.is_named_by(source):
             self._compute_here(request, "local_engine", "the params name this engine itself")
-        elif self._may_connect(request, source.remote_host):
-            if prompt is not None:
-                return prompt
-            self._compute_here(
-                request, "prompt_embeds", "a prompt of embeddings has no tokens to compare"
-            )
-        return None
+            return None
+        if not self._may_connect(request, source.remote_host):
+            return None
+        prompt = prompt_of(request, num_tokens, self._local)
+        if prompt is None:
+            detail = "a prompt of embeddings has no tokens to compare"
+            self._compute_here(request, "prompt_embeds", detail)
+        return prompt
 
     def _may_connect(self, request: Request, host: str) -> bool:
-        """Whether the host in the params is allowed. If not, nothing is sent to it: not even a question."""
-        why = self._trusted.why_not(host)
-        if why is None:
+        """True if the host in the params is allowed. If not, nothing is sent to it: not even a question."""
+        why_not = self._trusted.why_not(host)
+        if why_not is None:
             return True
-        self._compute_here(request, "host_not_allowed", why)
+        self._compute_here(request, "host_not_allowed", why_not)
         return False
 
     def _expect_another_turn(self, request: Request) -> None:
-        """Record that its answer is offered if it has the remote lease; sibling requests share one response."""
+        """Record that its answer is offered, if the request has the remote lease."""
+        # Sibling requests (`n > 1`) share one response, which has room for the params of one.
         if self._loads.state(request.request_id) is not None:
             self._intend(request, LeaseUse.TURN)
 
@@ -335,39 +360,32 @@ class RequestIntake:
         return is_intended
 
     def _offer(
-        self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool
+        self, request: Request, source: RemotePrefill, num_shared: int, *, is_turn: bool
     ) -> None:
-        if self._local.is_all_or_nothing and shared < source.remote_num_tokens:
-            shared = 0
-        elif (
-            self._local.needs_whole_prompts
-            and source.remote_num_tokens != request.num_prompt_tokens
-        ):
-            shared = 0  # every token of the producer's depends on where its prompt ends
+        is_all_or_nothing = self._local.is_all_or_nothing
+        ends_elsewhere = source.remote_num_tokens != request.num_prompt_tokens
+        if is_all_or_nothing and num_shared < source.remote_num_tokens:
+            num_shared = 0
+        elif self._local.needs_whole_prompts and ends_elsewhere:
+            num_shared = 0  # every token of the producer's depends on where its prompt ends
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._loads.decline(source)
-            self._compute_here(
-                request,
-                "window_edge",
-                "it needs tokens whose blocks the producer, or vLLM here, frees",
-            )
+            detail = "it needs tokens whose blocks the producer, or vLLM here, frees"
+            self._compute_here(request, "window_edge", detail)
             return
-        shared = min(shared, request.num_prompt_tokens)
+        num_shared = min(num_shared, request.num_prompt_tokens)
         refused = self._loads.offer(
-            request.request_id, source, shared, time.monotonic(), is_turn=is_turn
+            request.request_id, source, num_shared, time.monotonic(), is_turn=is_turn
         )
         if refused is not None:
-            self._compute_here(
-                request,
-                refused,
-                f"{source.remote_num_tokens} tokens of req={source.remote_request_id}",
-            )
+            detail = f"{source.remote_num_tokens} tokens of req={source.remote_request_id}"
+            self._compute_here(request, refused, detail)
             return
-        self._tracing.decode_arrived(request, source, shared)
+        self._tracing.decode_arrived(request, source, num_shared)
         logger.debug(
             "req=%s: %d of %d tokens are held by engine %s as req=%s slot=%d",
             request.request_id,
-            shared,
+            num_shared,
             request.num_prompt_tokens,
             source.engine_id,
             source.remote_request_id,
@@ -375,12 +393,15 @@ class RequestIntake:
         )
 
     def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
-        num_tokens, reported = source.remote_num_tokens, source.kvferry.held_from
-        if len(reported) != len(self._local.groups):
-            sides = zip(self._local.block_spans, source.remote_block_ids, strict=False)
-            reported = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
+        """True if this engine's windows and states find all tokens that they need in what the producer holds."""
+        num_tokens = source.remote_num_tokens
+        first_held = source.kvferry.held_from
+        if len(first_held) != len(self._local.groups):
+            # A producer of an earlier version does not tell: then from the number of its blocks.
+            groups = zip(self._local.block_spans, source.remote_block_ids, strict=False)
+            first_held = tuple(held_from(span, len(ids), num_tokens) for span, ids in groups)
         return self._local.windows_reach(
-            self._local.block_spans, reported, num_tokens, prompt_tokens
+            self._local.block_spans, first_held, num_tokens, prompt_tokens
         )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:
@@ -388,3 +409,15 @@ class RequestIntake:
         self._tracing.computed_here(request, reason)
         request.kv_transfer_params = without_transfer(request.kv_transfer_params)
         logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)
+
+
+def _ticket_in(settled: Settled, prompt_tokens: int | None) -> RemotePrefill | None:
+    """The params in the answer to a query; None if it has none.
+
+    Raises:
+        InputError: they are not well-formed.
+    """
+    answer = settled.answer
+    if answer is None or not is_ticket(answer):
+        return None
+    return decode_params(answer.params, prompt_tokens)

@@ -10,20 +10,14 @@ This module counts the blocks that requests lack and that vLLM has; `eviction_or
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.connector.vllm.requests import is_running, needs_blocks, waits_for_blocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -37,133 +31,25 @@ _RECHECK_S = 0.05
 _COUNT_S_PER_BLOCK = 10e-6
 """Wait per leased block before counting again: ten times the cost of counting the blocks that only leases keep."""
 
-_FIRST = 8
-"""Number of waiting requests whose need is counted. vLLM admits in order, so later ones wait for these anyway."""
-
-_Place = tuple[int, float, str]
-
-
-class UnfinishedRequests:
-    """This engine's requests, in the order in which vLLM admits them.
-
-    While requests wait and vLLM admits none, even if enough blocks are counted as free, admission is *stalled*. The
-    first heartbeat of a stall counts as a lack of one block, each further one as a lack of twice as many as the one
-    before. So a wrong estimate starves no request, and few leases end for a request that does not wait for blocks.
-
-    Attributes:
-        by_id: all requests, by id.
-        draft_tokens: tokens of one step of a request with drafts; 0 without them.
-    """
-
-    def __init__(self, config: VllmConfig) -> None:
-        self.by_id: dict[str, Request] = {}
-        self._by_priority = config.scheduler_config.policy == "priority"
-        self._max_running = config.scheduler_config.max_num_seqs
-        self._lookahead = config.num_lookahead_tokens
-        drafts = config.num_speculative_tokens
-        self.draft_tokens = 1 + drafts + self._lookahead if drafts else 0
-        self._places: dict[str, _Place] = {}
-        self._order: list[_Place] = []
-        self._stalled_since_s: float | None = None
-        self._stalled_blocks = 1
-
-    def add(self, request: Request) -> None:
-        """A request has arrived."""
-        self.remove(request.request_id)
-        priority = request.priority if self._by_priority else 0
-        place = (priority, request.arrival_time, request.request_id)
-        self.by_id[request.request_id], self._places[request.request_id] = request, place
-        insort(self._order, place)
-
-    def remove(self, request_id: str) -> None:
-        """A request has ended; unknown ones are ignored."""
-        if self.by_id.pop(request_id, None) is not None:
-            del self._order[bisect_left(self._order, self._places.pop(request_id))]
-            self.end_stall()
-
-    def admitted(self, request: Request) -> None:
-        """vLLM has allocated blocks for a request, so admission is not stalled. Preempted requests do not count."""
-        if not request.num_preemptions:
-            self.end_stall()
-
-    def needs(self, blocks: EngineBlocks) -> list[int]:
-        """Blocks that each of the first waiting requests lacks, in order. It reads at most as many requests as can run,
-        and a few more."""
-        first: list[Request] = []
-        running = False
-        for _, _, request_id in self._order:
-            request = self.by_id[request_id]
-            running |= is_running(request)
-            if needs_blocks(request):
-                first.append(request)
-                if len(first) == _FIRST:
-                    break
-        watermark = blocks.watermark if running else 0
-        return [self.lacking(blocks, request) + watermark for request in first]
-
-    def stalled_blocks(self, clock_s: float, heartbeat_s: float) -> int:
-        """Blocks that waiting requests are assumed to lack besides the free ones: more than 0 once in a heartbeat. The
-        first call begins the stall."""
-        if self._stalled_since_s is None:
-            self._stalled_since_s = clock_s
-        if clock_s < self._stalled_since_s + heartbeat_s:
-            return 0
-        self._stalled_since_s = clock_s
-        if not self._may_lack_blocks():
-            return 0
-        blocks, self._stalled_blocks = self._stalled_blocks, 2 * self._stalled_blocks
-        return blocks
-
-    def end_stall(self) -> None:
-        """Admission is not stalled."""
-        self._stalled_since_s, self._stalled_blocks = None, 1
-
-    def _may_lack_blocks(self) -> bool:
-        """Whether a request may be waiting for blocks only: vLLM could run more requests, and no running one is being
-        prefilled, which can use up every step. It reads all requests."""
-        requests = self.by_id.values()
-        running = [request for request in requests if is_running(request)]
-        if len(running) >= self._max_running or any(
-            request.is_prefill_chunk for request in running
-        ):
-            return False
-        return any(map(waits_for_blocks, requests))
-
-    def lacking(self, blocks: EngineBlocks, request: Request) -> int:
-        """Blocks that the whole sequence lacks, with its lookahead tokens."""
-        num_tokens = min(request.num_tokens, blocks.max_model_len)
-        num_slots = min(num_tokens + self._lookahead, blocks.max_model_len)
-        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        computed = request.num_computed_tokens
-        return blocks.lacking(
-            request.request_id,
-            num_tokens,
-            num_slots,
-            num_computed=computed,
-            prefill_end=prefill_end,
-        )
-
 
 class LeaseEviction:
     """Compares the free blocks with the requests' need once per step, and ends leases.
 
     Args:
+        requests: what this engine's requests need.
         max_leased_fraction: fraction of the engine's blocks that leases alone may keep for longer than a heartbeat.
-
-    Attributes:
-        requests: this engine's: each needs blocks, now and after every preemption.
     """
 
     def __init__(
         self,
-        config: VllmConfig,
+        requests: BlockDemand,
         local: LocalEngine,
         leases: ProducerLedger,
         steps: Steps,
         blocks: EngineBlocks,
         max_leased_fraction: float,
     ) -> None:
-        self.requests = UnfinishedRequests(config)
+        self._requests = requests
         self._offers_turns = local.offers_turns
         self._leases = leases
         self._steps = steps
@@ -249,18 +135,18 @@ class LeaseEviction:
         num_free = self._blocks.num_free
         if is_within_limits and num_free >= longest + reserve:
             # No request can need more. Most steps end here, so this is all that they pay: it has constant cost.
-            self.requests.end_stall()
+            self._requests.end_stall()
             return None
         num_coming = references.num_coming()
         num_free += num_coming
-        needs = self.requests.needs(self._blocks)
+        needs = self._requests.needs()
         # A request that lacks more than all leases could give up is not admitted by eviction. It waits for running
         # ones, and the leases would end for nothing.
         need = max((need for need in needs if need <= num_free + num_leased), default=0)
         stalled_blocks = 0
         may_be_stalled = bool(needs) and not num_coming and num_free < longest
         if may_be_stalled:
-            stalled_blocks = self.requests.stalled_blocks(
+            stalled_blocks = self._requests.stalled_blocks(
                 self._leases.clock_s, self._leases.clock.heartbeat_s
             )
         if stalled_blocks:
@@ -272,7 +158,7 @@ class LeaseEviction:
             need=need,
             reserve=reserve,
             cap=cap,
-            slots_short=are_slots_short,
+            are_slots_short=are_slots_short,
             lasts=bool(stalled_blocks) or self._is_missed_for_long(),
         )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from kvferry.connector.metrics.stats import FerryStats
+from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -31,7 +32,7 @@ class EngineMonitor:
     """Reads both ledgers, and changes nothing.
 
     Args:
-        unfinished: this engine's requests, by id.
+        requests: this engine's.
         always: whether every `poll` checks integrity, instead of only some while the engine has no requests.
 
     Attributes:
@@ -43,7 +44,7 @@ class EngineMonitor:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         blocks: EngineBlocks,
-        unfinished: Collection[str],
+        requests: EngineRequests,
         counters: Counters,
         *,
         always: bool,
@@ -52,7 +53,7 @@ class EngineMonitor:
         self._leases = leases
         self._loads = loads
         self._blocks = blocks
-        self._unfinished = unfinished
+        self._requests = requests
         self._workers: dict[int, WorkerGauges] = {}
         self._reported_gauges: dict[str, float] = {}
         self._always = always
@@ -95,7 +96,7 @@ class EngineMonitor:
         """
         self._leases.check_integrity()
         self._loads.check_integrity()
-        unfinished = set(self._unfinished)
+        unfinished = {entry.request_id for entry in self._requests}
         running_leases = self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
         leased = {lease.request_id for lease in running_leases}
         states_of_unfinished = [state for state in LoadState if state is not LoadState.ABORTED]
@@ -115,7 +116,7 @@ class EngineMonitor:
         if self._always:
             return True
         # Only without requests: a check reads all blocks, and a step must not cost more the more leases are held.
-        return not self._unfinished and time.monotonic() >= self._next_check_s
+        return not len(self._requests) and time.monotonic() >= self._next_check_s
 
     def _log(self, error: Exception) -> None:
         # The text of a `LocalProtocolError` has all counts. Anything else is a bug of the check: its place is needed.

@@ -89,13 +89,20 @@ class ParamsBuilder:
     """Builds the params of one engine's requests.
 
     Args:
+        lease_s: lifetime of a held lease without a renewal.
         copies_blocks: whether workers copy blocks before they are read, and so must know them.
     """
 
     def __init__(
-        self, local: LocalEngine, kv_cache_config: KVCacheConfig, *, copies_blocks: bool = False
+        self,
+        local: LocalEngine,
+        kv_cache_config: KVCacheConfig,
+        lease_s: float,
+        *,
+        copies_blocks: bool = False,
     ) -> None:
         self._local = local
+        self._lease_s = lease_s
         self._copies_blocks = copies_blocks
         self._kv_cache_config = kv_cache_config
 
@@ -131,7 +138,6 @@ class ParamsBuilder:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int,
         lease: ProducerLease,
-        lease_s: float,
         digests: tuple[str, ...] = (),
     ) -> RemotePrefill | None:
         """The signed params of a request's first `num_tokens` tokens; None if it has no blocks for them.
@@ -149,7 +155,7 @@ class ParamsBuilder:
             boot=self._local.boot,
             lease_slot=lease.slot,
             lease_epoch=lease.name.epoch,
-            lease_s=lease_s,
+            lease_s=self._lease_s,
             digests=digests or digest_chain(prompt, num_tokens),
             mac=_NO_MAC,
             held_from=tuple(held_from(span, len(ids), num_tokens) for span, ids in sides),
@@ -162,7 +168,6 @@ class ParamsBuilder:
         lease: ProducerLease,
         row: int,
         digests: tuple[str, ...],
-        lease_s: float,
     ) -> RemotePrefill:
         """The signed params of a prompt that is being computed, whose blocks the workers list in a row.
 
@@ -174,7 +179,7 @@ class ParamsBuilder:
             boot=self._local.boot,
             lease_slot=lease.slot,
             lease_epoch=lease.origin.epoch,
-            lease_s=lease_s,
+            lease_s=self._lease_s,
             digests=digests,
             mac=_NO_MAC,
             held_from=self._held_at_the_end(request.num_prompt_tokens),

@@ -9,44 +9,49 @@ answers, `admission.py` for pinned blocks and failed loads. A request that has l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.vllm.requests import can_park, park, unpark
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 MAX_ASKED = 16
 """Most requests that wait for the same thing and that vLLM looks at in a step."""
 
 
 class Parking:
-    """The requests of one engine that wait for the same thing."""
+    """The requests of one engine that wait for the same thing. Iterates over them."""
 
     def __init__(self) -> None:
-        self._looked_at: set[str] = set()
-        self._parked: dict[str, Request] = {}  # the first that arrived is first
+        self._looked_at: set[EngineRequest] = set()
+        self._parked: dict[EngineRequest, None] = {}  # the first that arrived is first
 
-    def enter(self, request: Request) -> None:
+    def __contains__(self, entry: EngineRequest) -> bool:
+        return entry in self._looked_at or entry in self._parked
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        yield from self._looked_at
+        yield from self._parked
+
+    def enter(self, entry: EngineRequest) -> None:
         """A request waits. It is parked if enough others do."""
         # One that cannot be parked counts as looked at: vLLM looks its prefix up in every step.
         has_room = len(self._looked_at) < MAX_ASKED
-        if has_room or not can_park(request):
-            self._looked_at.add(request.request_id)
+        if has_room or not can_park(entry.request):
+            self._looked_at.add(entry)
             return
-        park(request)
-        self._parked[request.request_id] = request
+        park(entry.request)
+        self._parked[entry] = None
 
-    def leave(self, request_id: str) -> None:
+    def leave(self, entry: EngineRequest) -> None:
         """A request waits no more, or has ended; the first parked one takes its place. No-op for other requests."""
-        self._looked_at.discard(request_id)
-        request = self._parked.pop(request_id, None)
-        if request is not None:
+        self._looked_at.discard(entry)
+        if entry in self._parked:
+            del self._parked[entry]
             # Answered before its turn to be looked at: vLLM can admit it in the next step.
-            unpark(request)
+            unpark(entry.request)
         # The first that arrived: nobody waits longer than it must because others arrived later.
         while self._parked and len(self._looked_at) < MAX_ASKED:
-            first_id = next(iter(self._parked))
-            first = self._parked.pop(first_id)
-            self._looked_at.add(first_id)
-            unpark(first)
+            first = next(iter(self._parked))
+            del self._parked[first]
+            self._looked_at.add(first)
+            unpark(first.request)

@@ -15,18 +15,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvferry.connector.scheduler_side.parking import Parking
+from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.params import NamedPrefill
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key
 from kvferry.scheduler.consumer.pending_queries import SETTLING, PendingQueries
 from kvferry.scheduler.consumer.pending_query import PendingQuery, Producer
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 MOST_AT_ONCE = 32
 """Most answers, and most queries that are given up, in one call of `take`; the others are for the next calls. Clients
@@ -39,14 +37,12 @@ class Settled(NamedTuple):
     Attributes:
         waits: whether its request waits for the answer; if not, a ticket is to be given back.
         answer: a ticket or `OVER`; None if no producer knows of the prompt, or the query was crowded out.
-        digest: of the whole prompt.
         is_crowded_out, unknown_why: see `PendingQuery`.
     """
 
     request_id: str
     waits: bool
     answer: Answer | None
-    digest: str = ""
     is_crowded_out: bool = False
     unknown_why: str = ""
 
@@ -94,6 +90,7 @@ class PromptQueries:
     """The queries of one engine.
 
     Args:
+        requests: of this engine.
         loop: of this engine; it is notified of answers.
         recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
         spans: see `PendingQueries`.
@@ -101,15 +98,19 @@ class PromptQueries:
     Attributes:
         queries: open ones.
         recomputes: as given.
-        failing: requests that fail as soon as vLLM has given them a block, because their prefill has failed.
     """
 
-    def __init__(self, loop: EngineLoop, *, recomputes: bool, spans: tuple[int, ...] = ()) -> None:
-        self.queries = PendingQueries(spans)
+    def __init__(
+        self,
+        requests: EngineRequests,
+        loop: EngineLoop,
+        *,
+        recomputes: bool,
+        spans: tuple[int, ...] = (),
+    ) -> None:
+        self.queries = PendingQueries(spans, requests.table)
+        self._requests = requests
         self.recomputes = recomputes
-        # vLLM offers no way to fail a waiting request. But it fails one whose load is reported as failed, and a load
-        # needs a block. So these pretend to load one token.
-        self.failing: set[str] = set()
         self._failing_in_next_step: list[str] = []
         self._loop = loop
         self._parking = Parking()
@@ -131,8 +132,9 @@ class PromptQueries:
         if is_first:
             self._loop.notify()
 
-    def ask(self, request: Request, source: NamedPrefill, prompt: Prompt) -> bool:
+    def ask(self, entry: EngineRequest, source: NamedPrefill, prompt: Prompt) -> bool:
         """Ask for the whole prompt of a request. False if too many queries are open."""
+        request = entry.request
         num_tokens = request.num_prompt_tokens
         digest = digest_chain(prompt, num_tokens)[-1]
         is_asked = self.queries.ask(
@@ -144,24 +146,29 @@ class PromptQueries:
             time.monotonic(),
         )
         if is_asked:
-            self._parking.enter(request)
+            self._parking.enter(entry)
         return is_asked
 
-    def finished(self, request_id: str) -> None:
-        """The request has ended, answered or not."""
-        self.queries.finished(request_id)
-        self._parking.leave(request_id)
-        self.failing.discard(request_id)
+    def ended(self, entry: EngineRequest) -> None:
+        """The request has ended, or does not wait any more; answered or not."""
+        self.queries.finished(entry.request_id)
+        self._parking.leave(entry)
 
-    def allocated(self, request_id: str, num_external_tokens: int) -> None:
+    def fail(self, entry: EngineRequest) -> None:
+        """Have vLLM fail a waiting request."""
+        # vLLM offers no way to do so. But it fails one whose load is reported as failed, and a load needs a block. So
+        # it pretends to load one token.
+        entry.must_fail = True
+
+    def admitted(self, entry: EngineRequest, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for a request, which fails if it is to."""
-        if request_id not in self.failing:
+        if not entry.must_fail:
             return
-        self.failing.discard(request_id)
+        entry.must_fail = False
         # Where vLLM loads nothing for it after all (it reads no prefix cache), it is computed here: to report a load
         # that vLLM does not know of would end the engine.
         if num_external_tokens:
-            self._failing_in_next_step.append(request_id)
+            self._failing_in_next_step.append(entry.request_id)
 
     def take_failing(self) -> tuple[str, ...]:
         """The requests for the workers to report as failed in the step that begins."""
@@ -184,13 +191,13 @@ class PromptQueries:
             yield self._settled(query, None)
 
     def _settled(self, query: PendingQuery, answer: Answer | None) -> Settled:
-        if query.waits:
-            self._parking.leave(query.request_id)
+        entry = self._requests.find(query.request_id)
+        if query.waits and entry is not None:
+            self._parking.leave(entry)
         return Settled(
             request_id=query.request_id,
             waits=query.waits,
             answer=answer,
-            digest=query.query.digest,
             is_crowded_out=query.is_crowded_out,
             unknown_why=query.unknown_why,
         )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.lease_eviction import UnfinishedRequests
+from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.pending_queries import PendingQueries
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -34,7 +33,7 @@ class StallWatch:
 
     def __init__(
         self,
-        requests: UnfinishedRequests,
+        requests: EngineRequests,
         blocks: EngineBlocks,
         leases: ProducerLedger,
         loads: ConsumerLedger,
@@ -50,14 +49,13 @@ class StallWatch:
         self._since_s: float | None = None  # on the leases' clock
         self._num_heartbeats = 0
 
-    def step(self, computes: bool, queries: PendingQueries) -> None:
+    def step(self, computes: bool) -> None:
         """A step has been scheduled.
 
         Args:
             computes: whether it computes tokens.
-            queries: requests in it wait for answers of their producers.
         """
-        if computes or self._loads.in_flight or not self._requests.by_id:
+        if computes or self._loads.in_flight or not len(self._requests):
             self._reset()
             return
         # On the leases' clock, which stands still while this process does not run: a paused machine is no stall.
@@ -68,11 +66,11 @@ class StallWatch:
         # It reads all requests, so once in a heartbeat and not in every step.
         if clock_s < self._since_s + heartbeat_s * (self._num_heartbeats + 1):
             return
-        holding = [request for request in self._requests.by_id.values() if self._is_over(request)]
+        holding = [entry.request for entry in self._requests if self._is_over(entry)]
         waiting = [
-            request
-            for request in self._requests.by_id.values()
-            if waits_for_blocks(request) and request.request_id not in queries
+            entry.request
+            for entry in self._requests
+            if waits_for_blocks(entry.request) and entry.record.query is None
         ]
         is_stalled = bool(holding) or (bool(waiting) and self._blocks.num_free > 0)
         if not is_stalled or self._steps.is_paused:
@@ -87,11 +85,12 @@ class StallWatch:
         self._since_s = None
         self._num_heartbeats = 0
 
-    def _is_over(self, request: Request) -> bool:
+    def _is_over(self, entry: EngineRequest) -> bool:
         """True if its load has ended, while vLLM has not looked at it since."""
-        if not waits_for_load(request):
+        prompt = entry.record.prompt
+        if prompt is None or not waits_for_load(entry.request):
             return False
-        return self._loads.state(request.request_id) in (LoadState.LOADED, LoadState.FAILED)
+        return prompt.state in (LoadState.LOADED, LoadState.FAILED)
 
     def _log(self, lasted_s: float, holding: list[Request], waiting: list[Request]) -> None:
         num_pinned = self._loads.quarantine.num_blocks

@@ -216,7 +216,7 @@ def _lease_in(params: object, prompt_tokens: int) -> TracedLease | None:
         return None
     if not isinstance(source, RemotePrefill):
         return None
-    return _remote_name(RemoteLease.of(source))
+    return _remote_name(RemoteLease.from_params(source))
 
 
 def _traceparent(request: Request) -> str:

@@ -51,7 +51,8 @@ class ConsumerLedger:
         max_ended: leases that are remembered after their end, see `EndedLeases`.
 
     Attributes:
-        in_flight, loading: loads that were ordered and have not ended; those whose requests have not ended either.
+        in_flight: loads that were ordered and have not ended.
+        loading: those of them whose requests have not ended either.
         prewarms: producers for the workers to prewarm before a load is ordered.
         quarantine: blocks of failed loads that may still be written.
         observer: called for offered prompts that are computed here.
@@ -77,7 +78,8 @@ class ConsumerLedger:
         self._orders: list[LoadOrder] = []
         self._cancels: list[str] = []
         self._commands: list[LeaseCommand] = []
-        self.in_flight = self.loading = 0
+        self.in_flight = 0
+        self.loading = 0
         self.quarantine = QuarantinedBlocks(pool)
         self.observer = LoadObserver()
 
@@ -98,7 +100,7 @@ class ConsumerLedger:
     def state(self, request_id: str) -> LoadState | None:
         """The state of a request; None when it is not a remote prompt."""
         prompt = self.get(request_id)
-        return prompt.state if prompt else None
+        return None if prompt is None else prompt.state
 
     def requests(self, *states: LoadState) -> list[str]:
         """Requests in one of these states."""
@@ -115,21 +117,31 @@ class ConsumerLedger:
     ) -> str | None:
         """A request has arrived with usable params.
 
-        A lease serves one request: a second one (a sibling of `n > 1`, another prompt of the same batch) is computed
-        here, and must not touch the lease of the first. So is a replay of params whose lease has ended (`EndedLeases`).
-        Returns None when the request takes the lease; otherwise why it is computed here.
+        Returns:
+            None when the request takes the lease; otherwise why it is computed here.
+
+        Raises:
+            LocalProtocolError: it was offered before.
         """
         if self.get(request_id) is not None:
             raise LocalProtocolError(f"req={request_id}: offered twice")
-        lease = RemoteLease.of(source)
+        lease = RemoteLease.from_params(source)
+        # A lease serves one request. A second one with its params (a sibling of `n > 1`, another prompt of the same
+        # batch) is computed here, and must not touch the lease of the first: that one may be reading.
         if lease.key in self._claims:
             return "lease_in_use"
         if lease.key in self._ended:
             return "lease_over"
         if shared_tokens <= 0:
             return "other_prompt"
-        self._requests.enter(request_id).prompt = RemotePrompt(
-            request_id, source, lease, shared_tokens, now_s, is_turn
+        record = self._requests.enter(request_id)
+        record.prompt = RemotePrompt(
+            request_id=request_id,
+            source=source,
+            lease=lease,
+            shared_tokens=shared_tokens,
+            offered_s=now_s,
+            is_turn=is_turn,
         )
         self._claims.add(lease.key)
         self._commands.append(RenewLease(lease, at_once=is_turn))
@@ -137,8 +149,8 @@ class ConsumerLedger:
         return None
 
     def decline(self, source: RemotePrefill) -> None:
-        """The request of these params was never created: release the lease, unless a request has or had it."""
-        lease = RemoteLease.of(source)
+        """The request of these params was never created: release the lease, unless a request holds or held it."""
+        lease = RemoteLease.from_params(source)
         if lease.key not in self._claims and lease.key not in self._ended:
             self._end_claim(ReleaseLease(lease))
 
@@ -148,11 +160,9 @@ class ConsumerLedger:
         if prompt is None or prompt.state is not LoadState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
-        return (
-            0
-            if prompt.is_too_short(self._recompute_threshold)
-            else max(0, prompt.shared_tokens - local_tokens)
-        )
+        if prompt.is_too_short(self._recompute_threshold):
+            return 0
+        return max(0, prompt.shared_tokens - local_tokens)
 
     def allocated(self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]) -> None:
         """vLLM has allocated blocks; `count` tokens after the local hit are to be loaded into them.
@@ -164,22 +174,19 @@ class ConsumerLedger:
             LocalProtocolError: more tokens than were matched.
         """
         prompt = self.get(request_id)
-        if prompt is None and count:
-            raise LocalProtocolError(f"req={request_id}: {count} tokens to load, none were offered")
         if prompt is None:
+            if count:
+                raise LocalProtocolError(
+                    f"req={request_id}: {count} tokens to load, none were offered"
+                )
             return
         if count <= 0:
-            if (
-                self._leave(prompt, LoadEvent.DECLINE)
-                and prompt.local_tokens < prompt.shared_tokens
-            ):
-                too_short = prompt.is_too_short(self._recompute_threshold)
-                self._recompute(prompt, "below_threshold" if too_short else "not_wanted")
+            self._load_nothing(prompt)
             return
-        stop = prompt.local_tokens + count
-        if stop > prompt.shared_tokens:
+        stop_token = prompt.local_tokens + count
+        if stop_token > prompt.shared_tokens:
             raise LocalProtocolError(
-                f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}"
+                f"req={request_id}: load up to token {stop_token}, matched {prompt.shared_tokens}"
             )
         self._advance(prompt, LoadEvent.LOAD)
         self.in_flight += 1
@@ -193,7 +200,7 @@ class ConsumerLedger:
                 source=prompt.source,
                 local_blocks=tuple(tuple(group) for group in local_blocks),
                 first_token=prompt.local_tokens,
-                stop_token=stop,
+                stop_token=stop_token,
             )
         )
 
@@ -205,14 +212,15 @@ class ConsumerLedger:
         return prompt
 
     def failed(self, request_id: str) -> RemotePrompt | None:
-        """A worker could not load it, or has ended the load since its request was aborted. Release the lease, for the
-        producer workers that were not notified."""
+        """A worker could not load it, or has ended the load since its request was aborted."""
         prompt = self._end_load(request_id, LoadEvent.FAILED)
         if prompt is None:
             return None
+        # Released, not forgotten: some producer workers were not notified.
         self._end_claim(ReleaseLease(prompt.lease))
         if prompt.state is LoadState.ABORTED:
-            return prompt  # nobody computes it, and nothing is wrong with its producer
+            # Nobody computes it, and nothing is wrong with its producer.
+            return prompt
         self.prewarms.forget(Prewarm.from_params(prompt.source))
         if self._recomputes:
             self._recompute(prompt, "load_failed")
@@ -221,11 +229,13 @@ class ConsumerLedger:
         return prompt
 
     def finished(self, request_id: str, *, by_error: bool = False) -> bool:
-        """The request has ended or was aborted. A load that is under way is cancelled: until every worker has reported
-        its end, vLLM keeps the blocks. Returns whether that is so.
+        """The request has ended or was aborted.
 
         Args:
             by_error: vLLM ended it. With the policy `fail` it does so before it passes on that the load has failed.
+
+        Returns:
+            True if a load is under way. It is cancelled, and vLLM keeps the blocks until every worker has reported.
         """
         prompt = self.get(request_id)
         if prompt is None:
@@ -257,30 +267,44 @@ class ConsumerLedger:
             if prompt.state in CLAIMING:
                 self._end_claim(ReleaseLease(prompt.lease))
             self._forget(prompt)
-        self.in_flight = self.loading = 0
+        self.in_flight = 0
+        self.loading = 0
 
     def take_orders(self) -> tuple[LoadOrder, ...]:
         """The loads ordered since the last call."""
-        orders, self._orders = self._orders, []
-        return tuple(orders)
+        orders = tuple(self._orders)
+        self._orders.clear()
+        return orders
 
     def take_cancels(self) -> tuple[str, ...]:
         """The loads whose requests were aborted since the last call."""
-        cancels, self._cancels = self._cancels, []
-        return tuple(cancels)
+        cancels = tuple(self._cancels)
+        self._cancels.clear()
+        return cancels
 
     def take_commands(self) -> tuple[LeaseCommand, ...]:
         """Commands for the side channel since the last call, in order."""
-        commands, self._commands = self._commands, []
-        return tuple(commands)
+        commands = tuple(self._commands)
+        self._commands.clear()
+        return commands
 
     def check_integrity(self) -> None:
-        """Check that claims and requests agree. Raises `LocalProtocolError` with the sums."""
+        """Check that claims, counts and requests agree.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
         claiming = {prompt.lease.key for prompt in self._prompts() if prompt.state in CLAIMING}
-        flying, loading = len(self.requests(*IN_FLIGHT)), len(self.requests(LoadState.LOADING))
-        if claiming != self._claims or (flying, loading) != (self.in_flight, self.loading):
-            sums = f"{len(self._claims)} claims, {self.in_flight} in flight; {len(claiming)} and {flying} by request"
-            raise LocalProtocolError(f"loads: {sums}")
+        in_flight = len(self.requests(*IN_FLIGHT))
+        loading = len(self.requests(LoadState.LOADING))
+        is_sound = (
+            claiming == self._claims and in_flight == self.in_flight and loading == self.loading
+        )
+        if not is_sound:
+            raise LocalProtocolError(
+                f"loads: {len(self._claims)} claims, {self.in_flight} in flight, {self.loading} of them loading; "
+                f"{len(claiming)}, {in_flight} and {loading} by request"
+            )
         self.quarantine.check_integrity()
 
     def _prompts(self) -> Iterator[RemotePrompt]:
@@ -295,14 +319,15 @@ class ConsumerLedger:
 
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
         after = next_state(LOAD_TRANSITIONS, prompt.state, event, prompt)
-        self.loading -= prompt.state is LoadState.LOADING
+        if prompt.state is LoadState.LOADING:
+            self.loading -= 1
         if after is None:
             self._forget(prompt)
         else:
             prompt.state = after
 
     def _leave(self, prompt: RemotePrompt, event: LoadEvent) -> bool:
-        """End a prompt whose load may not have begun. Returns whether that was so: then its lease is released."""
+        """End a prompt that is not loaded any more. True if its load had not begun: then its lease is released."""
         was_offered = prompt.state is LoadState.OFFERED
         self._advance(prompt, event)
         if was_offered:
@@ -315,6 +340,16 @@ class ConsumerLedger:
             self._advance(prompt, event)
             self.in_flight -= 1
         return prompt
+
+    def _load_nothing(self, prompt: RemotePrompt) -> None:
+        was_offered = self._leave(prompt, LoadEvent.DECLINE)
+        is_in_cache = prompt.local_tokens >= prompt.shared_tokens
+        if not was_offered or is_in_cache:
+            return
+        if prompt.is_too_short(self._recompute_threshold):
+            self._recompute(prompt, "below_threshold")
+        else:
+            self._recompute(prompt, "not_wanted")
 
     def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
         self._counters.add("local_recomputes", reason)

@@ -34,13 +34,11 @@ class PrewarmQueue:
 
     def expect(self, producer: Prewarm, now_s: float) -> None:
         """A request will read from this producer, or a static peer has answered. `now_s` is of any monotonic clock."""
+        # One entry, whether an operator or a client has named it.
         named = msgspec.structs.replace(producer, is_static=False)
-        is_known = now_s < self._named_s.get(named, -AGAIN_S) + AGAIN_S
-        if not producer.is_static:
-            host = one_spelling(producer.host)
-            if is_known or not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
-                return
-            self._by_host[host] += 1
+        # A static peer has no share: the operator has listed it, so there are few, and each is wanted.
+        if not producer.is_static and not self._may_wait(named, now_s):
+            return
         self._waiting.append(producer)
         self.forget(named)
         self._named_s[named] = now_s
@@ -51,8 +49,20 @@ class PrewarmQueue:
         """The workers may have lost it: the next request names it again."""
         self._named_s.pop(producer, None)
 
+    def _may_wait(self, producer: Prewarm, now_s: float) -> bool:
+        """Take a place for a producer that a client has named. False if it was prewarmed lately, or has no share."""
+        named_s = self._named_s.get(producer)
+        if named_s is not None and now_s < named_s + AGAIN_S:
+            return False
+        host = one_spelling(producer.host)
+        if not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
+            return False
+        self._by_host[host] += 1
+        return True
+
     def take(self) -> tuple[Prewarm, ...]:
         """The producers to prewarm since the last call."""
-        waiting, self._waiting = self._waiting, []
+        waiting = tuple(self._waiting)
+        self._waiting.clear()
         self._by_host.clear()
-        return tuple(waiting)
+        return waiting

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.block_pool import BlockPool
 
 
+class _Pin(NamedTuple):
+    blocks: tuple[int, ...]
+    since_s: float
+
+
 class QuarantinedBlocks:
     """Pins the blocks of failed loads, by request, until no worker reports that they may still be written.
 
-    vLLM frees a failed request's blocks at once. So one more reference is taken on each block before that.
+    To release a transfer does not stop it: NIXL may write as long as its handle lives. But vLLM frees a failed
+    request's blocks at once. So one more reference is taken on each block before that.
 
     Args:
         pool: the engine's; without it nothing is pinned.
@@ -19,10 +26,8 @@ class QuarantinedBlocks:
 
     def __init__(self, pool: BlockPool | None) -> None:
         self._pool = pool
-        self._alive: dict[int, frozenset[str]] = {}
-        self._pinned: dict[
-            str, tuple[tuple[int, ...], float]
-        ] = {}  # blocks, and since when; the oldest is first
+        self._alive: dict[int, frozenset[str]] = {}  # by worker, its latest report
+        self._pinned: dict[str, _Pin] = {}  # by request; the oldest is first
 
     def __len__(self) -> int:
         """The number of requests whose blocks are pinned."""
@@ -31,7 +36,7 @@ class QuarantinedBlocks:
     @property
     def num_blocks(self) -> int:
         """The number of pinned blocks."""
-        return sum(len(blocks) for blocks, _ in self._pinned.values())
+        return sum(len(pin.blocks) for pin in self._pinned.values())
 
     def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
@@ -42,16 +47,19 @@ class QuarantinedBlocks:
         for request_id in named - self._pinned.keys():
             self._pin(self._pool, request_id, now_s)
         for request_id in self._pinned.keys() - named:
-            self._pool.give_back(self._pinned.pop(request_id)[0])
+            pin = self._pinned.pop(request_id)
+            self._pool.give_back(pin.blocks)
 
     def gauges(self, now_s: float) -> dict[str, float]:
         """The gauges of pinned requests and blocks."""
+        oldest_s = 0.0
+        for pin in self._pinned.values():
+            oldest_s = now_s - pin.since_s
+            break
         return {
             "quarantined_requests_now": len(self._pinned),
             "quarantined_blocks_now": self.num_blocks,
-            "oldest_quarantine_s": next(
-                (now_s - since_s for _, since_s in self._pinned.values()), 0.0
-            ),
+            "oldest_quarantine_s": oldest_s,
         }
 
     def check_integrity(self) -> None:
@@ -60,18 +68,19 @@ class QuarantinedBlocks:
         Raises:
             LocalProtocolError: with the counts that disagree.
         """
-        pinned = [block for blocks, _ in self._pinned.values() for block in blocks]
-        given = [
-            block
-            for block in pinned
-            if self._pool is not None and self._pool.reference_count(block) < 1
-        ]
-        if given:
+        if self._pool is None:
+            return
+        num_free = 0
+        for pin in self._pinned.values():
+            for block in pin.blocks:
+                if self._pool.reference_count(block) < 1:
+                    num_free += 1
+        if num_free:
             raise LocalProtocolError(
-                f"quarantine: {len(given)} of {len(pinned)} pinned blocks are in the pool"
+                f"quarantine: {num_free} of {self.num_blocks} pinned blocks are in the pool"
             )
 
     def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
         blocks = pool.loaded_into(request_id)
         pool.keep(blocks)
-        self._pinned[request_id] = blocks, now_s
+        self._pinned[request_id] = _Pin(blocks, now_s)

@@ -39,11 +39,16 @@ class RemoteLease:
     lease_s: float
 
     @classmethod
-    def of(cls, source: RemotePrefill) -> RemoteLease:
+    def from_params(cls, source: RemotePrefill) -> RemoteLease:
         """The lease that params name."""
         ticket = source.kvferry
-        name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
-        return cls(source.remote_host, source.remote_port, ticket.boot, name, ticket.lease_s)
+        return cls(
+            host=source.remote_host,
+            port=source.remote_port,
+            boot=ticket.boot,
+            name=LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch),
+            lease_s=ticket.lease_s,
+        )
 
     @property
     def key(self) -> LeaseKey:
@@ -89,24 +94,24 @@ class EndedLeases:
 
     def __init__(self, limit: int = MAX_ENDED_LEASES) -> None:
         self._limit = limit
-        self._found: set[bytes] = set()
+        self._packed: set[bytes] = set()
         self._order: deque[bytes] = deque()
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __contains__(self, key: LeaseKey) -> bool:
-        return _packed(key) in self._found
+        return _packed(key) in self._packed
 
     def add(self, key: LeaseKey) -> None:
         """Remember a lease; adding it again does not change its age."""
         packed = _packed(key)
-        if packed in self._found:
+        if packed in self._packed:
             return
-        self._found.add(packed)
+        self._packed.add(packed)
         self._order.append(packed)
         if len(self._order) > self._limit:
-            self._found.remove(self._order.popleft())
+            self._packed.remove(self._order.popleft())
 
 
 def _packed(key: LeaseKey) -> bytes:
@@ -166,6 +171,8 @@ class RemotePrompt:
     """One request whose prompt, or the beginning of it, is in the cache of another engine.
 
     Attributes:
+        source: the params that name it.
+        offered_s: when it arrived, on a monotonic clock.
         is_turn: the source is the answer to the conversation's last turn, and the rest is computed here.
         shared_tokens: leading tokens of this prompt that the producer's blocks certainly hold.
         local_tokens: the local prefix hit of the last call of `matched_tokens`.
@@ -181,8 +188,9 @@ class RemotePrompt:
     local_tokens: int = 0
 
     def is_too_short(self, threshold: int) -> bool:
-        """Whether it is a turn that lacks fewer tokens than `threshold` here."""
-        return self.is_turn and self.shared_tokens - self.local_tokens < threshold
+        """True if it is a turn that lacks fewer tokens than `threshold` here."""
+        num_lacking = self.shared_tokens - self.local_tokens
+        return self.is_turn and num_lacking < threshold
 
     def __str__(self) -> str:
         return f"req={self.request_id}"

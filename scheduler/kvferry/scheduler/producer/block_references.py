@@ -7,7 +7,7 @@ blocks without other references. So references of leases are counted here and co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.block_pool import BlockPool
@@ -21,7 +21,7 @@ class BlockReferences:
         pool: the engine's; without it only leases are assumed to use blocks.
 
     Attributes:
-        held: leases with references that have not ended, by request; the one whose request ended first is first.
+        held: leases with references that have not ended, by request; the one that was held first is first.
         ending: leases that have ended and that some worker has not acknowledged, by request; the first ended is first.
     """
 
@@ -29,11 +29,12 @@ class BlockReferences:
         self._pool = pool
         self.held: dict[str, ProducerLease] = {}
         self.ending: dict[str, ProducerLease] = {}
+        # References of each block. A count that falls to zero is removed, so a step's cost is that of used blocks.
         self._held: Counter[int] = Counter()
         self._ending: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        """Blocks that held leases refer to, shared or not: never less than `num_leased`."""
+        """Blocks that held leases refer to, shared or not: an upper bound of `num_leased` that costs nothing."""
         return len(self._held)
 
     @property
@@ -71,19 +72,24 @@ class BlockReferences:
 
     def num_coming(self) -> int:
         """Blocks that only ending leases keep: they return to the pool soon."""
-        return sum(
-            block not in self._held and self._is_only_leased(block) for block in self._ending
-        )
+        num_coming = 0
+        for block in self._ending:
+            # A block that a held lease keeps as well stays out of the pool.
+            if block not in self._held and self._is_only_leased(block):
+                num_coming += 1
+        return num_coming
 
     def can_give(self, lease: ProducerLease) -> bool:
-        """Whether any block of this lease is used by leases only, so that ending leases can free it."""
+        """True if any block of this lease is used by leases only, so that ending leases can free it."""
         return any(map(self._is_only_leased, lease.block_ids))
 
     def gain(self, lease: ProducerLease) -> int:
         """The number of blocks that ending this lease alone frees."""
-        return sum(
-            self._held[block] == 1 and self._is_only_leased(block) for block in lease.block_ids
-        )
+        gain = 0
+        for block in lease.block_ids:
+            if self._held[block] == 1 and self._is_only_leased(block):
+                gain += 1
+        return gain
 
     def check_integrity(self) -> None:
         """Check the sums, and that every block has at least as many references as leases that keep it.
@@ -91,10 +97,12 @@ class BlockReferences:
         Raises:
             LocalProtocolError: with the sums.
         """
-        held = Counter(block for lease in self.held.values() for block in lease.block_ids)
-        ending = Counter(block for lease in self.ending.values() for block in lease.block_ids)
+        held = _references_of(self.held.values())
+        ending = _references_of(self.ending.values())
         # Compared as dicts: faster than `Counter.__eq__`, which also ignores zero counts.
-        if not (dict.__eq__(held, self._held) and dict.__eq__(ending, self._ending)):
+        is_held_equal = dict.__eq__(held, self._held)
+        is_ending_equal = dict.__eq__(ending, self._ending)
+        if not (is_held_equal and is_ending_equal):
             raise LocalProtocolError(
                 f"block references: {self._held.total()} held + {self._ending.total()} ending, "
                 f"{held.total()} + {ending.total()} by lease"
@@ -110,16 +118,28 @@ class BlockReferences:
                 )
 
     def _is_only_leased(self, block: int) -> bool:
-        return (
-            self._pool is None
-            or self._pool.reference_count(block) == self._held[block] + self._ending[block]
-        )
+        """True if no running request has the block: the pool counts no more references than leases have."""
+        if self._pool is None:
+            return True
+        num_leases = self._held[block] + self._ending[block]
+        return self._pool.reference_count(block) == num_leases
+
+
+def _references_of(leases: Iterable[ProducerLease]) -> Counter[int]:
+    references: Counter[int] = Counter()
+    for lease in leases:
+        references.update(lease.block_ids)
+    return references
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:
-    """Remove one reference from each of these distinct blocks. Most have only one, and need no Python loop."""
-    found = list(map(counts.pop, blocks))
-    if sum(found) > len(found):
-        counts.update(
-            {block: count - 1 for block, count in zip(blocks, found, strict=True) if count > 1}
-        )
+    """Remove one reference from each of these distinct blocks."""
+    # Popped and put back, since most are not put back: a decrement of each would be a Python loop over all blocks of a
+    # prompt, in the step that ends its lease.
+    before = list(map(counts.pop, blocks))
+    is_any_shared = sum(before) > len(before)
+    if not is_any_shared:
+        return
+    for block, count in zip(blocks, before, strict=True):
+        if count > 1:
+            counts[block] = count - 1

@@ -20,23 +20,32 @@ class Deadlines:
     """
 
     def __init__(self, lease_s: float, turn_s: float) -> None:
-        self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: turn_s}
+        self._lifetime_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: turn_s}
+        # No deadline passes before this time. It may be too early, after a renewal or an end; never too late.
         self._next_due_s = math.inf
 
     def start(self, lease: ProducerLease, clock_s: float) -> None:
-        """The time of a lease begins."""
+        """From now on a held lease expires unless it is renewed."""
         lease.held_s = clock_s
-        lease.deadline_s = max(lease.claimed_until_s, clock_s + self._first_s[lease.use])
+        # A renewal that came before counts: a consumer that reads a stream renews it while it is computed.
+        lease.deadline_s = max(lease.claimed_until_s, clock_s + self._lifetime_s[lease.use])
         self._next_due_s = min(self._next_due_s, lease.deadline_s)
 
     def may_be_due(self, clock_s: float) -> bool:
-        """Whether a deadline may have passed; its lease may have been renewed or ended since."""
+        """True if a deadline may have passed; its lease may have been renewed or ended since."""
         return clock_s >= self._next_due_s
 
     def due(self, held: Iterable[ProducerLease], clock_s: float) -> list[ProducerLease]:
-        """The held leases whose deadline has passed. A renewal only adds time, so none of the others is due before the
-        earliest deadline that is found here."""
-        leases = list(held)
-        earliest_s = min((x.deadline_s for x in leases if x.deadline_s > clock_s), default=math.inf)
-        self._next_due_s = max(earliest_s, clock_s + len(leases) * SCAN_S)
-        return [lease for lease in leases if lease.deadline_s <= clock_s]
+        """The held leases whose deadline has passed. It reads all of them."""
+        due: list[ProducerLease] = []
+        num_held = 0
+        earliest_s = math.inf
+        for lease in held:
+            num_held += 1
+            if lease.deadline_s <= clock_s:
+                due.append(lease)
+            else:
+                earliest_s = min(earliest_s, lease.deadline_s)
+        # A renewal only adds time, so none of the others is due before the earliest deadline that was found.
+        self._next_due_s = max(earliest_s, clock_s + num_held * SCAN_S)
+        return due

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
@@ -42,7 +43,7 @@ class Demand:
         need: blocks that must be free for a waiting request.
         reserve: further blocks that turns have to leave free.
         cap: most blocks that leases alone may keep.
-        slots_short: whether turns occupy slots that other leases will need.
+        are_slots_short: whether turns occupy slots that other leases will need.
         lasts: whether `need` or `cap` has been missed for a heartbeat.
     """
 
@@ -50,7 +51,7 @@ class Demand:
     need: int = 0
     reserve: int = 0
     cap: int = 1 << 62
-    slots_short: bool = False
+    are_slots_short: bool = False
     lasts: bool = False
 
 
@@ -64,20 +65,21 @@ def rank_of(lease: ProducerLease, clock_s: float, heartbeat_s: float) -> Rank | 
         return None
     if is_claimed:
         return Rank.CLAIMED_PROMPT
-    return Rank.DESERTED_PROMPT if age_s >= 2 * heartbeat_s else Rank.FRESH_PROMPT
+    if age_s >= 2 * heartbeat_s:
+        return Rank.DESERTED_PROMPT
+    return Rank.FRESH_PROMPT
 
 
 def candidates(ledger: ProducerLedger) -> list[Candidate]:
     """The leases that may be evicted, in the order of eviction."""
-    clock_s, heartbeat_s = ledger.clock_s, ledger.clock.heartbeat_s
-    ranked = [
-        (rank, lease)
-        for lease in ledger.block_references.held.values()
-        if (rank := rank_of(lease, clock_s, heartbeat_s)) is not None
-    ]
-    return sorted(
-        ranked, key=lambda candidate: candidate[0]
-    )  # stable: within a rank the longest held is first
+    ranked: list[Candidate] = []
+    for lease in ledger.block_references.held.values():
+        rank = rank_of(lease, ledger.clock_s, ledger.clock.heartbeat_s)
+        if rank is not None:
+            ranked.append((rank, lease))
+    # The sort is stable: within a rank the longest held stays first.
+    ranked.sort(key=itemgetter(0))
+    return ranked
 
 
 def release_idle_turns(ledger: ProducerLedger, how: str) -> int:
@@ -105,20 +107,28 @@ def evict(
     Returns:
         Whether `need` and `cap` are met now.
     """
-    free, slots_short = demand.free, demand.slots_short
+    free = demand.free
+    are_slots_short = demand.are_slots_short
     for rank, lease in candidates:
-        lacks, is_over = free < demand.need, leased > demand.cap
+        lacks_blocks = free < demand.need
+        are_too_many_leased = leased > demand.cap
         if rank is Rank.IDLE_TURN:
-            goes = lacks or is_over or slots_short or free < demand.need + demand.reserve
+            lacks_reserve = free < demand.need + demand.reserve
+            must_end = lacks_blocks or are_too_many_leased or are_slots_short or lacks_reserve
         elif rank is Rank.DESERTED_PROMPT:
-            goes = lacks or is_over
+            must_end = lacks_blocks or are_too_many_leased
         elif rank is Rank.CLAIMED_TURN:
-            goes = lacks or (is_over and demand.lasts)
+            must_end = lacks_blocks or (are_too_many_leased and demand.lasts)
         else:
-            goes = (lacks or is_over) and demand.lasts
-        if not goes or not (slots_short or references.can_give(lease)):
+            must_end = (lacks_blocks or are_too_many_leased) and demand.lasts
+        if not must_end:
+            continue
+        # A lease whose blocks running requests use as well frees none of them, but it frees a slot.
+        if not are_slots_short and not references.can_give(lease):
             continue
         gain = references.gain(lease)
         end(lease, "evicted")
-        free, leased, slots_short = free + gain, leased - gain, False
+        free += gain
+        leased -= gain
+        are_slots_short = False
     return free >= demand.need and leased <= demand.cap

@@ -70,8 +70,8 @@ class PublishedStream:
     """The part of one lease's prompt that was published under its present epoch.
 
     Attributes:
-        row: where they list its blocks.
-        tokens: leading tokens that they have reported as complete, or will.
+        row: where the workers list its blocks.
+        tokens: leading tokens that the workers have reported as complete, or will.
         blocks: per cache group the blocks in the row.
     """
 
@@ -80,10 +80,9 @@ class PublishedStream:
     blocks: tuple[Sequence[int], ...] = ()
 
     def goes_on_with(self, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether these blocks of the request, per cache group, begin with the published ones."""
-        return all(
-            now[: len(known)] == known for known, now in zip(self.blocks, blocks, strict=False)
-        )
+        """True if these blocks of the request, per cache group, begin with the published ones."""
+        pairs = zip(self.blocks, blocks, strict=False)
+        return all(now[: len(published)] == published for published, now in pairs)
 
 
 _NO_SLOT = LeaseName(slot=-1, epoch="")
@@ -95,7 +94,8 @@ class ProducerLease:
 
     Attributes:
         name: its present name in messages and orders; without a slot while INTENDED.
-        origin: its first name, which is valid as long as the lease; `name` has another epoch if its stream restarted.
+        origin: its first name, by which consumers know it as long as it lasts. `name` has another epoch if its stream
+            restarted.
         is_running: whether its request has not ended.
         held_s: when it was held and the request had ended, on the ledger's clock; until then when it was held.
         deadline_s: on the same clock; infinite until the request has ended, or is preempted.
@@ -126,7 +126,7 @@ class ProducerLease:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether the lease has references on the request's blocks."""
+        """True if the lease has references on the request's blocks."""
         return self.state in (LeaseState.HELD, LeaseState.ENDING)
 
     def hold_order(self, blocks: Blocks) -> LeaseHold:

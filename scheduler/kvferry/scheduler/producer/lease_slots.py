@@ -38,16 +38,18 @@ class LeaseSlots:
 
     def take(self, lease: ProducerLease) -> LeaseOpen:
         """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
-        lease.name = lease.origin = self._name(self._free.pop())
+        slot = self._free.pop()
+        lease.name = self._new_name(slot)
+        lease.origin = lease.name
         self._by_name[lease.name] = lease
         return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)
 
     def renew_epoch(self, lease: ProducerLease) -> None:
-        """Give a lease a fresh epoch in its slot. Its first name finds it as well; names in between, which consumers
-        have never had, do not."""
+        """Give a lease a fresh epoch in its slot; `find` knows it by its first name too."""
+        # Not by the names in between: tickets have the first one, so consumers have never had those.
         if lease.name != lease.origin:
             del self._by_name[lease.name]
-        lease.name = self._name(lease.slot)
+        lease.name = self._new_name(lease.slot)
         self._by_name[lease.name] = lease
 
     def give_back(self, lease: ProducerLease) -> None:
@@ -57,12 +59,17 @@ class LeaseSlots:
         self._free.append(lease.slot)
 
     def check_integrity(self) -> None:
-        """Raises `LocalProtocolError` if a slot is neither free nor leased, or both."""
+        """Check that every slot is either free or one lease's.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
         leases = set(self._by_name.values())
-        if sorted([lease.slot for lease in leases] + self._free) != list(range(self.count)):
+        slots = [lease.slot for lease in leases] + self._free
+        if sorted(slots) != list(range(self.count)):
             raise LocalProtocolError(
                 f"lease table: {len(leases)} leased and {len(self._free)} free of {self.count} slots"
             )
 
-    def _name(self, slot: int) -> LeaseName:
+    def _new_name(self, slot: int) -> LeaseName:
         return LeaseName(slot=slot, epoch=epoch_to_text(self._draw_epoch()))

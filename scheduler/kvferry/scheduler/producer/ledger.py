@@ -42,7 +42,7 @@ class LeaseObserver:
 
 
 class ProducerLedger:
-    """All leases of one engine, in one table by request; names, deadlines and blocks are indices of it.
+    """All leases of one engine; names, deadlines and blocks are indices of them.
 
     Args:
         slots, draw_epoch: see `LeaseSlots`.
@@ -98,7 +98,7 @@ class ProducerLedger:
     def state(self, request_id: str) -> LeaseState | None:
         """The state of a request's lease; None without a lease."""
         lease = self.get(request_id)
-        return lease.state if lease else None
+        return None if lease is None else lease.state
 
     @property
     def clock_s(self) -> float:
@@ -107,23 +107,26 @@ class ProducerLedger:
 
     @property
     def needs_step(self) -> bool:
-        """Whether a step has something to do: orders, ended leases that the workers report, or leases that expire."""
-        return bool(self._orders or self.block_references.ending) or self._deadlines.may_be_due(
-            self.clock_s
-        )
+        """True if a step has something to do: orders, ended leases that the workers report, or leases that expire."""
+        has_work = bool(self._orders) or bool(self.block_references.ending)
+        return has_work or self._deadlines.may_be_due(self.clock_s)
 
     def running(self, request_id: str) -> ProducerLease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
         lease = self.get(request_id)
-        return lease if lease is not None and lease.is_running else None
+        if lease is None or not lease.is_running:
+            return None
+        return lease
 
     def leases(self, *states: LeaseState) -> list[ProducerLease]:
         """The leases in one of these states."""
         return [lease for lease in self._all() if lease.state in states]
 
     def intend(self, request_id: str, use: LeaseUse) -> bool:
-        """A request has arrived whose blocks are for another engine when it ends. False if the lease of an earlier
-        request with this id has not ended: this one is served without a transfer."""
+        """A request has arrived whose blocks are for another engine when it ends.
+
+        False if the lease of an earlier request with this id has not ended: this one is served without a transfer.
+        """
         record = self._requests.enter(request_id)
         if record.lease is not None:
             self._counters.add(f"{use.value}_refused")
@@ -132,8 +135,10 @@ class ProducerLedger:
         return True
 
     def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
-        """A request is scheduled: its lease, intended or new, gets a slot; further calls change nothing. False if no
-        slot is free, or `intend` would refuse: the request is served without a transfer."""
+        """A request is scheduled: its lease, intended or new, gets a slot; further calls change nothing.
+
+        False if no slot is free, or `intend` would refuse: the request is served without a transfer.
+        """
         record = self._requests.enter(request_id)
         if record.lease is None:
             record.lease = ProducerLease(request_id, use)
@@ -153,8 +158,9 @@ class ProducerLedger:
     def complete(
         self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()
     ) -> ProducerLease | None:
-        """The next step completes the request's blocks: keep them from now on, so that vLLM gives none of them away
-        before the workers have ended the lease. None when it has no lease.
+        """The next step completes the request's blocks: keep them from now on. None when it has no lease.
+
+        vLLM then gives none of them away before the workers have ended the lease, whatever becomes of the request.
 
         Args:
             worker_blocks: the blocks that are sent to the workers.
@@ -179,7 +185,7 @@ class ProducerLedger:
         self.start_deadline(lease)
 
     def start_deadline(self, lease: ProducerLease) -> None:
-        """Nothing but a renewal keeps this lease any more, if it is held."""
+        """From now on a held lease expires unless it is renewed."""
         if lease.state is LeaseState.HELD:
             self._deadlines.start(lease, self.clock_s)
 
@@ -191,37 +197,42 @@ class ProducerLedger:
         self._advance(lease, LeaseEvent.ABANDON)
         if lease.state is LeaseState.INTENDED:
             return
-        if self._orders.withdraw(lease.slot):
+        is_known_to_workers = self._orders.withdraw(lease.slot)
+        if is_known_to_workers:
             self._orders.ends.append(lease.end_order())
         lease.ended_by = how
         self._counters.add(f"{lease.use.value}_released", how)
         self.observer.lease_over(lease, how)
 
     def renew(self, name: LeaseName, received_s: float | None = None) -> bool:
-        """Extend the lease to at least `lease_s` after `received_s` (the ledger's clock; now when None). False when
-        there is no such lease."""
+        """Extend the lease to at least `lease_s` after `received_s`. False when there is no such lease.
+
+        Args:
+            received_s: on the ledger's clock; None for now.
+        """
         lease = self.slots.find(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._counters.add("renewals_unknown")
             return False
-        lease.claimed_until_s = (self.clock_s if received_s is None else received_s) + self.lease_s
+        if received_s is None:
+            received_s = self.clock_s
+        lease.claimed_until_s = received_s + self.lease_s
         lease.deadline_s = max(lease.deadline_s, lease.claimed_until_s)
         return True
 
     def release(self, name: LeaseName, how: str = "release") -> bool:
-        """End a lease that will not be read any more, also if its prompt is still computed.
-
-        The epoch of a computing lease that is not streamed was never published, so its release counts as unknown.
-        """
+        """End a lease that will not be read any more, also if its prompt is still computed. False for unknown ones."""
         lease = self.slots.find(name)
         if lease is not None and lease.state is LeaseState.HELD:
             self.end(lease, how)
-        elif lease is not None and lease.state is LeaseState.COMPUTING and lease.stream is not None:
+            return True
+        # The epoch of a computing lease that is not streamed was never published: whoever names it has guessed.
+        is_streamed = lease is not None and lease.stream is not None
+        if lease is not None and is_streamed and lease.state is LeaseState.COMPUTING:
             self.abandon(lease.request_id, how)
-        else:
-            self._counters.add("releases_unknown")
-            return False
-        return True
+            return True
+        self._counters.add("releases_unknown")
+        return False
 
     def end(self, lease: ProducerLease, how: str) -> None:
         """End a held lease, although a consumer may still want to read it."""
@@ -238,14 +249,13 @@ class ProducerLedger:
         return len(ending)
 
     def take_orders(self, now_s: float, *, may_expire: bool = True) -> LeaseOrders:
-        """Orders since the last call, for the workers of this engine.
-
-        Time counts only while this process is awake (`AwakeClock`), so that a pause of the producer itself does not
-        expire leases. Leases that ran out while the engine was idle end here.
+        """Orders since the last call, for the workers of this engine. Leases that have run out end here.
 
         Args:
             may_expire: whether all received renewals have been applied: one that arrived in time must prevent expiry.
         """
+        # Time counts only while this process is awake: a pause of the producer itself must not expire leases, since
+        # their renewals could not arrive meanwhile.
         clock_s = self.clock.wind(now_s)
         if may_expire and self._deadlines.may_be_due(clock_s):
             for lease in self._deadlines.due(self.block_references.held.values(), clock_s):
@@ -258,8 +268,10 @@ class ProducerLedger:
 
         Ignored are unknown workers, a worker's repetitions, and requests whose leases are not held.
         """
-        over = []
-        for request_id in request_ids if worker in self._workers else ():
+        over: list[str] = []
+        if worker not in self._workers:
+            return over
+        for request_id in request_ids:
             lease = self.get(request_id)
             if lease is None or not lease.keeps_blocks:
                 continue
@@ -280,15 +292,15 @@ class ProducerLedger:
             raise LocalProtocolError(f"req={request_id}: reported sent without a lease")
         self._advance(lease, LeaseEvent.SENT)
         self.block_references.free(lease)
-        how = lease.ended_by = lease.ended_by or "done"
-        self._counters.add(f"{lease.use.value}_released", how)
-        if (
-            lease.use is LeaseUse.PROMPT
-            and how in ("done", "release")
-            and lease.deadline_s < math.inf
-        ):
+        if not lease.ended_by:
+            lease.ended_by = "done"
+        self._counters.add(f"{lease.use.value}_released", lease.ended_by)
+        was_read = lease.ended_by in ("done", "release")
+        # A prompt that was read before its request has ended has no deadline yet.
+        has_deadline = lease.deadline_s < math.inf
+        if lease.use is LeaseUse.PROMPT and was_read and has_deadline:
             self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
-        self.observer.lease_over(lease, how)
+        self.observer.lease_over(lease, lease.ended_by)
 
     def check_integrity(self) -> None:
         """Check that every slot is free or leased once, and that the references on blocks are those of the leases
@@ -320,11 +332,13 @@ class ProducerLedger:
         orders: list[LeaseHold],
     ) -> ProducerLease | None:
         lease = self.get(request_id)
-        if lease is not None:
-            self._advance(lease, LeaseEvent.COMPLETE)
-            lease.held_s, lease.block_ids = self.clock_s, block_ids
-            self.block_references.keep(lease)
-            orders.append(lease.hold_order(worker_blocks))
+        if lease is None:
+            return None
+        self._advance(lease, LeaseEvent.COMPLETE)
+        lease.held_s = self.clock_s
+        lease.block_ids = block_ids
+        self.block_references.keep(lease)
+        orders.append(lease.hold_order(worker_blocks))
         return lease
 
     def _advance(self, lease: ProducerLease, event: LeaseEvent) -> None:

@@ -56,8 +56,13 @@ class PublishedStreams:
         Args:
             blocks: all blocks of these tokens that are listed, per cache group; they go on with those before.
         """
-        first = tuple(map(len, stream.blocks)) or (0,) * len(blocks)
-        stream.tokens, stream.blocks = tokens, blocks
+        # A row lists blocks in order, and workers only add to it: each order names those that the ones before did not.
+        num_listed = [0] * len(blocks)
+        if stream.blocks:
+            num_listed = [len(ids) for ids in stream.blocks]
+        new_blocks = [tuple(ids[first:]) for first, ids in zip(num_listed, blocks, strict=True)]
+        stream.tokens = tokens
+        stream.blocks = blocks
         self._orders.progress.append(
             LeaseProgress(
                 slot=lease.slot,
@@ -65,17 +70,20 @@ class PublishedStreams:
                 row=stream.row,
                 origin=lease.origin.epoch,
                 tokens=tokens,
-                first_blocks=first,
-                blocks=tuple(tuple(ids[at:]) for at, ids in zip(first, blocks, strict=True)),
+                first_blocks=tuple(num_listed),
+                blocks=tuple(new_blocks),
             )
         )
 
     def restart(self, lease: ProducerLease, stream: PublishedStream) -> None:
-        """The published part is not valid any more. Must be called before the next step's orders are taken: in that
-        step other requests may write the blocks."""
+        """The published part is not valid any more: go on under another epoch.
+
+        Must be called before the next step's orders are taken: in that step other requests may write the blocks.
+        """
         if not stream.blocks:
             return
-        stream.tokens, stream.blocks = 0, ()
+        stream.tokens = 0
+        stream.blocks = ()
         self._slots.renew_epoch(lease)
         order = LeaseOpen(
             slot=lease.slot, epoch=lease.name.epoch, row=stream.row, origin=lease.origin.epoch
@@ -90,7 +98,11 @@ class PublishedStreams:
             lease.stream = None
 
     def check_integrity(self, leases: Iterable[ProducerLease]) -> None:
-        """Raises `LocalProtocolError` if a row is neither free nor one lease's, or both."""
+        """Check that every row is either free or one lease's.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
         used = [lease.stream.row for lease in leases if lease.stream is not None]
         if sorted(used + self._free) != list(range(self._rows)):
             raise LocalProtocolError(

@@ -1,0 +1,233 @@
+"""A request's life on the scheduler side: what vLLM's hooks mean for every part that has to do with it.
+
+    arrived ──► matched_tokens (again and again while it waits) ──► admitted (again after a preemption) ──► ended
+
+`ended` is the only end. The request's record goes with it; what outlives the request (a held lease, an aborted load) is
+the ledgers'.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.scheduler_side.admission import Admission
+from kvferry.connector.scheduler_side.block_demand import BlockDemand
+from kvferry.connector.scheduler_side.intake import RequestIntake
+from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
+from kvferry.connector.scheduler_side.side_channel import SideChannel
+from kvferry.connector.scheduler_side.steps import Steps
+from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
+from kvferry.connector.tracing.scheduler_events import SchedulerTracing
+from kvferry.connector.vllm.requests import has_ended_by_error
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState, RemotePrompt
+from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
+from kvferry.scheduler.producer.ledger import ProducerLedger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLife:
+    """Passes the events of requests to the parts, in the order that they need.
+
+    Attributes:
+        children_hold: whether another child of a MultiConnector may hold the blocks of a request that is aborted while
+            it is loaded.
+    """
+
+    def __init__(
+        self,
+        requests: EngineRequests,
+        *,
+        local: LocalEngine,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        intake: RequestIntake,
+        queries: PromptQueries,
+        admission: Admission,
+        demand: BlockDemand,
+        tickets: TicketBuilder,
+        steps: Steps,
+        channel: SideChannel,
+        tracing: SchedulerTracing,
+        counters: Counters,
+    ) -> None:
+        self.children_hold = False
+        self._requests = requests
+        self._local = local
+        self._leases = leases
+        self._loads = loads
+        self._intake = intake
+        self._queries = queries
+        self._admission = admission
+        self._demand = demand
+        self._tickets = tickets
+        self._steps = steps
+        self._channel = channel
+        self._tracing = tracing
+        self._counters = counters
+
+    def arrived(self, request: Request) -> None:
+        """Read the request's params before vLLM does."""
+        self._intake.receive(self._requests.add(request))
+        self._channel.flush()
+
+    def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
+        """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step."""
+        entry = self._requests.enter(request)
+        self._wait_for_answer(entry)
+        if entry.record.query is not None:
+            return None
+        if entry.must_fail:
+            return 1
+        if self._may_get_slot_soon(entry):
+            return None
+        prompt = entry.record.prompt
+        is_offered = prompt is not None and prompt.state is LoadState.OFFERED
+        # Another child's load is not in this ledger.
+        if self._admission.must_wait(entry, may_load=is_offered or self.children_hold):
+            return None
+        num_matched = self._loads.matched_tokens(entry.request_id, num_local_tokens)
+        if num_matched and self._admission.loads_nothing(entry):
+            self._loads.compute_here(entry.request_id, "blocks_pinned")
+            self._channel.flush()
+            return 0
+        return num_matched
+
+    def admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM has allocated blocks for the request. It is told so twice if the request loads, before and after."""
+        entry = self._requests.enter(request)
+        self._demand.admitted(request)
+        self._admission.admitted(entry)
+        self._open_lease(entry)
+        self._tickets.admitted(entry)
+        self._intake.admitted(entry)
+        self._queries.admitted(entry, num_external_tokens)
+        prompt = entry.record.prompt
+        if prompt is not None:
+            self._order_load(prompt, blocks, num_external_tokens)
+            self._channel.flush()
+
+    def ended(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended.
+
+        Returns:
+            Whether vLLM must hold its blocks, and the params of its response.
+        """
+        entry = self._requests.ended(request.request_id)
+        if entry is None:
+            return False, None
+        # vLLM holds an aborted load's blocks itself until the load is reported, except under a MultiConnector. There it
+        # would free them at the first of two reports, the load's end and the other child's, and end the engine at the
+        # second. So this connector holds them too, and reports the end as that child does (`WorkerReports`).
+        is_loading = self._loads.finished(entry.request_id, by_error=has_ended_by_error(request))
+        must_hold = is_loading and self.children_hold
+        self._queries.ended(entry)
+        self._demand.end_stall()
+        self._admission.admitted(entry)
+        self._tracing.finished(entry.request_id)
+        self._intake.ended(entry)
+        self._channel.flush()
+        self._end_turn_while_draining(entry)
+        # A lease's blocks are not held by vLLM: the request would stay in its scheduler, and as long as it does the
+        # engine steps every millisecond, on more than one core. So the lease has references of its own on them.
+        ticket = self._tickets.ended(entry, block_ids)
+        if ticket is None:
+            return must_hold, None
+        params, lease = ticket
+        logger.debug(
+            "req=%s slot=%d holds %d tokens", entry.request_id, lease.slot, params.remote_num_tokens
+        )
+        self._tracing.params_given(entry.request_id, params, lease)
+        is_turn = lease.use is LeaseUse.TURN
+        may_send_both_legs = self._channel.announces and not is_turn
+        return False, params.to_json(is_turn=is_turn, at_once=may_send_both_legs)
+
+    def reset(self) -> bool:
+        """The weights have changed or are about to: caches of the old weights must not be used with the new ones.
+
+        Returns:
+            Whether the reset is complete. While loads are in flight it is not, and vLLM must call again.
+        """
+        # Through the fence, like every end: a read that is under way is not believed.
+        self._leases.release_all("reset")
+        self._tickets.reset()
+        self._local.adapters.reset()
+        for lease in self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
+            self._leases.abandon(lease.request_id, "reset")
+            # A running request keeps its computed tokens, so it offers nothing at its end. One without any, or a
+            # preempted one, gets a lease with a new epoch when it begins.
+            entry = self._requests.get(lease.request_id)
+            if not entry.request.num_computed_tokens:
+                self._leases.intend(lease.request_id, lease.use)
+        # Their producer's blocks are of the old weights.
+        self._loads.decline_offered("reset")
+        self._channel.flush()
+        return not self._loads.requests(*IN_FLIGHT)
+
+    def take_answers(self) -> None:
+        """Apply the answers to queries: their requests load with the ticket, or are computed here."""
+        for settled in self._queries.take():
+            self._intake.answered(settled, self._requests.find(settled.request_id))
+        self._channel.flush()
+
+    def _wait_for_answer(self, entry: EngineRequest) -> None:
+        """Take answers, and wait for one to this request as long as the engine has nothing else to do."""
+        if entry.record.query is None:
+            return
+        self.take_answers()
+        while entry.record.query is not None:
+            if not self._steps.wait_for_answers(len(self._requests)):
+                return
+            self.take_answers()
+
+    def _may_get_slot_soon(self, entry: EngineRequest) -> bool:
+        """True if the request needs a lease, no slot is free, and one may be in a step or two."""
+        lease = entry.record.lease
+        is_intended = lease is not None and lease.state is LeaseState.INTENDED
+        if not is_intended or self._leases.slots.free:
+            return False
+        return self._steps.may_report_ended_leases
+
+    def _open_lease(self, entry: EngineRequest) -> None:
+        lease = entry.record.lease
+        if lease is None or lease.state is not LeaseState.INTENDED:
+            return
+        if not self._leases.open(entry.request_id):
+            logger.warning(
+                "req=%s is served without a lease: all %d slots are used",
+                entry.request_id,
+                self._leases.slots.count,
+            )
+
+    def _order_load(
+        self, prompt: RemotePrompt, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        was_offered = prompt.state is LoadState.OFFERED
+        local_blocks: tuple[Sequence[int], ...] = ()
+        if num_external_tokens:
+            local_blocks = self._tickets.builder.load_blocks(
+                blocks.get_block_ids(), prompt.shared_tokens
+            )
+        self._loads.allocated(prompt.request_id, num_external_tokens, local_blocks)
+        if was_offered and prompt.state is LoadState.LOADING:
+            self._counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
+
+    def _end_turn_while_draining(self, entry: EngineRequest) -> None:
+        """An engine that shuts down offers no answers any more: nobody will come for them."""
+        lease = self._leases.running(entry.request_id)
+        if lease is not None and lease.use is LeaseUse.TURN and self._steps.drain.has_begun:
+            self._leases.abandon(entry.request_id)
