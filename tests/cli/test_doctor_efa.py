@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.doctor import efa
-from kvferry.cli.doctor.devices import Machine
-from kvferry.cli.doctor.efa import check_efa, efa_devices, load_error, plugins
+from kvferry.cli.doctor import devices
+from kvferry.cli.doctor.devices import Machine, check_efa, efa_devices, load_error, plugins
 from kvferry.cli.doctor.findings import Finding, Mark
 
 MISSING = "libfabric.so.1: cannot open shared object file: No such file or directory"
@@ -29,8 +28,8 @@ def machine(tmp_path: Path) -> Machine:
 
 def judged(machine: Machine, monkeypatch: pytest.MonkeyPatch, **errors: str) -> Finding:
     """The finding when the plugin of each build loads with this error."""
-    monkeypatch.setattr(efa, "plugins", lambda: {name: Path(name) for name in errors})
-    monkeypatch.setattr(efa, "load_error", lambda plugin, _: errors[plugin.name])
+    monkeypatch.setattr(devices, "plugins", lambda: {name: Path(name) for name in errors})
+    monkeypatch.setattr(devices, "load_error", lambda plugin, _: errors[plugin.name])
     (found,) = check_efa(machine)
     return found
 
@@ -59,14 +58,14 @@ def test_with_a_device_and_one_plugin_that_loads_the_key_is_named(
 
 
 def test_without_a_device_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(efa, "load_error", lambda *_: pytest.fail("it is loaded"))
+    monkeypatch.setattr(devices, "load_error", lambda *_: pytest.fail("it is loaded"))
     assert [one.mark for one in check_efa(Machine(root=Path("/nowhere")))] == [Mark.OK]
 
 
 def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(efa, "_LOAD", efa._LOAD.replace(", torch", ""))  # seconds each time
+    monkeypatch.setattr(devices, "_LOAD", devices._LOAD.replace(", torch", ""))  # seconds each time
     assert {path.name for path in plugins().values()} == {"libplugin_LIBFABRIC.so"}
     assert all(path.is_file() for path in plugins().values())
     last = list(plugins().values())[-1]

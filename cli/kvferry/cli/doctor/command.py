@@ -17,8 +17,7 @@ from pathlib import Path
 
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
-from kvferry.cli.doctor.devices import Machine, check_devices, this_machine
-from kvferry.cli.doctor.efa import check_efa
+from kvferry.cli.doctor.devices import Machine, check_devices, check_efa, this_machine
 from kvferry.cli.doctor.findings import Finding, Mark, not_done
 from kvferry.cli.doctor.host import (
     check_files,

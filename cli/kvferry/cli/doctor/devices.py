@@ -1,17 +1,31 @@
-"""The machine: its GPUs and NICs, found in sysfs; GPUs have the names of `nvidia-smi` if it is installed."""
+"""The machine: its GPUs and NICs, found in sysfs; GPUs have the names of `nvidia-smi` if it is installed.
+
+NIXL reads over AWS EFA with its plugin LIBFABRIC in place of UCX.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
-from kvferry.cli.doctor.findings import Finding, look, ok
+from kvferry.cli.doctor.findings import Finding, broken, look, ok
 
 _NVIDIA = "0x10de"
 _DISPLAY = re.compile(r"0x030[02]00")
+
+EFA = "EFA"
+"""Name of the check of EFA devices."""
+_PLUGIN = ("plugins", "libplugin_LIBFABRIC.so")
+"""Where NIXL looks for it; the wheel has a second copy, which does not load."""
+_NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
+_LOAD = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])"
+"""With torch, which brings the CUDA runtime along, as in an engine."""
+_LOAD_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +74,16 @@ def this_machine(
     environ: Mapping[str, str], ranks: int, timeout_s: float, root: Path = Path("/")
 ) -> Machine:
     """Find the devices; what cannot be read is missing."""
-    names = _names_of_gpus()
-    # A sandbox may hide their PCI bus.
-    gpus = {address: address for address in _gpus(root)} | names
+    gpus = {address: address for address in _gpu_addresses(root)}
+    # Also those that only nvidia-smi knows: a sandbox may hide their PCI bus.
+    gpus |= _names_of_gpus()
     return Machine(
         environ=environ,
         ranks=ranks,
         timeout_s=timeout_s,
         gpus=tuple(gpus.values()),
         ports=tuple(_ports(root)),
-        interfaces=tuple(one.name for one in _inside(root / "sys/class/net")),
+        interfaces=tuple(folder.name for folder in _inside(root / "sys/class/net")),
         peer_memory=(root / "sys/module/nvidia_peermem").exists(),
         root=root,
     )
@@ -78,26 +92,111 @@ def this_machine(
 def check_devices(machine: Machine) -> Iterator[Finding]:
     """GPUs and NICs."""
     yield ok("GPUs", ", ".join(machine.gpus) or "none found")
-    active = machine.active_ports
     if not machine.ports:
-        found = f"none found in /sys/class/infiniband; network interfaces: {', '.join(machine.interfaces) or 'none'}"
-        do = "expected on one host; between hosts reads go over TCP: Docker: --device /dev/infiniband"
-        yield look("NICs", found, do) if machine.gpus else ok("NICs", found)
+        interfaces = ", ".join(machine.interfaces) or "none"
+        found = f"none found in /sys/class/infiniband; network interfaces: {interfaces}"
+        if machine.gpus:
+            yield look(
+                "NICs",
+                found,
+                "expected on one host; between hosts reads go over TCP: Docker: --device /dev/infiniband",
+            )
+        else:
+            yield ok("NICs", found)
+    active = machine.active_ports
     if active:
         yield ok("NICs", ", ".join(f"{port.name} {port.rate}".strip() for port in active))
     for port in machine.ports:
-        if port not in active:
-            do = f"ibstat {port.name.partition(':')[0]}; check cable and switch, or leave it out of UCX_NET_DEVICES"
-            yield look("NICs", f"{port.name} is {port.state or 'in an unknown state'}", do)
+        if port in active:
+            continue
+        device = port.name.partition(":")[0]
+        yield look(
+            "NICs",
+            f"{port.name} is {port.state or 'in an unknown state'}",
+            f"ibstat {device}; check cable and switch, or leave it out of UCX_NET_DEVICES",
+        )
     if machine.gpus and active and not machine.peer_memory:
-        do = "modprobe nvidia_peermem; not needed where driver and kernel do DMA-BUF (open driver, kernel from 5.12)"
-        yield look("GPUDirect RDMA", "the module nvidia_peermem is not loaded", do)
+        yield look(
+            "GPUDirect RDMA",
+            "the module nvidia_peermem is not loaded",
+            "modprobe nvidia_peermem; not needed where driver and kernel do DMA-BUF (open driver, kernel from 5.12)",
+        )
 
 
-def _gpus(root: Path) -> Iterator[str]:
+def check_efa(machine: Machine) -> Iterator[Finding]:
+    """Whether NIXL can use the EFA devices of this machine, if it has any."""
+    devices = ", ".join(efa_devices(machine))
+    if not devices:
+        yield ok(EFA, "no EFA device")
+        return
+    key = '"backends": ["LIBFABRIC"] on both sides'
+    failures = []
+    for build, plugin in plugins().items():
+        failure = load_error(plugin, machine)
+        if not failure:
+            yield look(
+                EFA,
+                f"{devices}; its plugin loads ({build}), and kvferry was never run over EFA",
+                f"set {key}",
+            )
+            return
+        failures.append(f"{build}: {failure}")
+    why = "; ".join(failures) or "no build of NIXL has it"
+    yield broken(
+        EFA,
+        f"{devices}, and its plugin does not load ({why})",
+        f"install libfabric (AWS: the EFA installer), hwloc and the GPU's driver, and set {key}",
+    )
+
+
+def efa_devices(machine: Machine) -> list[str]:
+    """RDMA devices that the driver `efa` runs."""
+    drivers = machine.root.glob("sys/class/infiniband/*/device/driver")
+    return sorted(driver.parents[1].name for driver in drivers if driver.resolve().name == "efa")
+
+
+def plugins() -> dict[str, Path]:
+    """The plugin's file by distribution, of the builds of NIXL that are installed."""
+    by_build = {}
+    for build in _NIXL_BUILDS:
+        try:
+            files = metadata.files(build) or ()
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.parts[-2:] == _PLUGIN:
+                by_build[build] = Path(str(file.locate()))
+    return by_build
+
+
+def load_error(plugin: Path, machine: Machine) -> str:
+    """Load it in another process; the loader's error, empty if there is none."""
+    # NIXL's wheel has the plugin, but not libfabric, hwloc and the libraries of the GPU's driver. If one is missing,
+    # NIXL says only `NIXL_ERR_NOT_FOUND`; the system's loader names it.
+    try:
+        loading = subprocess.run(
+            [sys.executable, "-c", _LOAD, str(plugin)],
+            env=dict(machine.environ),
+            capture_output=True,
+            text=True,
+            timeout=_LOAD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not loaded within {_LOAD_TIMEOUT_S:g} s"
+    if loading.returncode == 0:
+        return ""
+    lines = loading.stderr.strip().splitlines()
+    if not lines:
+        return f"status {loading.returncode}"
+    return lines[-1].removeprefix("OSError: ")
+
+
+def _gpu_addresses(root: Path) -> Iterator[str]:
     """PCI addresses."""
     for folder in _inside(root / "sys/bus/pci/devices"):
-        if _text(folder / "vendor") == _NVIDIA and _DISPLAY.fullmatch(_text(folder / "class")):
+        is_nvidia = _text(folder / "vendor") == _NVIDIA
+        if is_nvidia and _DISPLAY.fullmatch(_text(folder / "class")):
             yield folder.name
 
 
@@ -110,21 +209,27 @@ def _ports(root: Path) -> Iterator[Port]:
 
 def _names_of_gpus() -> dict[str, str]:
     """PCI address → `GPU 0 (NVIDIA H100 …)`. Empty if there is no `nvidia-smi`, or it hangs."""
-    query = ["nvidia-smi", "--query-gpu=index,name,pci.bus_id", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=index,name,pci.bus_id", "--format=csv,noheader"]
     try:
-        asked = subprocess.Popen(
-            query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        query = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except OSError:
         return {}
     try:
-        printed, _ = asked.communicate(timeout=3)
+        printed, _ = query.communicate(timeout=3)
     except subprocess.TimeoutExpired:
-        asked.kill()  # and not waited for: in a driver's call not even a signal ends it
+        # It is killed, and not waited for: in a driver's call not even a signal ends it.
+        query.kill()
         return {}
-    rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines()]
-    # nvidia-smi writes eight digits of the domain, sysfs four.
-    return {row[2].lower()[-12:]: f"GPU {row[0]} ({row[1]})" for row in rows if len(row) == 3}
+    names = {}
+    for line in printed.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 3:
+            index, name, address = cells
+            # nvidia-smi writes eight digits of the domain, sysfs four.
+            names[address.lower()[-12:]] = f"GPU {index} ({name})"
+    return names
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from kvferry.cli.arguments import InvalidCopies
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.tokens import TokenMap
-from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import UNKNOWN, InvalidParams, Shown, cut, one_of
 from kvferry.protocol.geometry import Place
@@ -58,34 +58,42 @@ def read_request(
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
         raise InvalidCopies("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
-    names = CopyRequest.__struct_encode_fields__
-    for key in plain if isinstance(plain, dict) else ():
-        if key not in names:
-            raise InvalidCopies(cut(key), UNKNOWN, one_of(key, names))
+    if isinstance(plain, dict):
+        names = CopyRequest.__struct_encode_fields__
+        for key in plain:
+            if key not in names:
+                raise InvalidCopies(cut(key), UNKNOWN, one_of(key, names))
     return _blocks_of(as_type(plain, CopyRequest, InvalidCopies), consumer, producer)
 
 
 def _blocks_of(
     request: CopyRequest, consumer: EngineDescription, producer: EngineDescription
 ) -> RequestBlocks:
+    """The request's blocks for pairing.
+
+    Raises:
+        InvalidCopies: the fields do not fit together, or not to the engines.
+    """
     for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):
             raise InvalidCopies(
                 field, f"{len(lists)} lists", f"one per cache group: {len(engine.groups)}"
             )
-    stop = request.num_tokens if request.stop_token is None else request.stop_token
-    if stop > request.num_tokens:
-        raise InvalidCopies("stop_token", stop, f"at most num_tokens={request.num_tokens}")
-    if request.first_token >= stop:
+    stop_token = request.num_tokens
+    if request.stop_token is not None:
+        stop_token = request.stop_token
+    if stop_token > request.num_tokens:
+        raise InvalidCopies("stop_token", stop_token, f"at most num_tokens={request.num_tokens}")
+    if request.first_token >= stop_token:
         raise InvalidCopies(
-            "first_token", request.first_token, f"below {stop}, where reading stops"
+            "first_token", request.first_token, f"below {stop_token}, where reading stops"
         )
     return RequestBlocks(
         local=request.local_block_ids,
         remote=request.remote_block_ids,
         first_token=request.first_token,
-        stop_token=stop,
+        stop_token=stop_token,
         num_tokens=request.num_tokens,
     )
 
@@ -101,34 +109,44 @@ def copy_lines(
     Raises:
         InvalidCopies: the blocks do not cover the tokens, or are outside a cache. Before the first line.
     """
-    units = []
+    # All plans are paired before the first line is made: half a file of copies would look like a whole one.
+    units_by_plan = []
     for plan in plans:
         try:
-            units.append(pair_request(plan, consumer.groups, producer.groups, request))
+            units_by_plan.append(pair_request(plan, consumer.groups, producer.groups, request))
         except InvalidParams as wrong:
             field = wrong.field.replace("local_blocks", "local_block_ids")
             raise InvalidCopies(field, Shown(wrong.shown_value), wrong.expected) from None
-    return _lines(plans, units)
+    return _lines(plans, units_by_plan)
 
 
 def _lines(
-    plans: Sequence[TransferPlan], units: Sequence[Mapping[TokenMap, UnitPairs]]
+    plans: Sequence[TransferPlan], units_by_plan: Sequence[Mapping[TokenMap, UnitPairs]]
 ) -> Iterator[str]:
-    for plan, pairs in zip(plans, units, strict=True):
+    for plan, units in zip(plans, units_by_plan, strict=True):
         for route in plan.routes:
-            head = f'{{"consumer": {_place(plan.place)}, "producer": {_place(route.place)}, "src": '
-            for bundle in route.bundles:
-                convert = f', "convert": "{bundle.conversions[0]}"' if bundle.conversions else ""
-                for copies in route_copies(replace(route, bundles=(bundle,)), pairs):
-                    tail = f', "via": "{copies.placing.value}"{convert}}}\n'
-                    rows = zip(
-                        copies.src.tolist(),
-                        copies.dst.tolist(),
-                        copies.num_bytes.tolist(),
-                        strict=True,
-                    )
-                    for src, dst, num_bytes in rows:
-                        yield f'{head}{src}, "dst": {dst}, "bytes": {num_bytes}{tail}'
+            yield from _lines_of_route(plan.place, route, units)
+
+
+def _lines_of_route(
+    consumer: Place, route: Route, units: Mapping[TokenMap, UnitPairs]
+) -> Iterator[str]:
+    # Written by hand: there are millions of lines, which differ in three numbers.
+    head = f'{{"consumer": {_place(consumer)}, "producer": {_place(route.place)}, "src": '
+    for bundle in route.bundles:
+        convert = ""
+        if bundle.conversions:
+            convert = f', "convert": "{bundle.conversions[0]}"'
+        for copies in route_copies(replace(route, bundles=(bundle,)), units):
+            tail = f', "via": "{copies.placing.value}"{convert}}}\n'
+            rows = zip(
+                copies.src.tolist(),
+                copies.dst.tolist(),
+                copies.num_bytes.tolist(),
+                strict=True,
+            )
+            for src, dst, num_bytes in rows:
+                yield f'{head}{src}, "dst": {dst}, "bytes": {num_bytes}{tail}'
 
 
 def _place(place: Place) -> str:

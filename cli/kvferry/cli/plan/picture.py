@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import decimal_bytes, span, spans
-from kvferry.cli.plan.engine import PlanSide, Shard, format_tokens
-from kvferry.cli.plan.summary import Flow, PlanSummary
+from kvferry.cli.plan.summary import Flow, PlanSide, PlanSummary, Shard, format_tokens
 from kvferry.cli.svg import THEME, document, element, text
 from kvferry.plan.engine_shape import format_group, format_topology
 from kvferry.plan.wording import counted

@@ -44,13 +44,16 @@ _ACCEPTED = (
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _COMMIT = re.compile(rb"[0-9a-f]{40}")
 
-
 Pairs = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSide:
-    """One side. `form`: the whole short form, if the command line has only a part of it."""
+class ReadSide:
+    """One side.
+
+    Attributes:
+        form: the whole short form, if the command line has only a part of it.
+    """
 
     engine: EngineDescription
     form: str = ""
@@ -58,10 +61,8 @@ class PlanSide:
 
 def read_sides(
     producer: str, consumer: str, read_stdin: Callable[[], bytes]
-) -> tuple[PlanSide, PlanSide]:
+) -> tuple[ReadSide, ReadSide]:
     """Read both sides.
-
-    A short form has no facts about the weights: it takes those of the other side, except for the dtype of its cache.
 
     Raises:
         InvalidSide: naming the side and the field.
@@ -71,36 +72,63 @@ def read_sides(
         raise InvalidArgument(
             "CONSUMER", STDIN, "another source: PRODUCER reads standard input already"
         )
-    arguments = {"PRODUCER": producer, "CONSUMER": consumer}
-    written: dict[str, EngineJson | Pairs] = {}
-    for role, argument in arguments.items():
-        with _blaming(role):
-            written[role] = _read(role, argument, read_stdin)
-    engines, forms = [], []
-    for (role, argument), other in zip(arguments.items(), [*written.values()][::-1], strict=True):
-        own, form = written[role], ""
-        if not isinstance(own, EngineJson):
-            pairs = (
-                own if "layers" in own or isinstance(other, EngineJson) else with_model(own, other)
-            )
-            form = ",".join(f"{key}={value}" for key, value in pairs.items())
-            with _blaming(role):
-                own = engine_of_form(form_of(pairs), role.lower())
-        engines.append(own)
-        forms.append("" if form == argument.replace(" ", "") else form)
-    sides = []
-    for role, own, theirs, form in zip(arguments, engines, engines[::-1], forms, strict=True):
-        described = from_engine_json(
-            msgspec.structs.replace(own, facts=_reported(own.facts, theirs.facts))
-        )
-        with _blaming(role):
-            check_description(described)
-        sides.append(PlanSide(described, form))
-    return sides[0], sides[1]
+    with _naming_side("PRODUCER"):
+        producer_read = _read("PRODUCER", producer, read_stdin)
+    with _naming_side("CONSUMER"):
+        consumer_read = _read("CONSUMER", consumer, read_stdin)
+    producer_json, producer_form = _complete("PRODUCER", producer, producer_read, consumer_read)
+    consumer_json, consumer_form = _complete("CONSUMER", consumer, consumer_read, producer_read)
+    # A short form has no facts about the weights: it takes those of the other side.
+    producer_facts = _facts_of(producer_json, consumer_json)
+    consumer_facts = _facts_of(consumer_json, producer_json)
+    producer_engine = _describe("PRODUCER", producer_json, producer_facts)
+    consumer_engine = _describe("CONSUMER", consumer_json, consumer_facts)
+    return ReadSide(producer_engine, producer_form), ReadSide(consumer_engine, consumer_form)
+
+
+def _complete(
+    role: str, argument: str, read: EngineJson | Pairs, other: EngineJson | Pairs
+) -> tuple[EngineJson, str]:
+    """The engine of one side, and the whole short form if the argument has only a part of it.
+
+    Raises:
+        InvalidSide: naming the side and the field.
+    """
+    if isinstance(read, EngineJson):
+        return read, ""
+    pairs = read
+    # A form without a model has that of the other side's form.
+    if "layers" not in read and not isinstance(other, EngineJson):
+        pairs = with_model(read, other)
+    with _naming_side(role):
+        engine_json = engine_of_form(form_of(pairs), role.lower())
+    form = ",".join(f"{key}={value}" for key, value in pairs.items())
+    if form == argument.replace(" ", ""):
+        return engine_json, ""
+    return engine_json, form
+
+
+def _facts_of(engine_json: EngineJson, other: EngineJson) -> ModelFacts:
+    """Facts of a side: its own, or those of the other side if it has none."""
+    if engine_json.facts.model == UNKNOWN_MODEL and other.facts.model != UNKNOWN_MODEL:
+        return other.facts
+    return engine_json.facts
+
+
+def _describe(role: str, engine_json: EngineJson, facts: ModelFacts) -> EngineDescription:
+    """The description of one side.
+
+    Raises:
+        InvalidSide: it is not consistent.
+    """
+    engine = from_engine_json(msgspec.structs.replace(engine_json, facts=facts))
+    with _naming_side(role):
+        check_description(engine)
+    return engine
 
 
 @contextlib.contextmanager
-def _blaming(role: str) -> Iterator[None]:
+def _naming_side(role: str) -> Iterator[None]:
     """An `InputError` becomes an `InvalidSide` of this role."""
     try:
         yield
@@ -112,54 +140,59 @@ def _read(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJs
     """A description, or the pairs of a short form, those of a model's config.json included.
 
     Raises:
-        InvalidArgument: there is no such file or model, or it cannot be read.
+        InvalidArgument: there is no such file or model, it cannot be read, or a pair is invalid.
         InvalidDescription, InvalidModel: the file is not one of these.
-        InvalidArgument: a pair is invalid.
     """
     if argument == STDIN:
         return decode_engine_json(read_stdin())
-    model, _, keys = (argument, "", "") if os.path.exists(argument) else argument.partition(",")
+    model = argument
+    keys = ""
+    # A file's name may contain a comma.
+    if not os.path.exists(argument):
+        model, _, keys = argument.partition(",")
     if "=" in model and not os.path.exists(model):
         return pairs_of(argument)
-    given = pairs_of(keys) if keys else {}
-    text = read_file(InvalidArgument, role, str(_file_of(role, model)), MAX_DESCRIPTION_JSON_BYTES)
+    pairs: Pairs = {}
+    if keys:
+        pairs = pairs_of(keys)
+    file = _file_of(role, model)
+    text = read_file(InvalidArgument, role, str(file), MAX_DESCRIPTION_JSON_BYTES)
     if b'"kvferry_description"' in text:
-        if given:
+        if pairs:
             raise InvalidArgument(role, argument, "no keys behind a description JSON")
         return decode_engine_json(text)
-    return with_model(given, read_model_config(text, given))
+    return with_model(pairs, read_model_config(text, pairs))
 
 
 def _file_of(role: str, model: str) -> Path:
-    """A file, the config.json of a folder, or that of a model in the local hub cache. Raises `InvalidArgument`."""
+    """A file, the config.json of a folder, or that of a model in the local hub cache.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
     if os.path.isdir(model):
         return Path(model, CONFIG)
     if os.path.exists(model):
         return Path(model)
-    hub, commit = _hub_cache(), b""
+    hub = _hub_cache()
     folder = hub / f"models--{model.replace('/', '--')}"
+    commit = b""
+    # Only a name of the hub becomes a path: the argument must not lead out of the cache.
     if _NAME.fullmatch(model) and ".." not in model:
         with contextlib.suppress(OSError):
             commit = (folder / "refs" / "main").read_bytes()[:80].strip()
-    path = folder / "snapshots" / commit.decode(errors="replace") / CONFIG
-    if not _COMMIT.fullmatch(commit) or not path.is_file():
-        raise InvalidArgument(
-            role, model, f"{_ACCEPTED} ({hub}); there is none, and nothing is downloaded"
-        )
-    return path
+    if _COMMIT.fullmatch(commit):
+        file = folder / "snapshots" / commit.decode() / CONFIG
+        if file.is_file():
+            return file
+    raise InvalidArgument(
+        role, model, f"{_ACCEPTED} ({hub}); there is none, and nothing is downloaded"
+    )
 
 
 def _hub_cache() -> Path:
-    """As huggingface_hub finds it."""
-    environ = os.environ
-    home = environ.get("HF_HOME") or os.path.join(
-        environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
-    return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
-
-
-def _reported(facts: ModelFacts, other: ModelFacts) -> ModelFacts:
-    """Facts of a side: its own, or those of the other side if it has none. The dtype of its tensors is not changed."""
-    if facts.model != UNKNOWN_MODEL or other.model == UNKNOWN_MODEL:
-        return facts
-    return other
+    """As huggingface_hub finds it, which is not imported: `kvferry plan` must start in a fraction of a second."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache_home, "huggingface")
+    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(hub).expanduser()

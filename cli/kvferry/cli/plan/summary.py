@@ -1,36 +1,115 @@
 """The result of `kvferry plan` as one frozen value, from which the tables, the JSON and the picture are made.
 
 The field names are those of `--json`, documented in docs/cli.md. Bytes and descriptors are those of the prompt, unless
-their name says otherwise.
+their name says otherwise. They are predicted by pairing the prompt's blocks exactly as for a request; the blocks are
+assumed to be 1, 2, 3, … on both sides. Merging by NIXL is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from kvferry.cli.plan.engine import PlanSide, side_of
-from kvferry.cli.plan.prediction import (
-    Effort,
-    Units,
-    bundle_effort,
-    count_units,
-    prompt_tokens,
-    source_effort,
-)
+from kvferry.cli.arguments import InvalidArgument
+from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, pair_units
 from kvferry.plan.cost import Costs
-from kvferry.plan.engine_shape import layer_order, natural
+from kvferry.plan.engine_shape import EngineShape, layer_order, natural
 from kvferry.plan.refusals import Reason
 from kvferry.plan.runs import Bundle
-from kvferry.plan.tokens import TokenMap
-from kvferry.plan.transfer_plan import Route, TransferPlan
-from kvferry.protocol.geometry import Place, Range
-from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from kvferry.plan.staged_layout import StagedSource
+from kvferry.plan.tokens import TokenMap, TokenSide, first_needed
+from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
+from kvferry.protocol.geometry import Interleave, Place, Range, Topology
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, WorkerDescription
 
 PLAN_VERSION = 1
+DEFAULT_TOKENS = 8192
+MAX_TOKENS = 1 << 22
+
+Groups = Sequence[CacheGroup]
+
+
+# One engine, as it is displayed.
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """The part that one worker holds: layers and heads as half-open ranges over the model, and the tokens."""
+
+    place: Place
+    layers: Range
+    heads: Range
+    interleave: Interleave
+    cache_bytes: int
+
+
+class PlanSide(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine."""
+
+    engine_id: str
+    topology: Topology
+    layers: int
+    heads: int
+    dtypes: tuple[str, ...]
+    groups: tuple[CacheGroup, ...]
+    workers: tuple[Shard, ...]
+
+
+def side_of(engine: EngineDescription) -> PlanSide:
+    """One engine, as it is displayed."""
+    shape = EngineShape.of(engine)
+    order = layer_order(engine)
+    return PlanSide(
+        engine_id=engine.engine_id,
+        topology=shape.topology,
+        layers=shape.layers,
+        heads=shape.heads,
+        dtypes=shape.dtypes,
+        groups=shape.groups,
+        workers=tuple(_shard(engine, worker, order) for worker in engine.workers),
+    )
+
+
+def _shard(engine: EngineDescription, worker: WorkerDescription, order: dict[str, int]) -> Shard:
+    held = [tensor for tensor in worker.tensors if len(tensor.heads)]
+    layers = [order[tensor.layer] for tensor in held]
+    # The heads that are displayed are those of attention; of a model without attention those of its states, and only
+    # then the channels of its convolutions.
+    attention = [tensor for tensor in held if engine.groups[tensor.group].policy != "state"]
+    not_convolutions = [tensor for tensor in held if not tensor.kind.startswith("conv")]
+    displayed = attention or not_convolutions or held
+    heads = Range(0, 0)
+    interleave = Interleave()
+    if displayed:
+        heads = displayed[0].heads
+        interleave = displayed[0].interleave
+    return Shard(
+        place=worker.place,
+        layers=Range(min(layers, default=0), max(layers, default=-1) + 1),
+        heads=heads,
+        interleave=interleave,
+        cache_bytes=sum(tensor.blocks * tensor.block_bytes for tensor in held),
+    )
+
+
+def format_engine(side: PlanSide) -> str:
+    """An engine in one line."""
+    shape = EngineShape(side.topology, side.layers, side.heads, side.dtypes, side.groups)
+    return str(shape)
+
+
+def format_tokens(interleave: Interleave) -> str:
+    """The tokens that a worker holds: `all`, or `rank 1 of 2, 16 in a row`."""
+    if interleave.ranks == 1:
+        return "all"
+    return f"rank {interleave.rank} of {interleave.ranks}, {interleave.run_tokens} in a row"
+
+
+# The plan.
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,46 +222,47 @@ def summarise(
     length = prompt_tokens(tokens, plans, consumer.groups, producer.groups)
     order = layer_order(consumer)
 
-    @cache  # workers share most maps
-    def units(tokens: TokenMap) -> Units:
-        return count_units(tokens, consumer.groups, producer.groups, length)
+    # Workers share most token maps, and counting one takes as long as pairing a request.
+    @cache
+    def units_of(token_map: TokenMap) -> Units:
+        return count_units(token_map, consumer.groups, producer.groups, length)
 
-    def milliseconds(effort: Effort) -> float:
-        return round(effort.seconds(costs, link_gb_s) * 1000, 3)
+    def seconds(effort: Effort) -> float:
+        return effort.seconds(costs, link_gb_s)
 
-    read = [Effort()] * len(consumer.workers)
-    sent = [Effort()] * len(producer.workers)
+    def rounded_ms(effort: Effort) -> float:
+        return round(seconds(effort) * 1000, 3)
+
+    reading = [Effort()] * len(consumer.workers)
+    sending = [Effort()] * len(producer.workers)
     readers = []
     for plan in plans:
         flows = []
         for route in plan.routes:
-            flow, effort = _flow(route, units, consumer.groups, order)
-            read[plan.worker] += effort
-            sent[route.worker] += replace(effort, staged_bytes=0)
+            flow, effort = _flow(route, units_of, consumer.groups, order)
+            reading[plan.worker] += effort
+            # The relayout is the consumer's work.
+            sending[route.worker] += replace(effort, staged_bytes=0)
             flows.append(flow)
-        mine = read[plan.worker]
+        own_effort = reading[plan.worker]
         log, *debug = plan.describe_all()
-        readers.append(
-            ReadingWorker(
-                place=plan.place,
-                log=log,
-                log_debug=tuple(debug),
-                bytes=mine.num_bytes,
-                link_bytes=mine.link_bytes,
-                descriptors=mine.descriptors,
-                predicted_ms=milliseconds(mine),
-                flows=tuple(flows),
-            )
+        reader = ReadingWorker(
+            place=plan.place,
+            log=log,
+            log_debug=tuple(debug),
+            bytes=own_effort.num_bytes,
+            link_bytes=own_effort.link_bytes,
+            descriptors=own_effort.descriptors,
+            predicted_ms=rounded_ms(own_effort),
+            flows=tuple(flows),
         )
-    links = [
-        ("consumer", worker.place, effort)
-        for worker, effort in zip(consumer.workers, read, strict=True)
-    ]
-    links += [
-        ("producer", worker.place, effort)
-        for worker, effort in zip(producer.workers, sent, strict=True)
-    ]
-    side, place, slowest = max(links, key=lambda one: one[2].seconds(costs, link_gb_s))
+        readers.append(reader)
+    links = []
+    for worker, effort in zip(consumer.workers, reading, strict=True):
+        links.append((seconds(effort), "consumer", worker.place, effort))
+    for worker, effort in zip(producer.workers, sending, strict=True):
+        links.append((seconds(effort), "producer", worker.place, effort))
+    _, side, place, slowest_effort = max(links, key=lambda link: link[0])
     return PlanSummary(
         producer=side_of(producer),
         consumer=side_of(consumer),
@@ -192,7 +272,7 @@ def summarise(
         bytes=sum(reader.bytes for reader in readers),
         link_bytes=sum(reader.link_bytes for reader in readers),
         descriptors=sum(reader.descriptors for reader in readers),
-        predicted_ms=milliseconds(slowest),
+        predicted_ms=rounded_ms(slowest_effort),
         slowest=Slowest(side=side, place=place),
         workers=tuple(readers),
     )
@@ -200,64 +280,203 @@ def summarise(
 
 def _flow(
     route: Route,
-    units: Callable[[TokenMap], Units],
-    groups: Sequence[CacheGroup],
+    units_of: Callable[[TokenMap], Units],
+    groups: Groups,
     order: Mapping[str, int],
 ) -> tuple[Flow, Effort]:
-    placed = [bundle_effort(route, bundle, units(bundle.tokens)) for bundle in route.bundles]
-    staged = [source_effort(source, units(source.tokens)) for source in route.sources]
-    whole = sum((*placed, *staged), Effort())
+    """The reads of one route, and their effort."""
+    total = Effort()
+    reads = []
+    for bundle in route.bundles:
+        units = units_of(bundle.tokens)
+        total += bundle_effort(route, bundle, units)
+        reads.append(_read(route, bundle, units, groups, order))
+    staged = []
+    for source in route.sources:
+        effort = source_effort(source, units_of(source.tokens))
+        total += effort
+        staged_read = StagedRead(
+            reading=source.reading.value,
+            run_bytes=source.bundle.run_bytes,
+            link_bytes=effort.link_bytes,
+            descriptors=effort.descriptors,
+        )
+        staged.append(staged_read)
     flow = Flow(
         producer=route.place,
         producer_worker=route.worker,
         expected=route.expected,
         bytes_per_token=sum(item.token_bytes for item in route.slices),
         bytes_per_request=sum(item.state_bytes for item in route.slices),
-        bytes=whole.num_bytes,
-        link_bytes=whole.link_bytes,
-        descriptors=whole.descriptors,
-        reads=tuple(
-            _read(route, bundle, units(bundle.tokens), groups, order) for bundle in route.bundles
-        ),
-        staged=tuple(
-            StagedRead(
-                reading=source.reading.value,
-                run_bytes=source.bundle.run_bytes,
-                link_bytes=effort.link_bytes,
-                descriptors=effort.descriptors,
-            )
-            for source, effort in zip(route.sources, staged, strict=True)
-        ),
+        bytes=total.num_bytes,
+        link_bytes=total.link_bytes,
+        descriptors=total.descriptors,
+        reads=tuple(reads),
+        staged=tuple(staged),
     )
-    return flow, whole
+    return flow, total
 
 
 def _read(
     route: Route,
     bundle: Bundle,
-    found: Units,
-    groups: Sequence[CacheGroup],
+    units: Units,
+    groups: Groups,
     order: Mapping[str, int],
 ) -> Read:
     slices = [route.slices[member] for of_place in bundle.members for member in of_place]
-    names = sorted({item.local.layer for item in slices}, key=natural)
+    layers = sorted({item.local.layer for item in slices}, key=natural)
+    kinds = dict.fromkeys(item.local.kind for item in slices)
+    heads = sorted({item.heads for item in slices}, key=lambda held: (held.start, held.stop))
+    conversion = ""
+    if bundle.conversions:
+        conversion = str(bundle.conversions[0])
     return Read(
         group=bundle.tokens.group,
         policy=groups[bundle.tokens.group].policy,
-        kinds=tuple(dict.fromkeys(item.local.kind for item in slices)),
-        layers=len(names),
-        first_layer=names[0],
-        last_layer=names[-1],
-        layer_range=Range(order[names[0]], order[names[-1]] + 1),
-        heads=tuple(
-            sorted({item.heads for item in slices}, key=lambda heads: (heads.start, heads.stop))
-        ),
+        kinds=tuple(kinds),
+        layers=len(layers),
+        first_layer=layers[0],
+        last_layer=layers[-1],
+        layer_range=Range(order[layers[0]], order[layers[-1]] + 1),
+        heads=tuple(heads),
         unit_tokens=bundle.tokens.unit_tokens,
         run_bytes=bundle.run_bytes,
         unit_runs=bundle.unit_runs,
         placing=slices[0].placing.value,
         reason=slices[0].reason,
-        conversion=str(bundle.conversions[0]) if bundle.conversions else "",
-        bytes=found.units * bundle.unit_bytes,
-        runs=found.units * bundle.unit_runs,
+        conversion=conversion,
+        bytes=units.units * bundle.unit_bytes,
+        runs=units.units * bundle.unit_runs,
     )
+
+
+# The prediction.
+
+
+class Units(NamedTuple):
+    """A prompt in one token map: the number of units, and of the producer's blocks that hold them."""
+
+    units: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The cost of reading.
+
+    Attributes:
+        num_bytes: bytes needed.
+        link_bytes: bytes over the link; more than needed if whole blocks are read for a part of them.
+        descriptors: descriptors given to NIXL.
+        staged_bytes: bytes that the relayout puts in place afterwards.
+    """
+
+    num_bytes: int = 0
+    link_bytes: int = 0
+    descriptors: int = 0
+    staged_bytes: int = 0
+
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(
+            num_bytes=self.num_bytes + other.num_bytes,
+            link_bytes=self.link_bytes + other.link_bytes,
+            descriptors=self.descriptors + other.descriptors,
+            staged_bytes=self.staged_bytes + other.staged_bytes,
+        )
+
+    def seconds(self, costs: Costs, link_gb_s: float) -> float:
+        """Time over a link, with the known costs of descriptors and of the relayout."""
+        link_s = self.link_bytes / (link_gb_s * 1e9)
+        descriptors_s = self.descriptors * costs.descriptor_s
+        return link_s + descriptors_s + costs.relayout_s(self.staged_bytes)
+
+
+def prompt_tokens(
+    wanted: int | None, plans: Iterable[TransferPlan], here: Groups, there: Groups
+) -> int:
+    """The length of the prompt: `wanted`, or `DEFAULT_TOKENS` but at most the tokens that the smaller cache holds.
+
+    Raises:
+        InvalidArgument: `wanted` is more than a cache holds, or a cache holds nothing.
+    """
+    limits = [(MAX_TOKENS, "this command counts no further")]
+    for token_map in _token_maps(plans):
+        if token_map.is_state:
+            continue
+        remote = _capacity(token_map.remote, there[token_map.group])
+        local = _capacity(token_map.local, here[token_map.group])
+        limits.append((remote, "the producer's cache holds no more"))
+        limits.append((local, "the consumer's cache holds no more"))
+    max_tokens, why = min(limits)
+    if max_tokens < 1:
+        raise InvalidArgument("blocks", 1, "at least 2 in every cache: block 0 is the null block")
+    if wanted is None:
+        return min(DEFAULT_TOKENS, max_tokens)
+    if wanted > max_tokens:
+        raise InvalidArgument("--tokens", wanted, f"at most {max_tokens}: {why}")
+    return wanted
+
+
+def _token_maps(plans: Iterable[TransferPlan]) -> set[TokenMap]:
+    token_maps: set[TokenMap] = set()
+    for plan in plans:
+        for route in plan.routes:
+            token_maps.update(bundle.tokens for bundle in route.bundles)
+    return token_maps
+
+
+def count_units(token_map: TokenMap, here: Groups, there: Groups, num_tokens: int) -> Units:
+    """The units of a prompt of `num_tokens` tokens in one token map."""
+    if token_map.is_state:
+        return Units(1, 1)
+    group = token_map.group
+    local_blocks = _assumed_blocks(token_map.local, here[group], num_tokens)
+    # Tokens outside the window have no block.
+    local_span = here[group].block_tokens * token_map.local.share.ranks
+    num_outside = first_needed(here[group], num_tokens) // local_span
+    local_blocks[:num_outside] = [NULL_BLOCK] * num_outside
+    other_groups: list[list[int]] = [[]] * group
+    request = RequestBlocks(
+        local=[*other_groups, local_blocks],
+        remote=[*other_groups, _assumed_blocks(token_map.remote, there[group], num_tokens)],
+        first_token=0,
+        stop_token=num_tokens,
+        num_tokens=num_tokens,
+    )
+    pairs = pair_units(token_map, here[group], there[group], request)
+    return Units(len(pairs), len(np.unique(pairs.remote_block)))
+
+
+def bundle_effort(route: Route, bundle: Bundle, units: Units) -> Effort:
+    """The effort of a bundle; of a staged one without the reads, which are in `source_effort`."""
+    num_bytes = units.units * bundle.unit_bytes
+    if route.placing_of(bundle) is Placing.STAGED:
+        return Effort(num_bytes=num_bytes, staged_bytes=num_bytes)
+    return Effort(
+        num_bytes=num_bytes,
+        link_bytes=num_bytes,
+        descriptors=units.units * bundle.unit_runs,
+    )
+
+
+def source_effort(source: StagedSource, units: Units) -> Effort:
+    """The effort of reads into the staging pool: the producer's runs, of units or of whole blocks."""
+    times = units.blocks if source.whole_blocks else units.units
+    return Effort(
+        link_bytes=times * source.bundle.unit_bytes,
+        descriptors=times * source.bundle.unit_runs,
+    )
+
+
+def _capacity(side: TokenSide, group: CacheGroup) -> int:
+    """Tokens that a cache holds in all blocks except the null block."""
+    kernel_blocks = group.block_tokens // side.block_tokens
+    usable_blocks = side.blocks // kernel_blocks - 1
+    return usable_blocks * group.block_tokens * side.share.ranks
+
+
+def _assumed_blocks(side: TokenSide, group: CacheGroup, num_tokens: int) -> list[int]:
+    """The assumed scheduler blocks of a prompt."""
+    num_blocks = -(-num_tokens // (group.block_tokens * side.share.ranks))
+    return list(range(1, num_blocks + 1))

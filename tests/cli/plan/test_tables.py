@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.formatting import decimal_bytes, digits, milliseconds, rounded_count
-from kvferry.cli.plan.rows import Row, cells_of, fold, rows_of
+from kvferry.cli.plan.tables import Row, cells_of, fold, rows_of
 from kvferry.plan.transfer_plan import MAX_LINE
 from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import Place, Range
