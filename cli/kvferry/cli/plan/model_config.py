@@ -27,8 +27,8 @@ _EXAMPLES = {
     "dim": "dim=128",
     "mla": "mla=576",
     "dtype": "dtype=bfloat16",
+    "window": "window=4096, window=4096@0-30/2 or window=0",
 }
-_EXAMPLES["window"] = "window=4096, window=4096@0-30/2 or window=0"
 _NESTED = ("text_config", "llm_config", "language_config")
 """Where a multi-modal model has the configuration of its language model."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -51,38 +51,33 @@ _AS_MANY_KV_HEADS = (
 )
 """Model types with as many KV heads as heads if config.json has no number of them; others have one in their code."""
 _HEAD_DIM_OF_CODE = (
-    *(
-        "afmoe",
-        "cohere2_moe",
-        "cwm",
-        "ernie4_5",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "glm",
-        "glm4",
-    ),
-    *(
-        "gpt_oss",
-        "helium",
-        "hy_v3",
-        "llama4_text",
-        "mellum",
-        "minimax_m2",
-        "ministral3",
-        "muse_glimmer_assistant",
-    ),
-    *(
-        "muse_glimmer_text",
-        "paddleocr_vl_text",
-        "qwen3",
-        "qwen3_vl_text",
-        "seed_oss",
-        "solar_open",
-        "step3p5",
-    ),
-    *("vaultgemma", "zaya"),
+    "afmoe",
+    "cohere2_moe",
+    "cwm",
+    "ernie4_5",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "glm",
+    "glm4",
+    "gpt_oss",
+    "helium",
+    "hy_v3",
+    "llama4_text",
+    "mellum",
+    "minimax_m2",
+    "ministral3",
+    "muse_glimmer_assistant",
+    "muse_glimmer_text",
+    "paddleocr_vl_text",
+    "qwen3",
+    "qwen3_vl_text",
+    "seed_oss",
+    "solar_open",
+    "step3p5",
+    "vaultgemma",
+    "zaya",
 )
 """Model types whose code has a number for a missing head_dim; others divide the hidden size."""
 _MULTI_QUERY = ("falcon", "gpt_bigcode")
@@ -90,55 +85,60 @@ _MULTI_QUERY = ("falcon", "gpt_bigcode")
 _MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe", "axk1")
 """Model types that vLLM serves with a latent cache."""
 _WINDOWS = {
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2"), 0),
     "cohere2": 4,
     "exaone4": 4,
     "gemma2": 2,
     "gemma3_text": 6,
     "gemma3n_text": 5,
     "gpt_oss": 2,
+    "mistral": 0,
+    "mixtral": 0,
     "olmo3": 4,
+    "phi3": 0,
+    "starcoder2": 0,
 }
 """Model types with windows if config.json does not list the layers: every n-th has full attention; 0: none has."""
 _WINDOW_OF_CODE = (
-    *(
-        "afmoe",
-        "cohere2",
-        "cohere2_moe",
-        "cwm",
-        "exaone4",
-        "exaone_moe",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-    ),
-    *("gpt_oss", "granite_swa", "granitemoe_swa", "ministral", "mistral", "muse_glimmer_assistant"),
-    *("muse_glimmer_text", "olmo3", "vaultgemma", "voxtral_realtime_text"),
+    "afmoe",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "exaone4",
+    "exaone_moe",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "ministral",
+    "mistral",
+    "muse_glimmer_assistant",
+    "muse_glimmer_text",
+    "olmo3",
+    "vaultgemma",
+    "voxtral_realtime_text",
 )
 """Those that have a window even if config.json has no `sliding_window`."""
 _ASKED_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
 """Beginnings of model types that have windows only if `use_sliding_window` is true."""
 
 _STATES = (
-    *(
-        "mamba",
-        "ssm",
-        "linear_",
-        "conv_",
-        "rwkv",
-        "state_size",
-        "lru_width",
-        "hybrid",
-        "layers_block_type",
-    ),
-    *(
-        "attn_layer",
-        "attn_type_list",
-        "layer_group_size",
-        "time_mix",
-        "block_types",
-        "full_attn_idxs",
-    ),
+    "mamba",
+    "ssm",
+    "linear_",
+    "conv_",
+    "rwkv",
+    "state_size",
+    "lru_width",
+    "hybrid",
+    "layers_block_type",
+    "attn_layer",
+    "attn_type_list",
+    "layer_group_size",
+    "time_mix",
+    "block_types",
+    "full_attn_idxs",
 )
 """Beginnings of keys that only models with recurrent states or convolutions have."""
 _ELSEWHERE = {
@@ -174,107 +174,126 @@ def read_model_config(text: bytes, given: Mapping[str, str]) -> dict[str, str]:
     if len(text) > MAX_CONFIG_BYTES:
         raise InvalidModel("file", Shown(f"{len(text)} bytes"), f"at most {MAX_CONFIG_BYTES} bytes")
     try:
-        whole = msgspec.json.decode(text)
+        config = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
         raise InvalidModel("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
-    if not isinstance(whole, dict):
+    if not isinstance(config, dict):
         raise InvalidModel("file", Shown("no object"), "the config.json of a model")
-    nested = next((whole[key] for key in _NESTED if isinstance(whole.get(key), dict)), None)
-    return _Config(whole, nested, given).pairs()
+    nested = None
+    for key in _NESTED:
+        if isinstance(config.get(key), dict):
+            nested = config[key]
+            break
+    return _Config(config, nested, given).pairs()
 
 
 class _Config:
-    """One config.json. `_own` is the part that describes the language model, without its nulls."""
+    """One config.json.
+
+    Attributes:
+        _whole, _nested: the whole of it, and the configuration of the language model within, if it is nested.
+        _own: the part that describes the language model, without its nulls.
+        _given: pairs that the user has written.
+    """
 
     def __init__(
         self, whole: Mapping[str, Any], nested: Mapping[str, Any] | None, given: Mapping[str, str]
     ) -> None:
-        self._whole, self._nested, self._given = whole, nested, given
-        self._own = {
-            key: value
-            for key, value in (whole if nested is None else nested).items()
-            if value is not None
-        }
+        self._whole = whole
+        self._nested = nested
+        self._given = given
+        own = whole if nested is None else nested
+        self._own = {key: value for key, value in own.items() if value is not None}
         self._type = str(self._own.get("model_type", "missing"))[:64]
 
     def pairs(self) -> dict[str, str]:
+        """The pairs that the user has not written.
+
+        Raises:
+            InvalidModel: config.json does not describe the model.
+        """
         self._refuse_others()
+        all_layers = self._layers()
+        # Layers that share another layer's cache have none, and are the last ones.
+        shared = 0
+        if "num_kv_shared_layers" in self._own:
+            shared = self._number(("num_kv_shared_layers",), 0, all_layers - 1)
+        layers = all_layers - shared
+        pairs = {"layers": str(layers)}
+        pairs.update(self._sizes())
+        if "dtype" not in self._given:
+            pairs["dtype"] = self._dtype()
+        if "window" not in self._given:
+            window = self._window(all_layers, layers)
+            if window:
+                pairs["window"] = window
+        return pairs
+
+    def _sizes(self) -> dict[str, str]:
+        """The latent, or the heads and their size."""
         given = self._given
-        every = (
-            int(KEYS["layers"].value.read("layers", given["layers"]))
-            if "layers" in given
-            else self._layers()
-        )
-        shared = (
-            self._number(("num_kv_shared_layers",), 0, every - 1)
-            if "num_kv_shared_layers" in self._own
-            else 0
-        )
-        found = {"layers": str(every - shared)}
         if "mla" in given:
-            pass
-        elif self._own.get("kv_lora_rank") and "heads" not in given and "dim" not in given:
-            found["mla"] = str(
-                self._number(("kv_lora_rank",), 1)
-                + self._number(("qk_rope_head_dim",), 0, add="mla")
-            )
-        else:
-            readers = {"heads": self._kv_heads, "dim": self._head_dim}
-            found.update({key: str(read()) for key, read in readers.items() if key not in given})
-        if "dtype" not in given:
-            found["dtype"] = self._dtype()
-        if "window" not in given and (window := self._window(every, every - shared)):
-            found["window"] = window
-        return found
+            return {}
+        has_heads = "heads" in given or "dim" in given
+        if self._own.get("kv_lora_rank") and not has_heads:
+            latent = self._number(("kv_lora_rank",), 1)
+            rope = self._number(("qk_rope_head_dim",), 0, add="mla")
+            return {"mla": str(latent + rope)}
+        sizes = {}
+        if "heads" not in given:
+            sizes["heads"] = str(self._kv_heads())
+        if "dim" not in given:
+            sizes["dim"] = str(self._head_dim())
+        return sizes
 
     def _refuse_others(self) -> None:
-        """Caches that neither config.json nor the short form describes."""
+        """Refuse models whose caches neither config.json nor the short form describes.
+
+        Raises:
+            InvalidModel: names the key, and what to do.
+        """
+        own = self._own
         for key, why in _ELSEWHERE.items():
-            if self._own.get(key):
-                raise _not_here(key, self._own[key], why)
-        if self._own.get("is_encoder_decoder") or self._whole.get("is_encoder_decoder"):
+            if own.get(key):
+                raise _not_here(key, own[key], why)
+        if own.get("is_encoder_decoder") or self._whole.get("is_encoder_decoder"):
             raise _not_here("is_encoder_decoder", True, _ELSEWHERE["encoder_layers"])
-        if self._own.get("kv_lora_rank") and self._type not in _MLA:
-            raise _not_here(
-                "model_type", self._type, "its code says how much of a kv_lora_rank is in the cache"
-            )
-        if not self._own.get("kv_lora_rank") and self._own.get("v_head_dim", 0) not in (
-            0,
-            self._own.get("head_dim"),
-        ):
-            raise _not_here("v_head_dim", self._own["v_head_dim"], "K and V differ in size")
+        if own.get("kv_lora_rank"):
+            if self._type not in _MLA:
+                raise _not_here(
+                    "model_type",
+                    self._type,
+                    "its code says how much of a kv_lora_rank is in the cache",
+                )
+        elif own.get("v_head_dim", 0) not in (0, own.get("head_dim")):
+            raise _not_here("v_head_dim", own["v_head_dim"], "K and V differ in size")
+        if "state_layers" not in self._given:
+            self._refuse_states()
+
+    def _refuse_states(self) -> None:
+        """Refuse models with recurrent states, whose shapes are in their code."""
         types = self._own.get("layer_types", [])
-        unlike = (
-            [kind for kind in types if kind not in _KINDS] if isinstance(types, list) else [types]
-        )
-        states = [key for key in self._own if key.startswith(_STATES) and self._own[key]]
-        if (unlike or states) and "state_layers" not in self._given:
-            field, value = (
-                ("layer_types", unlike[0]) if unlike else (states[0], self._own[states[0]])
-            )
-            raise _not_here(
-                field,
-                value,
-                "config.json lacks the states of its layers",
-                "state_layers, ssm and conv",
-            )
+        if not isinstance(types, list):
+            raise _no_states("layer_types", types)
+        for layer_type in types:
+            if layer_type not in _KINDS:
+                raise _no_states("layer_types", layer_type)
+        for key, value in self._own.items():
+            if value and key.startswith(_STATES):
+                raise _no_states(key, value)
 
     def _layers(self) -> int:
+        if "layers" in self._given:
+            return int(KEYS["layers"].value.read("layers", self._given["layers"]))
         return self._number(_LAYERS, 1, MAX_LAYERS, add="layers")
 
     def _kv_heads(self) -> int:
         own = self._own
-        if (
-            self._type in _MULTI_QUERY
-            and own.get("multi_query", True)
-            and not own.get("new_decoder_architecture")
-        ):
+        has_multi_query = own.get("multi_query", True) and not own.get("new_decoder_architecture")
+        if self._type in _MULTI_QUERY and has_multi_query:
             return 1
-        if (
-            self._nested is None
-            and self._type in _AS_MANY_KV_HEADS
-            and not any(key in self._own for key in _KV_HEADS)
-        ):
+        says_kv_heads = any(key in own for key in _KV_HEADS)
+        if self._nested is None and self._type in _AS_MANY_KV_HEADS and not says_kv_heads:
             return self._number(_HEADS, 1, add="heads")
         return self._number(_KV_HEADS, 1, add="heads")
 
@@ -282,95 +301,136 @@ class _Config:
         for key in ("head_dim", "hidden_size_per_head", "kv_channels"):
             if self._own.get(key, 0) != 0:
                 return self._number((key,), 1, add="dim")
-        if self._type in _HEAD_DIM_OF_CODE or (self._nested is not None and self._type == "llama"):
+        is_nested_llama = self._nested is not None and self._type == "llama"
+        if self._type in _HEAD_DIM_OF_CODE or is_nested_llama:
             raise InvalidModel(
                 "head_dim",
                 MISSING,
                 f"a number, which is in the code of {self._type}; {_add('dim')}",
             )
-        hidden, heads = (
-            self._number(_HIDDEN, 1, 1 << 24, add="dim"),
-            self._number(_HEADS, 1, add="dim"),
-        )
+        hidden = self._number(_HIDDEN, 1, 1 << 24, add="dim")
+        heads = self._number(_HEADS, 1, add="dim")
         if hidden % heads:
             raise InvalidModel("hidden_size", hidden, f"a multiple of {heads} heads; {_add('dim')}")
         return hidden // heads
 
     def _dtype(self) -> str:
         scheme = self._own.get("quantization_config") or self._whole.get("quantization_config")
-        if isinstance(scheme, dict) and (
-            scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")
-        ):
+        if not isinstance(scheme, dict):
+            scheme = {}
+        # The cache has the scheme's type then, not that of the activations.
+        if scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo"):
             raise InvalidModel(
                 "quantization_config", Shown("one with a quantised cache"), _add("dtype")
             )
-        places = [
-            one.get(key) for one in (self._whole, self._own) for key in ("dtype", "torch_dtype")
-        ]
-        found = next((place for place in places if place is not None), MISSING)
-        name = found.removeprefix("torch.") if isinstance(found, str) else ""
+        dtype = self._written_dtype()
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
         if name not in _DTYPES:
-            raise InvalidModel("dtype", found, f"one of {', '.join(_DTYPES)}; {_add('dtype')}")
+            raise InvalidModel("dtype", dtype, f"one of {', '.join(_DTYPES)}; {_add('dtype')}")
         return _DTYPES[name]
 
-    def _window(self, every: int, layers: int) -> str:
-        """`4096@0-30/2`, or empty. The first `layers` of `every` layer have a cache."""
-        source = self._whole if self._nested is None else self._nested
-        is_asked = self._own.get("use_sliding_window", not self._type.startswith(_ASKED_WINDOWS))
-        if not is_asked or ("sliding_window" in source and source["sliding_window"] is None):
-            return ""
-        if "sliding_window" not in source and self._type not in _WINDOW_OF_CODE:
+    def _written_dtype(self) -> Any:
+        for config in (self._whole, self._own):
+            for key in ("dtype", "torch_dtype"):
+                if config.get(key) is not None:
+                    return config[key]
+        return MISSING
+
+    def _window(self, all_layers: int, layers: int) -> str:
+        """`4096@0-30/2`, or empty. Of `all_layers` the first `layers` have a cache."""
+        if not self._has_window():
             return ""
         tokens = self._number(("sliding_window",), 1, 1 << 40, add="window")
-        kinds, pattern = (
-            self._own.get("layer_types"),
-            self._own.get("sliding_window_pattern", _WINDOWS.get(self._type)),
-        )
+        if self._type.startswith("cohere2"):
+            # vLLM counts the token itself, too.
+            tokens += 1
+        with_window = self._layers_with_window(all_layers, layers)
+        if len(with_window) == layers:
+            return f"{tokens}"
+        if not with_window:
+            return ""
+        return f"{tokens}@{_layer_list(with_window)}"
+
+    def _has_window(self) -> bool:
+        uses_windows = not self._type.startswith(_ASKED_WINDOWS)
+        if not self._own.get("use_sliding_window", uses_windows):
+            return False
+        # In `_own` a null is left out; here it says that there is no window, where its absence does not.
+        source = self._whole if self._nested is None else self._nested
+        if "sliding_window" in source:
+            return source["sliding_window"] is not None
+        return self._type in _WINDOW_OF_CODE
+
+    def _layers_with_window(self, all_layers: int, layers: int) -> list[int]:
+        """Those of the first `layers` of `all_layers` that have a window.
+
+        Raises:
+            InvalidModel: config.json does not say which.
+        """
+        kinds = self._own.get("layer_types")
         if isinstance(kinds, list):
-            if len(kinds) != every:
+            if len(kinds) != all_layers:
                 raise InvalidModel(
-                    "layer_types", Shown(f"{len(kinds)} names"), f"one for each of {every} layers"
+                    "layer_types",
+                    Shown(f"{len(kinds)} names"),
+                    f"one for each of {all_layers} layers",
                 )
-            having = [index for index in range(layers) if kinds[index] == _KINDS[1]]
-        elif (
-            type(pattern) is int
-            and 0 <= pattern <= MAX_LAYERS
-            and not self._type.startswith(_ASKED_WINDOWS)
-        ):
-            having = [index for index in range(layers) if not pattern or (index + 1) % pattern]
-        else:
+            return [layer for layer in range(layers) if kinds[layer] == _KINDS[1]]
+        pattern = self._own.get("sliding_window_pattern", _WINDOWS.get(self._type))
+        if type(pattern) is not int or not 0 <= pattern <= MAX_LAYERS:
+            pattern = None
+        if pattern is None or self._type.startswith(_ASKED_WINDOWS):
             raise InvalidModel(
                 "layer_types", MISSING, f"the layers of the window; {_add('window')}"
             )
-        tokens += self._type.startswith("cohere2")  # vLLM counts the token itself, too
-        if len(having) == layers:
-            return f"{tokens}"
-        items = [
-            f"{first}" if first == last else f"{first}-{last}{f'/{step}' if step > 1 else ''}"
-            for first, last, step in progressions(having)
-        ]
-        return f"{tokens}@{'+'.join(items)}" if having else ""
+        if pattern == 0:
+            return list(range(layers))
+        return [layer for layer in range(layers) if (layer + 1) % pattern]
 
     def _number(self, keys: Sequence[str], low: int, high: int = MAX_SIZE, *, add: str = "") -> int:
-        """The first of these keys that is there, a whole number."""
+        """The first of these keys that is there, a whole number.
+
+        Args:
+            add: a key of the short form that the user can write instead.
+
+        Raises:
+            InvalidModel: it is missing, or no such number.
+        """
         key = next((key for key in keys if key in self._own), keys[0])
         value = self._own.get(key, MISSING)
-        if type(value) is not int or not low <= value <= high:
-            raise InvalidModel(
-                key, value, f"a whole number from {low} to {high}{f'; {_add(add)}' if add else ''}"
-            )
-        return value
+        if type(value) is int and low <= value <= high:
+            return value
+        expected = f"a whole number from {low} to {high}"
+        if add:
+            expected = f"{expected}; {_add(add)}"
+        raise InvalidModel(key, value, expected)
+
+
+def _layer_list(layers: Sequence[int]) -> str:
+    """Layers as in a short form, e.g. `0-30/2+31`."""
+    items = []
+    for first, last, step in progressions(layers):
+        if first == last:
+            items.append(f"{first}")
+        elif step == 1:
+            items.append(f"{first}-{last}")
+        else:
+            items.append(f"{first}-{last}/{step}")
+    return "+".join(items)
 
 
 def _add(key: str) -> str:
     return f"or add {_EXAMPLES[key]} behind a comma"
 
 
+def _no_states(field: str, value: object) -> InvalidModel:
+    why = "config.json lacks the states of its layers"
+    return _not_here(field, value, why, "state_layers, ssm and conv")
+
+
 def _not_here(field: str, value: object, why: str, keys: str = "") -> InvalidModel:
     """The error for a model that config.json does not describe, with what to do."""
     do = "start an engine with the key description_file and give that file"
-    return InvalidModel(
-        field,
-        value,
-        f"another model: {why}; {do}{f', or add {keys} behind a comma' if keys else ''}",
-    )
+    if keys:
+        do = f"{do}, or add {keys} behind a comma"
+    return InvalidModel(field, value, f"another model: {why}; {do}")

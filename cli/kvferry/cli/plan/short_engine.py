@@ -6,6 +6,7 @@ In vLLM they share the same bytes, which makes no difference to a plan.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_form import ShortForm
-from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
+from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS, ConvPart
 from kvferry.protocol.description_json import EngineJson, WorkerJson
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import MAX_ENGINE_TENSORS, CacheGroup, ModelFacts
@@ -36,9 +37,8 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
     """
     _check_sizes(form)
     groups = groups_of_form(form)
-    places = [
-        (pp, pcp, tp) for pp in range(form.pp) for pcp in range(form.pcp) for tp in range(form.tp)
-    ]
+    # In the order in which an engine numbers its workers.
+    places = itertools.product(range(form.pp), range(form.pcp), range(form.tp))
     return EngineJson(
         engine_id=engine_id,
         facts=ModelFacts(
@@ -51,7 +51,7 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
         ),
         topology=Topology(pp=form.pp, pcp=form.pcp, tp=form.tp, dcp=form.dcp),
         groups=tuple(group for group, _ in groups),
-        workers=tuple(_worker(form, groups, *place) for place in places),
+        workers=tuple(_worker(form, groups, pp, pcp, tp) for pp, pcp, tp in places),
     )
 
 
@@ -78,29 +78,35 @@ def heads_of_rank(heads: int, ranks: int, rank: int) -> Range:
         return Range(first, first + 1)
     size, rest = divmod(heads, ranks)
     first = rank * size + min(rank, rest)
-    return Range(first, first + size + (rank < rest))
+    if rank < rest:
+        size += 1
+    return Range(first, first + size)
 
 
 def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> WorkerJson:
-    """One worker. A group of context parallel ranks spans the prefill ranks first, then the tensor-parallel ones."""
+    """One worker.
+
+    Raises:
+        InvalidArgument: its cache is too large.
+    """
+    # A group of decode context parallel ranks spans the prefill ranks first, then the tensor-parallel ones.
     place = Place(pp=pp, pcp=pcp, tp=tp, dcp=(tp * form.pcp + pcp) % form.dcp)
-    first = sum(form.stages[:pp])
-    stage = range(first, first + form.stages[pp])
+    first_layer = sum(form.stages[:pp])
+    stage = range(first_layer, first_layer + form.stages[pp])
     tensors: list[PagedTensor] = []
     base = 0
     for index, (group, layers) in enumerate(groups):
-        here = [layer for layer in layers if layer in stage]
+        own_layers = [layer for layer in layers if layer in stage]
         build = _state_tensors if group.policy == "state" else _attention_tensors
-        built, num_bytes = build(form, index, here, place, base)
+        built, num_bytes = build(form, index, own_layers, place, base)
         tensors += built
         base += num_bytes
     if base > MAX_WORKER_BYTES:
         raise InvalidArgument(
             "blocks", form.blocks, f"fewer: a worker's cache has {base} bytes, more than 2**47"
         )
-    return WorkerJson(
-        place=place, memory="DRAM" if form.layout == "CPU" else "VRAM", tensors=tuple(tensors)
-    )
+    memory = "DRAM" if form.layout == "CPU" else "VRAM"
+    return WorkerJson(place=place, memory=memory, tensors=tuple(tensors))
 
 
 def _attention_tensors(
@@ -109,22 +115,21 @@ def _attention_tensors(
     """The tensors of attention layers from address `base` on, and their size in bytes."""
     item = DTYPE_BYTES[form.dtype]
     heads = _kv_heads(form, place)
-    packed = form.kv == "packed" and not form.mla
+    is_packed = form.kv == "packed" and not form.mla
     cell = (form.mla or form.dim) * item
-    blocks, tokens = form.blocks * (form.block // form.kernel_block), form.kernel_block
+    blocks = form.blocks * (form.block // form.kernel_block)
+    tokens = form.kernel_block
     sizes = {
         "L": len(layers),
         "B": blocks,
         "H": len(heads),
         "N": tokens,
-        "C": cell * (2 if packed else 1),
+        "C": 2 * cell if is_packed else cell,
     }
     strides, total = strides_of(LAYOUTS[form.layout], sizes)
-    interleave = (
-        Interleave(ranks=form.dcp, rank=place.dcp, run_tokens=form.interleave)
-        if form.dcp > 1
-        else Interleave()
-    )
+    interleave = Interleave()
+    if form.dcp > 1:
+        interleave = Interleave(ranks=form.dcp, rank=place.dcp, run_tokens=form.interleave)
     k = PagedTensor(
         layer="",
         kind="mla" if form.mla else "k",
@@ -142,25 +147,34 @@ def _attention_tensors(
         format=_format(form.dtype),
         scales=_scales(form.dtype),
     )
-    v = replace(k, kind="v", base=base + (cell if packed else total))
-    if form.layout == "CPU":  # in a (block, head): K as [dim, tokens], behind it V as [tokens, dim]
+    v = replace(k, kind="v", base=base + (cell if is_packed else total))
+    if form.layout == "CPU":
+        # In a (block, head): K as [dim, tokens], behind it V as [tokens, dim].
         k = replace(k, tile_stride=item, element_bytes=item, element_stride=tokens * item)
         v = replace(v, base=base + tokens * cell, tile_stride=cell)
-    tensors = [
-        replace(kind, layer=form.names.format(layer), base=kind.base + position * strides["L"])
-        for position, layer in enumerate(layers)
-        for kind in ((k,) if form.mla else (k, v))
-    ]
-    return tensors, total if packed or form.mla else 2 * total
+    kinds = (k,) if form.mla else (k, v)
+    tensors = []
+    for position, layer in enumerate(layers):
+        name = form.names.format(layer)
+        offset = position * strides["L"]
+        tensors += [replace(kind, layer=name, base=kind.base + offset) for kind in kinds]
+    if not is_packed:
+        total *= len(kinds)
+    return tensors, total
+
+
+def _is_float8(dtype: str) -> bool:
+    return DTYPE_BYTES[dtype] == 1
 
 
 def _format(dtype: str) -> Format:
-    return Format(dtype=dtype, quantization="fp8_per_tensor" if DTYPE_BYTES[dtype] == 1 else "none")
+    quantization = "fp8_per_tensor" if _is_float8(dtype) else "none"
+    return Format(dtype=dtype, quantization=quantization)
 
 
 def _scales(dtype: str) -> tuple[float, ...]:
     """The static scales of a float8 cache: always 1 in a short form."""
-    return (1.0,) if DTYPE_BYTES[dtype] == 1 else ()
+    return (1.0,) if _is_float8(dtype) else ()
 
 
 def strides_of(order: str, sizes: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -192,15 +206,12 @@ def _state_tensors(
     There is one page per layer and block: the convolution state, then the temporal state.
     """
     item = DTYPE_BYTES[form.state_dtype]
-    channels = [
-        Range(0, part.channels)
-        if part.replicated
-        else heads_of_rank(part.channels, form.tp, place.tp)
-        for part in form.conv
-    ]
-    all_channels = sum(len(held) for held in channels)
+    held_by_part = [_held_channels(form, part, place) for part in form.conv]
+    all_channels = sum(len(held) for held in held_by_part)
     conv_bytes = all_channels * form.conv_width * item
-    heads = heads_of_rank(form.ssm[0], form.tp, place.tp) if form.ssm else Range(0, 0)
+    heads = Range(0, 0)
+    if form.ssm:
+        heads = heads_of_rank(form.ssm[0], form.tp, place.tp)
     head_bytes = math.prod(form.ssm[1:]) * item
     page = conv_bytes + len(heads) * head_bytes
     ssm = PagedTensor(
@@ -220,70 +231,77 @@ def _state_tensors(
         scales=_scales(form.state_dtype),
     )
     kinds = []
-    before = 0
-    for part, held in zip(form.conv, channels, strict=True):
-        row = replace(ssm, kind=f"conv.{part.name}", heads=held, cell_bytes=form.conv_width * item)
+    channels_before = 0
+    cell_bytes = form.conv_width * item
+    for part, held in zip(form.conv, held_by_part, strict=True):
+        conv = replace(ssm, kind=f"conv.{part.name}", heads=held, cell_bytes=cell_bytes)
         if form.conv_layout == "SD" and form.conv_width > 1:
-            apart = {
-                "head_stride": item,
-                "element_bytes": item,
-                "element_stride": all_channels * item,
-            }
-            kinds.append(replace(row, base=base + before * item, **apart))
-        else:
-            kinds.append(
-                replace(row, base=base + before * row.cell_bytes, head_stride=row.cell_bytes)
+            # Channels innermost: the elements of one channel are apart.
+            conv = replace(
+                conv,
+                base=base + channels_before * item,
+                head_stride=item,
+                element_bytes=item,
+                element_stride=all_channels * item,
             )
-        before += len(held)
-    kinds += [ssm] if form.ssm else []
-    tensors = [
-        replace(
-            kind,
-            layer=form.state_names.format(layer),
-            base=kind.base + position * page * form.blocks,
-        )
-        for position, layer in enumerate(layers)
-        for kind in kinds
-    ]
-    return tensors, page * form.blocks * len(layers)
+        else:
+            conv = replace(conv, base=base + channels_before * cell_bytes, head_stride=cell_bytes)
+        kinds.append(conv)
+        channels_before += len(held)
+    if form.ssm:
+        kinds.append(ssm)
+    layer_bytes = page * form.blocks
+    tensors = []
+    for position, layer in enumerate(layers):
+        name = form.state_names.format(layer)
+        offset = position * layer_bytes
+        tensors += [replace(kind, layer=name, base=kind.base + offset) for kind in kinds]
+    return tensors, layer_bytes * len(layers)
+
+
+def _held_channels(form: ShortForm, part: ConvPart, place: Place) -> Range:
+    if part.replicated:
+        return Range(0, part.channels)
+    return heads_of_rank(part.channels, form.tp, place.tp)
 
 
 def _check_sizes(form: ShortForm) -> None:
-    states = len(form.state_layers)
-    per_attention, per_state = 1 if form.mla else 2, len(form.conv) + bool(form.ssm)
-    tensors = form.pcp * form.tp * ((form.layers - states) * per_attention + states * per_state)
-    pieces = (
-        math.ceil(form.heads / form.tp)
-        * form.kernel_block
-        * (form.dim if form.layout == "CPU" else 1)
-    )
-    limits: list[tuple[str, object, str, int, int]] = [
-        (
-            "layers",
-            form.layers,
-            "layers·tp·pcp makes {} paged tensors",
-            tensors,
-            MAX_ENGINE_TENSORS,
-        ),
-        (
-            "blocks",
-            form.blocks,
-            "blocks·block is {} tokens",
-            form.blocks * form.block,
-            MAX_CACHE_TOKENS - 1,
-        ),
-        (
-            "kernel_block",
-            form.kernel_block,
-            "a block has {} heads·tokens·elements",
-            pieces,
-            MAX_BLOCK_PIECES,
-        ),
-    ]
+    """Check the sizes before anything is built: a few characters can ask for more tensors than memory has.
+
+    Raises:
+        InvalidArgument: names the value and its limit.
+    """
+    num_states = len(form.state_layers)
+    num_attention = form.layers - num_states
+    tensors_of_attention = 1 if form.mla else 2
+    tensors_of_state = len(form.conv)
+    if form.ssm:
+        tensors_of_state += 1
+    per_rank = num_attention * tensors_of_attention + num_states * tensors_of_state
+    num_tensors = form.pcp * form.tp * per_rank
+    if num_tensors > MAX_ENGINE_TENSORS:
+        what = f"layers·tp·pcp makes {num_tensors} paged tensors"
+        raise _too_large("layers", form.layers, what, MAX_ENGINE_TENSORS)
+    num_tokens = form.blocks * form.block
+    if num_tokens >= MAX_CACHE_TOKENS:
+        what = f"blocks·block is {num_tokens} tokens"
+        raise _too_large("blocks", form.blocks, what, MAX_CACHE_TOKENS - 1)
+    num_pieces = math.ceil(form.heads / form.tp) * form.kernel_block
+    if form.layout == "CPU":
+        # Every element of its K is a piece of its own.
+        num_pieces *= form.dim
+    if num_pieces > MAX_BLOCK_PIECES:
+        what = f"a block has {num_pieces} heads·tokens·elements"
+        raise _too_large("kernel_block", form.kernel_block, what, MAX_BLOCK_PIECES)
     for part in form.conv:
-        channels = part.channels if part.replicated else math.ceil(part.channels / form.tp)
-        shown, size = f"{part.name}{part.channels}", channels * form.conv_width
-        limits.append(("conv", shown, "a state has {} elements", size, MAX_BLOCK_PIECES))
-    for field, value, why, size, most in limits:
-        if size > most:
-            raise InvalidArgument(field, value, f"fewer: {why.format(size)}, more than {most}")
+        channels = part.channels
+        if not part.replicated:
+            channels = math.ceil(part.channels / form.tp)
+        num_elements = channels * form.conv_width
+        if num_elements > MAX_BLOCK_PIECES:
+            what = f"a state has {num_elements} elements"
+            raise _too_large("conv", f"{part.name}{part.channels}", what, MAX_BLOCK_PIECES)
+
+
+def _too_large(key: str, value: object, what: str, limit: int) -> InvalidArgument:
+    return InvalidArgument(key, value, f"fewer: {what}, more than {limit}")

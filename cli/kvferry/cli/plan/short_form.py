@@ -46,8 +46,11 @@ def _key(default: Any, value: Value, meaning: str) -> Any:
     return field(default=default, metadata={"key": Key(value, meaning)})
 
 
-_SIZE, _RANKS, _DTYPE = whole(1, MAX_SIZE), whole(1, MAX_RANKS), choice(*DTYPE_BYTES)
-_NAMES, _STATE_NAMES = "model.layers.{}.self_attn.attn", "model.layers.{}.mixer"
+_SIZE = whole(1, MAX_SIZE)
+_RANKS = whole(1, MAX_RANKS)
+_DTYPE = choice(*DTYPE_BYTES)
+_NAMES = "model.layers.{}.self_attn.attn"
+_STATE_NAMES = "model.layers.{}.mixer"
 _OTHER_SIDE = "must match those of a description JSON on the other side"
 
 
@@ -113,16 +116,26 @@ class ShortForm:
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
 
-KEYS: dict[str, Key] = {one.name: one.metadata["key"] for one in fields(ShortForm) if one.metadata}
+KEYS: dict[str, Key] = {
+    option.name: option.metadata["key"] for option in fields(ShortForm) if option.metadata
+}
 
 
 def read_short_form(text: str) -> ShortForm:
-    """Read a short form. Raises `InvalidArgument` with the key, its value and the accepted ones."""
+    """Read a short form.
+
+    Raises:
+        InvalidArgument: with the key, its value and the accepted ones.
+    """
     return form_of(pairs_of(text))
 
 
 def pairs_of(text: str) -> dict[str, str]:
-    """The keys of a short form with their values as text. Raises `InvalidArgument`."""
+    """The keys of a short form with their values as text.
+
+    Raises:
+        InvalidArgument: a pair is none, or its key is unknown or there twice.
+    """
     if len(text) > MAX_LENGTH:
         raise InvalidArgument(
             "text", Shown(f"{len(text)} characters"), f"at most {MAX_LENGTH} characters"
@@ -141,7 +154,11 @@ def pairs_of(text: str) -> dict[str, str]:
 
 
 def form_of(pairs: Mapping[str, str]) -> ShortForm:
-    """The short form with these keys. Raises `InvalidArgument`."""
+    """The short form with these keys.
+
+    Raises:
+        InvalidArgument: a value is invalid, or keys contradict each other.
+    """
     values = {key: KEYS[key].value.read(key, value) for key, value in pairs.items()}
     if values.get("window") == NO_WINDOW:
         del values["window"]
@@ -150,32 +167,30 @@ def form_of(pairs: Mapping[str, str]) -> ShortForm:
 
 def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
     """The pairs, and those of `MODEL_KEYS` of another engine that they do not say themselves."""
-    said = {
-        *pairs,
-        *(("heads", "dim") if "mla" in pairs else ()),
-        *(("mla",) if {"heads", "dim"} & {*pairs} else ()),
-    }
-    return {
-        **{key: value for key, value in model.items() if key in MODEL_KEYS and key not in said},
-        **pairs,
-    }
+    said = set(pairs)
+    # A latent says what heads say, and the other way round.
+    if "mla" in pairs:
+        said.update(("heads", "dim"))
+    if "heads" in pairs or "dim" in pairs:
+        said.add("mla")
+    taken = {key: value for key, value in model.items() if key in MODEL_KEYS and key not in said}
+    return {**taken, **pairs}
 
 
 MODEL_KEYS = (
-    *(
-        "layers",
-        "heads",
-        "dim",
-        "mla",
-        "dtype",
-        "window",
-        "state_layers",
-        "ssm",
-        "conv",
-        "conv_width",
-        "state_dtype",
-    ),
-    *("names", "state_names"),
+    "layers",
+    "heads",
+    "dim",
+    "mla",
+    "dtype",
+    "window",
+    "state_layers",
+    "ssm",
+    "conv",
+    "conv_width",
+    "state_dtype",
+    "names",
+    "state_names",
 )
 """Keys that a form without `layers` takes from the other side."""
 
@@ -195,7 +210,11 @@ _EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
 
 
 def _filled(values: dict[str, Any]) -> ShortForm:
-    """The form with all derived values; raises for keys that contradict each other."""
+    """The form with all derived values.
+
+    Raises:
+        InvalidArgument: keys contradict each other, or one is missing.
+    """
     if "layers" not in values:
         raise InvalidArgument("layers", MISSING, "the number of layers, e.g. layers=32, or a model")
     for key, needed in _NEEDS.items():
@@ -227,11 +246,17 @@ def even_stages(layers: int, pp: int) -> tuple[int, ...]:
     Example: 34 layers in 4 stages are 8, 9, 9, 8.
     """
     size, rest = divmod(layers, pp)
-    return tuple(size + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp))
+    last = pp - 1
+    larger = range(last - rest, last)
+    return tuple(size + 1 if stage in larger else size for stage in range(pp))
 
 
 def _fill_layers(values: dict[str, Any], layers: int) -> None:
-    """The layers of stages, windows and states."""
+    """The layers of stages, windows and states, in `values`.
+
+    Raises:
+        InvalidArgument: they do not fit to the number of layers.
+    """
     pp = values.get("pp", 1)
     if pp > layers:
         raise InvalidArgument("pp", pp, f"at most layers={layers}")
@@ -246,24 +271,27 @@ def _fill_layers(values: dict[str, Any], layers: int) -> None:
         values["window_layers"] = layers_of("window", listed, layers)
     if "state_layers" in values:
         values["state_layers"] = layers_of("state_layers", values["state_layers"], layers)
-        both = sorted(set(values["state_layers"]) & set(values.get("window_layers", ())))
-        if both:
+        in_both = sorted(set(values["state_layers"]) & set(values.get("window_layers", ())))
+        if in_both:
             raise InvalidArgument(
-                "state_layers", both[0], "layers that are not in the list of window"
+                "state_layers", in_both[0], "layers that are not in the list of window"
             )
 
 
 def _check_attention(values: dict[str, Any]) -> None:
-    if len(values.get("state_layers", ())) == values["layers"]:
+    """Raises `InvalidArgument` if keys of attention are missing, or say what no layer has."""
+    has_no_attention = len(values.get("state_layers", ())) == values["layers"]
+    if has_no_attention:
         for key in ("heads", "dim", "mla", "kv"):
             if key in values:
                 raise InvalidArgument(
                     key, values[key], "a layer with attention: all are in state_layers"
                 )
         return
-    for key in () if "mla" in values else ("heads", "dim"):
-        if key not in values:
-            raise InvalidArgument(key, MISSING, "heads and dim of the attention, or mla")
+    if "mla" not in values:
+        for key in ("heads", "dim"):
+            if key not in values:
+                raise InvalidArgument(key, MISSING, "heads and dim of the attention, or mla")
     if values.get("layout") == "CPU":
         if "mla" in values:
             raise InvalidArgument(
@@ -276,22 +304,31 @@ def _check_attention(values: dict[str, Any]) -> None:
 
 
 def _check_ranks(form: ShortForm) -> None:
+    """Raises `InvalidArgument` if the parallel sizes do not fit together."""
     ranks = form.pp * form.pcp * form.tp
     if ranks > MAX_RANKS:
         raise InvalidArgument("tp", form.tp, f"at most {MAX_RANKS} ranks; pp·pcp·tp is {ranks}")
     if form.pcp * form.tp % form.dcp:
         raise InvalidArgument("dcp", form.dcp, f"a divisor of pcp·tp={form.pcp * form.tp}")
+    # All ranks of a latent hold the same head, so its groups of dcp ranks may be any.
     if form.mla or not form.heads:
         return
-    if form.pcp % form.dcp and (form.dcp % form.pcp or form.tp % (form.dcp // form.pcp)):
-        text = f"a divisor or a multiple of pcp={form.pcp} whose groups fill whole tensor-parallel ranks"
-        raise InvalidArgument("dcp", form.dcp, text)
+    if form.pcp % form.dcp == 0:
+        return
+    is_multiple = form.dcp % form.pcp == 0
+    if not is_multiple or form.tp % (form.dcp // form.pcp):
+        raise InvalidArgument(
+            "dcp",
+            form.dcp,
+            f"a divisor or a multiple of pcp={form.pcp} whose groups fill whole tensor-parallel ranks",
+        )
 
 
 def defaults() -> dict[str, str]:
     """The default of every key that has one, as text for the documentation."""
-    shown = {}
+    texts = {}
     for option in fields(ShortForm):
-        if option.name in KEYS and isinstance(option.default, (int, str)) and option.default:
-            shown[option.name] = str(option.default)
-    return shown
+        is_written = isinstance(option.default, (int, str)) and bool(option.default)
+        if option.name in KEYS and is_written:
+            texts[option.name] = str(option.default)
+    return texts

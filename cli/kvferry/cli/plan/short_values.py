@@ -72,10 +72,10 @@ def _sizes(form: str, pattern: str, expected: str) -> Value:
     matching = _matching(form, pattern, expected)
 
     def read(key: str, text: str) -> tuple[int, ...]:
-        found = tuple(int(size) for size in re.split(r"[+x]", matching.read(key, text)))
-        if max(found) > MAX_SIZE:
+        sizes = tuple(int(size) for size in re.split(r"[+x]", matching.read(key, text)))
+        if max(sizes) > MAX_SIZE:
             raise InvalidArgument(key, text, f"sizes up to {MAX_SIZE}")
-        return found
+        return sizes
 
     return Value(form, read)
 
@@ -83,11 +83,21 @@ def _sizes(form: str, pattern: str, expected: str) -> Value:
 def _conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
     parts = []
     for item in text.split("+"):
-        found = re.fullmatch(r"([A-Za-z]{0,16})([1-9][0-9]{0,5})(\*?)", item)
-        if not found:
-            expected = "names with channels, e.g. x1536+B128+C128, with * where every rank has all"
-            raise InvalidArgument(key, item, expected)
-        parts.append(ConvPart(found[1] or "x", int(found[2]), bool(found[3])))
+        match = re.fullmatch(
+            r"(?P<name>[A-Za-z]{0,16})(?P<channels>[1-9][0-9]{0,5})(?P<star>\*?)", item
+        )
+        if match is None:
+            raise InvalidArgument(
+                key,
+                item,
+                "names with channels, e.g. x1536+B128+C128, with * where every rank has all",
+            )
+        part = ConvPart(
+            name=match["name"] or "x",
+            channels=int(match["channels"]),
+            replicated=bool(match["star"]),
+        )
+        parts.append(part)
     if len({part.name for part in parts}) != len(parts):
         raise InvalidArgument(key, text, "a name of its own for every sub-projection")
     return tuple(parts)
@@ -96,8 +106,11 @@ def _conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
 def _window(key: str, text: str) -> tuple[int, str]:
     if text == "0":
         return NO_WINDOW
-    tokens, at, listed = text.partition("@")
-    return whole_option(key, tokens, 1, 1 << 40), LAYER_LIST.read(key, listed) if at else "*"
+    tokens, has_list, layers = text.partition("@")
+    window_tokens = whole_option(key, tokens, 1, 1 << 40)
+    if not has_list:
+        return window_tokens, "*"
+    return window_tokens, LAYER_LIST.read(key, layers)
 
 
 NO_WINDOW = (0, "*")
@@ -129,7 +142,9 @@ def layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
     for item in listed.split("+"):
         span, _, every = item.partition("/")
         first, _, last = span.partition("-")
-        low, high, step = int(first), int(last or first), int(every or 1)
+        low = int(first)
+        high = int(last or first)
+        step = int(every or 1)
         if not low <= high < layers or step < 1:
             raise InvalidArgument(key, item, f"layers from 0 to {layers - 1}, the lower one first")
         chosen.update(range(low, high + 1, step))
