@@ -17,6 +17,7 @@ from kvferry.worker.caches import KvCaches
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.cache_engine import FACTS, SETTINGS, free_port
 from tests.harness.fault_fabric import FaultFabric
+from tests.harness.inside import memory_of, thread_of
 from tests.waiting import step_until
 
 HEADS, SIZE, BLOCK = 2, 8, 16
@@ -125,7 +126,7 @@ def test_a_step_that_raises_makes_no_prompt_readable(pair: Pair) -> None:
 
     with pytest.raises(ZeroDivisionError):
         engine.step(compute)
-    tables = [worker._memory.table for worker in engine.workers]
+    tables = [memory_of(worker).table for worker in engine.workers]
     assert [int(table.words.any()) for table in tables] == [0] * len(tables)
 
 
@@ -156,7 +157,7 @@ def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(pair: 
     pair.consumer.start_load("decode", pair.offer("prefill"), PROMPT, BLOCKS)
     step_until(lambda: reader.calls["post_data_read"], "it reads", pair.consumer, pair.producer)
     for worker in pair.consumer.workers:
-        worker._thread.runner.timeout_s = 0.0
+        thread_of(worker).runner.timeout_s = 0.0
     step_until(
         lambda: pair.failed.update(pair.consumer.step().failed) or pair.failed,
         "it fails",

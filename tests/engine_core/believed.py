@@ -15,6 +15,7 @@ from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from tests.harness.core.configs import BLOCK_TOKENS
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.toy_model import states_of
+from tests.harness.inside import memory_of, worker_of
 from tests.harness.integrity import check_worker
 
 
@@ -30,15 +31,15 @@ class Believed(NamedTuple):
 def settle(node: Node) -> None:
     """Let the workers carry out what they were told: slots say all that they will say before the next orders."""
     for worker in node.workers:
-        half = ferry_of(worker).worker_side._worker
+        half = worker_of(ferry_of(worker).worker_side)
         check_worker(half)
-        while half._memory.table.advance():
+        while memory_of(half).table.advance():
             pass
 
 
 def believed(node: Node, stage: int = 0) -> list[Believed]:
     """All that may be read from one worker. Call `settle` before."""
-    memory = ferry_of(node.workers[stage]).worker_side._worker._memory
+    memory = memory_of(worker_of(ferry_of(node.workers[stage]).worker_side))
     side = ferry_of(node.engine.connector).scheduler_side
     leases = {lease.slot: lease for lease in side.leases.leases(*LeaseState) if lease.slot >= 0}
     return [

@@ -15,6 +15,7 @@ from tests.harness.core import scheduler as driver
 from tests.harness.core.node import Node
 from tests.harness.core.runners import FirstRunner, SecondRunner
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
+from tests.harness.inside import worker_of
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +122,7 @@ def test_what_makes_a_prompt_ready_is_marked_after_the_drafters_work(make: Any) 
     producer, clock = make("kv_producer", runner=SecondRunner), FakeClock(over=True)
     when_drafted, at_the_end = list[int](), list[int]()
     (runner,), (worker,) = producer.runners, producer.workers
-    worker.worker_side._worker._device = clock
+    worker_of(worker.worker_side)._device = clock  # type: ignore[assignment]
 
     def step(output: Any, forward: Any) -> Any:
         report = runner.step_0_33(output, forward, lambda _: when_drafted.append(len(clock.marks)))

@@ -14,6 +14,7 @@ from tests.harness.core.node import Node
 from tests.harness.core.runners import SecondRunner
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.harness.inside import thread_of, worker_of
 from tests.promises import promise
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,9 @@ def prefill(node: Node, name: str, prompt: list[int]) -> dict[str, Any]:
 
 def reported(node: Node) -> bool:
     """Whether every worker's transfer thread has something for the next step."""
-    return all(worker.worker_side._worker._thread.results._results.sent for worker in node.workers)
+    return all(
+        thread_of(worker_of(worker.worker_side)).results._results.sent for worker in node.workers
+    )
 
 
 def wait_until_reported(node: Node) -> None:
@@ -101,8 +104,8 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
         consumer.decode(f"d-{name}", prompt, params[name])
     wait_until_reported(producer)
     deadline_s = time.monotonic() + 20.0
-    side = producer.workers[0].worker_side._worker
-    while len(side._thread.results._results.sent) < 2:
+    side = worker_of(producer.workers[0].worker_side)
+    while len(thread_of(side).results._results.sent) < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)

@@ -14,6 +14,7 @@ from kvferry.connector.metrics.tables import GAUGES, HISTOGRAMS
 from tests.engine_core.offers import offer
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.inside import memory_of, worker_of
 
 PROMPT = tokens(100)
 BLOCKS = 7
@@ -113,8 +114,11 @@ def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., 
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     assert gauges(consumer.engine, "staging_pool_bytes")[-1] == 1 << 20
-    pool = consumer.workers[0].worker_side._worker._memory.staging.pool
+    staging = memory_of(worker_of(consumer.workers[0].worker_side)).staging
+    assert staging is not None
+    pool = staging.pool
     wave = pool.try_take("another", "load", 1 << 16)
+    assert wave is not None
     hand_over(producer, consumer, "meanwhile", tokens(60, seed=5))
     assert gauges(consumer.engine, "staging_used_bytes")[-1] == 1 << 16
     pool.give_back(wave)

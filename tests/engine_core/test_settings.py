@@ -14,6 +14,7 @@ from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.worker.settings import WorkerSettings
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine
+from tests.harness.inside import worker_of
 
 EXTRA: dict[str, Any] = {
     "lease_slots": 77,
@@ -34,7 +35,7 @@ OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from", "row_blocks"}
 
 def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
     node = make("kv_consumer", extra=EXTRA)
-    settings = node.workers[0].worker_side._worker._first_contact._settings
+    settings = worker_of(node.workers[0].worker_side)._first_contact._settings
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
     wanted["allowed_hosts"] = AllowedHosts.from_entries(EXTRA["allowed_hosts"])
     assert {name: getattr(settings, name) for name in wanted} == wanted
@@ -69,7 +70,9 @@ def test_a_worker_knows_whether_peers_read_from_it(
     make: Callable[..., Node], role: str, extra: dict[str, bool], is_read_from: bool
 ) -> None:
     assert (
-        make(role, extra=extra).workers[0].worker_side._worker._first_contact._settings.is_read_from
+        worker_of(
+            make(role, extra=extra).workers[0].worker_side
+        )._first_contact._settings.is_read_from
         is is_read_from
     )
 

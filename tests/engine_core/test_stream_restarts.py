@@ -20,6 +20,7 @@ from tests.engine_core.streamed import (
 )
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import Scheduled, tokens
+from tests.harness.inside import memory_of, worker_of
 
 
 def crowded(make: Any, overlap: bool) -> tuple[Node, Scheduled, list[Scheduled]]:
@@ -56,7 +57,9 @@ def test_a_preempted_prompt_has_a_new_epoch_before_the_step_that_gives_its_block
         orders[0].epoch,
     )
     assert reopened.epoch != orders[0].epoch
-    word = ferry_of(producer.workers[0]).worker_side._worker._memory.table.words[reopened.slot]
+    word = memory_of(worker_of(ferry_of(producer.workers[0]).worker_side)).table.words[
+        reopened.slot
+    ]
     assert int(word) == int(reopened.epoch, 16) << 4 | SlotState.COMPUTING
     later: list[Scheduled] = []
     while not any(one.orders and one.orders.completions for one in later):

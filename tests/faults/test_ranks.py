@@ -22,6 +22,7 @@ from tests.geometry.pairs import Pair
 from tests.harness.cache_engine import wait_until_idle
 from tests.harness.fault_fabric import Point
 from tests.harness.handover import load
+from tests.harness.inside import thread_of
 from tests.promises import promise
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.waiting import step_until
@@ -48,7 +49,7 @@ class RankEngine(RigEngine):
         worker, fabric = self.workers[rank], self.fabrics[rank]
 
         def is_late(_: Point) -> None:
-            worker._thread.runner.timeout_s = 0.0
+            thread_of(worker).runner.timeout_s = 0.0
             fabric.stops.go()
 
         fabric.stuck = True
@@ -65,7 +66,7 @@ class RankEngine(RigEngine):
         self.loads.check_integrity()
         for worker in self.workers:
             wait_until_idle(worker)
-            assert worker._thread._thread.is_alive() or worker._thread._thread.ident is None
+            assert thread_of(worker).is_running or thread_of(worker)._thread.ident is None
 
 
 Break = Callable[[RankEngine, int], None]
@@ -246,7 +247,7 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
         readers = {
             index
             for index, worker in enumerate(rig.consumer.workers)
-            for peer in worker._thread.registry.peers()
+            for peer in thread_of(worker).registry.peers()
             if any(route.route.worker == gone for route in peer.routes)
         }
         assert readers

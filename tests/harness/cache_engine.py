@@ -26,6 +26,7 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.devices import free_ports
 from tests.harness.fault_fabric import FaultFabric
+from tests.harness.inside import memory_of, thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.seen import Seen
 
@@ -108,7 +109,7 @@ class CacheEngine(StandaloneEngine):
         self, request_id: str, blocks: tuple[tuple[int, ...], ...], tokens: int
     ) -> RemotePrefill | None:
         """A prefill has finished; its workers learn of the hold with the next step. None when it has no lease."""
-        mirrored = any(worker._memory.mirror is not None for worker in self.workers)
+        mirrored = any(memory_of(worker).mirror is not None for worker in self.workers)
         lease = self.leases.finish(request_id, blocks if mirrored else ())
         return None if lease is None else self.signed(lease, blocks, tokens)
 
@@ -168,7 +169,7 @@ class CacheEngine(StandaloneEngine):
     ) -> None:
         """Change the deadlines of workers that have begun; so no test depends on how fast a good load is."""
         for worker in self.workers:
-            contact, thread = worker._first_contact, worker._thread
+            contact, thread = worker._first_contact, thread_of(worker)
             contact._settings = replace(contact._settings, handshake_timeout_s=handshake_s)
             thread.runner.timeout_s, thread.registry.first_reads.timeout_s = load_s, handshake_s
 
@@ -190,7 +191,7 @@ class CacheEngine(StandaloneEngine):
             fabric.mend()
         self.set_timeouts(load_s=0.0)
         for worker in self.workers:
-            if worker._thread._thread.is_alive():
+            if thread_of(worker).is_running:
                 wait_until_idle(worker)
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.fault_fabric import Point
+from tests.harness.inside import memory_of
 from tests.harness.integrity import check_worker
 
 SOCKETS_S = 0.3
@@ -166,14 +167,14 @@ class Server:
 
     def state(self) -> State:
         engine, worker = self.engine, self.engine.worker
-        slot_reads, staging = worker._memory.slot_reads, worker._memory.staging
+        slot_reads, staging = memory_of(worker).slot_reads, memory_of(worker).staging
         names = Counter(one.name for one in threading.enumerate())
         fetching = sum(
             count for name, count in names.items() if name.startswith("kvferry-handshake")
         )
         in_hand = Counter(
             leases=len(engine.leases),
-            held=worker._memory.table.held(),
+            held=memory_of(worker).table.held(),
             loads=len(engine.loads),
             running=worker.count_loads(LoadState.RUNNING, LoadState.WAITING),
             quarantined=worker.count_loads(LoadState.QUARANTINED),

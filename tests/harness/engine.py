@@ -21,6 +21,7 @@ from kvferry.worker.worker import MakeFabric
 from tests.fakes.cuda_memory import FakeDevice
 from tests.harness.cache_engine import FACTS, LEASE_S, SETTINGS, CacheEngine
 from tests.harness.caches import Bytes, CacheShape, ToyCaches
+from tests.harness.inside import memory_of
 from tests.harness.prefills import Prefill
 from tests.waiting import step_until
 
@@ -155,18 +156,18 @@ class Engine(CacheEngine):
 
     def word(self, offer: Offer) -> int:
         """The word in the offer's slot."""
-        return int(self.worker._memory.table.words[offer.slot])
+        return int(memory_of(self.worker).table.words[offer.slot])
 
     @property
     def pool(self) -> StagingPool:
         """The worker's staging pool; it must have one."""
-        staging = self.worker._memory.staging
+        staging = memory_of(self.worker).staging
         assert staging is not None
         return staging.pool
 
     def all_entries_are_free(self) -> bool:
         """Whether no read of a slot is in flight."""
-        slot_reads = self.worker._memory.slot_reads
+        slot_reads = memory_of(self.worker).slot_reads
         return slot_reads.free() == len(slot_reads.words)
 
     def end(self, offer: Offer) -> None:

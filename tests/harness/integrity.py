@@ -11,6 +11,7 @@ from unittest import mock
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.worker import FerryWorker
+from tests.harness.inside import thread_of
 
 ANSWER_WITHIN_S = 30.0
 STANDS_WITHIN_S = 60.0
@@ -54,7 +55,7 @@ def check_worker(worker: FerryWorker, *, idle: bool = False) -> None:
 def standing_still(worker: FerryWorker) -> Iterator[None]:
     """The worker's transfer thread stands still in the middle of a turn, until the block ends."""
     stands, goes_on = threading.Event(), threading.Event()
-    registry = worker._thread.registry
+    registry = thread_of(worker).registry
     step = registry.step
 
     def stand_still(*args: Any) -> bool:
@@ -63,7 +64,7 @@ def standing_still(worker: FerryWorker) -> Iterator[None]:
         return step(*args)
 
     with mock.patch.object(registry, "step", stand_still):
-        worker._thread.wake()
+        thread_of(worker).wake()
         assert stands.wait(STANDS_WITHIN_S)
         try:
             yield

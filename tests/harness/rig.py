@@ -23,6 +23,7 @@ from kvferry.worker.settings import WorkerSettings
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.inside import memory_of, thread_of
 from tests.harness.integrity import check_worker
 from tests.waiting import step_until, wait_until
 
@@ -133,7 +134,7 @@ class Rig:
         )
         for engine in self.engines:
             until_adds_up(engine)
-            assert engine.worker._thread._thread.is_alive(), (
+            assert thread_of(engine.worker).is_running, (
                 f"the transfer thread of {engine.name} has ended"
             )
 
@@ -189,7 +190,7 @@ def until_adds_up(engine: Engine) -> None:
             if time.monotonic() > deadline_s:
                 raise
         engine.step()
-    slot_reads, staging = engine.worker._memory.slot_reads, engine.worker._memory.staging
+    slot_reads, staging = memory_of(engine.worker).slot_reads, memory_of(engine.worker).staging
     assert slot_reads.free() == len(slot_reads.words)
     assert staging is None or not staging.pool.waves()
     assert not engine.fabric.transfers()

@@ -23,6 +23,7 @@ from tests.geometry.effects import number_names
 from tests.geometry.feasibility import feasible
 from tests.geometry.pairs import Pair, cache_groups, pairs
 from tests.geometry.requests import Request, span_of
+from tests.harness.inside import thread_of
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.rig.handover import rig_of
 from tests.rig.test_named_pairs import POOLS, SCENES
@@ -46,7 +47,7 @@ def test_every_byte_arrives_part_by_part(name: str, pool: str) -> None:
 
 
 def loads_of(engine: RigEngine) -> list[Load]:
-    return [load for worker in engine.workers for load in list(worker._thread.runner.begun())]
+    return [load for worker in engine.workers for load in list(thread_of(worker).runner.begun())]
 
 
 def has_read(load: Load, tokens: int) -> bool:

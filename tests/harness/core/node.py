@@ -32,6 +32,7 @@ from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_conf
 from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
 from tests.harness.core.scheduler import Answer, Engine, Scheduled
 from tests.harness.core.toy_model import ToyModel, expected_tokens
+from tests.harness.inside import worker_of
 from tests.waiting import deadline_s
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
@@ -256,7 +257,7 @@ class Node:
         self.engine.close()
         try:
             for worker in self.workers if idle else ():
-                wait_until_idle(ferry_of(worker).worker_side._worker)
+                wait_until_idle(worker_of(ferry_of(worker).worker_side))
         finally:
             for worker in self.workers:
                 worker.shutdown()
@@ -271,7 +272,7 @@ class Node:
 
     def _add_siblings(self) -> None:
         """Replaces the process groups of several ranks while the caches are registered."""
-        halves = [ferry_of(worker).worker_side._worker for worker in self.workers]
+        halves = [worker_of(ferry_of(worker).worker_side) for worker in self.workers]
         for half in halves:
             half.add_siblings([one.description for one in halves])
 

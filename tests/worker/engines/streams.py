@@ -11,6 +11,7 @@ from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.record import LoadRecord
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.inside import memory_of, thread_of
 from tests.harness.prefills import Prefill
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -73,7 +74,7 @@ class ServedStream:
                 for load in self.running()
                 if load.order.request_id == self.load.request_id
             ]
-            results = self.consumer.worker._thread.results._results
+            results = thread_of(self.consumer.worker).results._results
             is_over = self.load.request_id in results.loaded | results.failed.keys()
             return is_over or any(
                 chunk[0] >= whole for record in records for chunk in record.chunks[-1:]
@@ -83,12 +84,12 @@ class ServedStream:
             wait_until(is_read, f"{whole} tokens are read")
 
     def running(self) -> list[Load]:
-        return list(self.consumer.worker._thread.runner.begun())
+        return list(thread_of(self.consumer.worker).runner.begun())
 
     def is_over(self, polls: int) -> bool:
         """Whether the load has ended, collected or not, or the consumer has polled more reads than these."""
         assert self.load is not None
-        results = self.consumer.worker._thread.results._results
+        results = thread_of(self.consumer.worker).results._results
         is_reported = self.load.request_id in results.loaded | results.failed.keys()
         is_over = is_reported or self.consumer.seen.is_over(self.load.request_id)
         return is_over or self.consumer.fabric.calls["poll"] > polls
@@ -120,7 +121,8 @@ class ServedStream:
         freed = self.prefill.abort()
         self.producer.step()
         wait_until(
-            lambda: self.producer.worker._memory.table.words[slot] == EMPTY, "the lease has ended"
+            lambda: memory_of(self.producer.worker).table.words[slot] == EMPTY,
+            "the lease has ended",
         )
         self.producer.caches.fill(blocks, GARBAGE)
         self.producer.give_back(freed)

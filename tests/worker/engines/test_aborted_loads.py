@@ -19,6 +19,7 @@ from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
+from tests.harness.inside import memory_of, thread_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 from tests.worker.engines.streams import STREAMS, ServedStream
@@ -66,7 +67,7 @@ def parked(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
 
 def no_places(consumer: Engine, stack: ExitStack) -> None:
     """From now on other loads have all places."""
-    runner = consumer.worker._thread.runner
+    runner = thread_of(consumer.worker).runner
     stack.callback(setattr, runner, "_max_loads", runner._max_loads)
     runner._max_loads = 0
 
@@ -100,7 +101,7 @@ def connecting(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
     params = producer.changed(producer.prefill(10), remote_port=silent.getsockname()[1])
     load = consumer.load(params)
     wait_until(
-        lambda: len(consumer.worker._thread.registry._handshakes), "the handshake is under way"
+        lambda: len(thread_of(consumer.worker).registry._handshakes), "the handshake is under way"
     )
     return consumer, load
 
@@ -112,7 +113,8 @@ def on_the_device(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     with mock.patch.object(consumer.worker, "_device", _Busy()):
         load = consumer.load(producer.prefill(10).params)
     wait_until(
-        lambda: any(one.peer for one in consumer.worker._thread.runner.begun()), "it is connected"
+        lambda: any(one.peer for one in thread_of(consumer.worker).runner.begun()),
+        "it is connected",
     )
     return consumer, load
 
@@ -165,7 +167,7 @@ def test_what_waits_without_a_read_in_flight_frees_its_blocks_at_once(
         assert not consumer.fabric.reading()
         assert not len(consumer.loads)
         assert consumer.fabric.calls["post_data_read"] == posts
-        assert consumer.worker._memory.staging is None or not consumer.pool.waiting
+        assert memory_of(consumer.worker).staging is None or not consumer.pool.waiting
 
 
 def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) -> None:
@@ -182,7 +184,7 @@ def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) 
             consumer.load(producer.changed(offer, remote_port=port))
             for offer, port in zip(offers, ports, strict=True)
         ]
-        handshakes = consumer.worker._thread.registry._handshakes
+        handshakes = thread_of(consumer.worker).registry._handshakes
         wait_until(
             lambda: [x.is_awaited for x in list(handshakes._asked.values())] == [True] * len(ports),
             "all are awaited",
@@ -290,4 +292,4 @@ def test_a_storm_of_aborts_leaves_the_others_alone(rig: Rig) -> None:
     for number, load in list(enumerate(loads))[1::2]:
         assert rig.until_over(consumer, load) is None
         assert consumer.has_bytes(load, seed=5 + number)
-    assert consumer.all_entries_are_free() or list(consumer.worker._thread.runner.polls())
+    assert consumer.all_entries_are_free() or list(thread_of(consumer.worker).runner.polls())

@@ -14,6 +14,7 @@ from kvferry.worker.fabric.port import OpenHandles
 from tests.harness.cache_engine import SETTINGS, free_port
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
+from tests.harness.inside import thread_of
 from tests.harness.rig import Rig
 from tests.promises import promise
 from tests.waiting import wait_until
@@ -88,6 +89,6 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
 
 def _lists_of_a_peer(consumer: Engine) -> int:
     (lists,) = {
-        len(peer.made) - len(peer.routes) for peer in consumer.worker._thread.registry.peers()
+        len(peer.made) - len(peer.routes) for peer in thread_of(consumer.worker).registry.peers()
     }
     return lists

@@ -14,6 +14,7 @@ from kvferry.worker.loads.results import StepResults
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
+from tests.harness.inside import thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -131,14 +132,14 @@ def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_an
     """Only the read of the slot is still in flight, but the blocks were read into: they wait for it."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    zero = consumer.worker._thread.runner._context.tail_zeroing.zero
+    zero = thread_of(consumer.worker).runner._context.tail_zeroing.zero
 
     def freeze_and_zero(*what: Any) -> Any:
         rig.network.freeze(producer.fabric.agent_name)
         return zero(*what)
 
     monkeypatch.setattr(
-        consumer.worker._thread.runner._context.tail_zeroing, "zero", freeze_and_zero
+        thread_of(consumer.worker).runner._context.tail_zeroing, "zero", freeze_and_zero
     )
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)

@@ -25,6 +25,7 @@ from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import SHAPE
+from tests.harness.inside import memory_of, thread_of
 from tests.harness.rig import Rig
 
 ON_HOST = replace(SETTINGS, host_buffer=True)
@@ -84,7 +85,7 @@ def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_
     monkeypatch.setattr(host_mirror, "WAVE_BYTES", 1)
     producer, consumer = any_rig.pair(settings=ON_HOST)
     any_rig.transfer(producer, consumer, tokens=26, seed=4)
-    mirror = producer.worker._memory.mirror
+    mirror = memory_of(producer.worker).mirror
     assert mirror is not None
     assert mirror._relayout.launches == len(producer.offers.popitem()[1].blocks) > 1
 
@@ -112,7 +113,7 @@ class BusyRelayout:
 
 def test_parts_that_find_no_room_are_copied_later_each_once_and_in_order(any_rig: Rig) -> None:
     producer = any_rig.engine("P", settings=ON_HOST)
-    mirror = producer.worker._memory.mirror
+    mirror = memory_of(producer.worker).mirror
     assert mirror is not None
     relayout = BusyRelayout()
     mirror._relayout = relayout
@@ -189,8 +190,8 @@ def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_ha
     assert set(pinned_at_close) == {everything, everything // 2}
     assert cuda.names().count("cudaHostUnregister") == everything // 2 == len(cuda.registered)
     last = cuda.names().index("cudaHostUnregister")
-    thread = producer.worker._thread
-    assert not thread._thread.is_alive()
+    thread = thread_of(producer.worker)
+    assert not thread.is_running
     assert {call.name for call in cuda.calls[last:]} == {"cudaHostUnregister"}
 
 

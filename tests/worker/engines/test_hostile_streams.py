@@ -18,6 +18,7 @@ from kvferry.protocol.ids import (
 )
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
+from tests.harness.inside import memory_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -32,7 +33,7 @@ def waiting(rig: Rig) -> tuple[ServedStream, Any]:
     stream.order()
     stream.until_read(9)
     wait_until(consumer.parked_loads, "it waits")
-    return stream, producer.worker._memory.rows
+    return stream, memory_of(producer.worker).rows
 
 
 @pytest.mark.parametrize("block", [0, 47, 48, 2**31, 2**32 - 1])
@@ -52,7 +53,7 @@ def test_ids_outside_the_cache_fail_the_load(rig: Rig, block: int) -> None:
 
 def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
     stream, rows = waiting(rig)
-    table, slot = stream.producer.worker._memory.table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    table, slot = memory_of(stream.producer.worker).table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
     row = stream.prefill.params.kvferry.stream_row  # type: ignore[union-attr]
     header, word, other = rows.headers[row].copy(), int(table.words[slot]), new_epoch()
     rows.headers[row] = header_word(other)
@@ -65,7 +66,7 @@ def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
 def test_an_epoch_that_no_header_names_is_waited_for_until_the_deadline(rig: Rig) -> None:
     """So it is between the words of a producer's workers."""
     stream, _ = waiting(rig)
-    table, slot = stream.producer.worker._memory.table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    table, slot = memory_of(stream.producer.worker).table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
     word = int(table.words[slot])
     table.words[slot] = slot_word(new_epoch(), SlotState.READY)
     stream.consumer.set_timeouts(load_s=0.3)
@@ -95,7 +96,7 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
 ) -> None:
     draw = random.Random(seed)
     stream, rows = waiting(rig)
-    memory, params = stream.producer.worker._memory, stream.prefill.params
+    memory, params = memory_of(stream.producer.worker), stream.prefill.params
     assert params is not None
     slot, row, epoch = (
         params.kvferry.lease_slot,

@@ -10,6 +10,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
+from tests.harness.inside import thread_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -24,7 +25,7 @@ def _calls(engine: Engine) -> int:
 
 
 def _is_idle(engine: Engine) -> bool:
-    thread = engine.worker._thread
+    thread = thread_of(engine.worker)
     return thread._is_idle() and thread._inbox.empty()
 
 
@@ -97,6 +98,6 @@ def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(
     assert consumer.fabric.calls["close"] == 0
     assert consumer.word(offer) == EMPTY, "its leases are over all the same"
     released[0] = True
-    wait_until(lambda: not consumer.worker._thread._thread.is_alive(), "it ends")
+    wait_until(lambda: not thread_of(consumer.worker).is_running, "it ends")
     consumer.worker.close()
     assert consumer.fabric.calls["close"] == 1

@@ -11,6 +11,7 @@ from kvferry.worker.fabric.errors import TransferFailed
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.inside import memory_of, thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.promises import promise
@@ -29,7 +30,7 @@ def _is_quarantined(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
 
 
 def _grace_is_over(rig: Rig, consumer: Engine) -> None:
-    consumer.worker._thread.reader.grace_s = 0.0
+    thread_of(consumer.worker).reader.grace_s = 0.0
     rig.step_until(lambda: not consumer.seen.alive, "the grace is over")
     check_worker(consumer.worker, idle=True)
     consumer.step()  # the end of a grace is counted after the blocks were given back, maybe for a step of its own
@@ -96,10 +97,13 @@ def test_a_first_read_that_failed_keeps_its_entry_for_the_grace(
         rig.network.fail_reads(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    slot_reads, registry = consumer.worker._memory.slot_reads, consumer.worker._thread.registry
+    slot_reads, registry = (
+        memory_of(consumer.worker).slot_reads,
+        thread_of(consumer.worker).registry,
+    )
     assert slot_reads.free() == len(slot_reads.words) - 1
     assert registry.closing()
     check_worker(consumer.worker)
-    consumer.worker._thread.reader.grace_s = 0.0
+    thread_of(consumer.worker).reader.grace_s = 0.0
     wait_until(lambda: not registry.closing(), "the grace is over", 60.0)
     check_worker(consumer.worker, idle=True)

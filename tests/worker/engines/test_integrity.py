@@ -13,20 +13,21 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
+from tests.harness.inside import memory_of, thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
 
 def _steal_an_entry(engine: Engine) -> Callable[[], object]:
-    entries = engine.worker._memory.slot_reads.try_take(1)
+    entries = memory_of(engine.worker).slot_reads.try_take(1)
     assert entries is not None
-    return lambda: engine.worker._memory.slot_reads.give_back(entries)
+    return lambda: memory_of(engine.worker).slot_reads.give_back(entries)
 
 
 def _free_an_entry_twice(engine: Engine) -> Callable[[], object]:
-    engine.worker._memory.slot_reads._free.append(3)
-    return engine.worker._memory.slot_reads._free.pop
+    memory_of(engine.worker).slot_reads._free.append(3)
+    return memory_of(engine.worker).slot_reads._free.pop
 
 
 def _steal_a_wave(engine: Engine) -> Callable[[], object]:
@@ -36,25 +37,25 @@ def _steal_a_wave(engine: Engine) -> Callable[[], object]:
 
 
 def _prepare_a_list(engine: Engine) -> Callable[[], object]:
-    slot_reads = engine.worker._memory.slot_reads
+    slot_reads = memory_of(engine.worker).slot_reads
     row = (int(slot_reads.words.ctypes.data), 8, 0, 8, 1)
     made = engine.fabric.inner.prepare_local(DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
     return lambda: engine.fabric.inner.release(made)
 
 
 def _post_a_read(engine: Engine) -> Callable[[], object]:
-    registry = engine.worker._thread.registry
+    registry = thread_of(engine.worker).registry
     (peer,) = registry.peers()
     zero = np.zeros(1, dtype=np.int32)
     made = engine.fabric.inner.post_read(
-        engine.worker._memory.slot_reads.descriptors, zero, peer.routes[0].slots, zero
+        memory_of(engine.worker).slot_reads.descriptors, zero, peer.routes[0].slots, zero
     )
     return lambda: engine.fabric.inner.release(made)
 
 
 def _write_a_word(engine: Engine) -> Callable[[], object]:
-    engine.worker._memory.table.words[7] = 99
-    return lambda: engine.worker._memory.table.words.__setitem__(7, 0)
+    memory_of(engine.worker).table.words[7] = 99
+    return lambda: memory_of(engine.worker).table.words.__setitem__(7, 0)
 
 
 BREAKS = {
@@ -124,7 +125,7 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
     rig.transfer(producer, consumer)
     mend = _steal_an_entry(consumer)
     for count in (1, 2, 3):
-        consumer.worker._thread.wake()
+        thread_of(consumer.worker).wake()
         rig.step_until(
             lambda count=count: consumer.seen.counts["integrity_errors"] >= count,  # type: ignore[misc]
             "counted",

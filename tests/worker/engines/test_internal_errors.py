@@ -9,6 +9,7 @@ from kvferry.protocol.orders import FailureReason, LeaseEnd, StepOrders, encode_
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.peers.first_contact import PlanCache
 from tests.harness.engine import Engine
+from tests.harness.inside import thread_of
 from tests.harness.rig import Rig
 from tests.promises import promise
 
@@ -96,7 +97,7 @@ def test_loads_are_carried_out_although_the_leases_of_their_step_cannot_be(
         raise RuntimeError("unheard of")
 
     with monkeypatch.context() as patched:
-        patched.setattr(consumer.worker._thread._table, "end", broken)
+        patched.setattr(thread_of(consumer.worker)._table, "end", broken)
         consumer.worker.carry_out(encode_head(orders), encode_orders(orders))
         rig.step_until(lambda: "decode" in consumer.seen.loaded, "the load is good")
     consumer.loads.finished("decode")
@@ -112,7 +113,7 @@ def test_leases_become_ready_although_the_peer_registry_is_broken(
     def broken(*_: object) -> bool:
         raise RuntimeError("unheard of")
 
-    monkeypatch.setattr(one.worker._thread.registry, "step", broken)
+    monkeypatch.setattr(thread_of(one.worker).registry, "step", broken)
     rig.transfer(one, other)
     rig.transfer(other, one)
 

@@ -15,6 +15,7 @@ from kvferry.worker.fabric.errors import FabricError, PeerLost, TransferFailed
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import wait_until_idle
 from tests.harness.engine import Engine, Offer
+from tests.harness.inside import thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -174,6 +175,6 @@ def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(
     _with_each_message(consumer, lambda: consumer.fabric.fail("post_read", lambda: error))
     rig.transfer(producer, consumer)
     wait_until(lambda: consumer.fabric.failures_left("post_read") == 0, "it was tried")
-    consumer.worker._thread.reader.grace_s = 0.0
+    thread_of(consumer.worker).reader.grace_s = 0.0
     wait_until_idle(consumer.worker)
     assert consumer.seen.counts["failed_notifications"] == 0

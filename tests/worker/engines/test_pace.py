@@ -13,6 +13,7 @@ from kvferry.worker import pace
 from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState
 from kvferry.worker.loads.results import StepResults
 from tests.harness.engine import Engine, Offer, OrderedLoad
+from tests.harness.inside import thread_of
 from tests.harness.rig import Rig, rig_of
 from tests.waiting import wait_until
 from tests.worker.engines.test_staging import HEADS_OUTER, STAGED, TOKENS_OUTER, staged_pair
@@ -44,7 +45,7 @@ def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs() ->
 def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    notify, thread = consumer.fabric.notify, consumer.worker._thread
+    notify, thread = consumer.fabric.notify, thread_of(consumer.worker)
     reported_before = []
 
     def noted(peer: PeerAgent, message: bytes) -> None:
@@ -63,7 +64,7 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
-    thread = producer.worker._thread
+    thread = thread_of(producer.worker)
     wait_until(lambda: thread._wait_s() == pace.MAX_NOTIFICATION_BACKOFF_S, "it has backed off")
     before = producer.fabric.calls["take_notifications"]
     time.sleep(WINDOW_S)
@@ -103,7 +104,7 @@ def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
 
 def _note_backoff(consumer: Engine) -> list[int]:
     """The backoff of loads from now on, in µs, one entry after every round of the thread."""
-    thread = consumer.worker._thread
+    thread = thread_of(consumer.worker)
     wait_until(
         lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(),
         "nothing else is due",
@@ -174,7 +175,7 @@ def test_the_longer_it_takes_to_look_at_all_loads_the_less_often_that_is_done(
 ) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    thread = consumer.worker._thread
+    thread = thread_of(consumer.worker)
     rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=10).params)
     wait_until(thread.runner.busy, "it reads")

@@ -21,6 +21,7 @@ from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import Bytes
 from tests.harness.engine import Engine
+from tests.harness.inside import memory_of
 from tests.harness.integrity import check_worker, standing_still
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -63,13 +64,13 @@ def hold(epoch: Epoch) -> LeaseHold:
 
 def shown(engine: Engine, epoch: Epoch = FIRST) -> tuple[int, int]:
     """The slot's first word, and the tokens in its second."""
-    table = engine.worker._memory.table
+    table = memory_of(engine.worker).table
     return int(table.words[SLOT]), progress_of(int(table.progress[SLOT]), epoch)
 
 
 def row_of(engine: Engine) -> tuple[list[int], list[int]]:
     """The row's header and its first four ids."""
-    rows = engine.worker._memory.rows
+    rows = memory_of(engine.worker).rows
     return rows.headers[ROW].tolist(), rows.ids[ROW, :4].tolist()
 
 

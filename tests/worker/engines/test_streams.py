@@ -12,6 +12,7 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
+from tests.harness.inside import thread_of
 from tests.harness.rig import Rig, rig_of
 from tests.waiting import wait_until
 from tests.worker.engines.streams import STREAMS, ServedStream, pair
@@ -176,7 +177,7 @@ def test_a_lease_that_ends_after_the_prompt_is_complete_fails_the_load_or_comes_
     stream.compute(7)
     stream.order()
     stream.until_read(10)
-    thread = consumer.worker._thread
+    thread = thread_of(consumer.worker)
     reported = []
 
     def abort() -> None:

@@ -1,0 +1,30 @@
+"""The one place where tests reach into a worker: to forge what its memory holds, or to break or delay its thread.
+
+What a test only looks at is in `FerryWorker.snapshot` and in the `snapshot` of the parts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.worker.transfer_thread import TransferThread
+from kvferry.worker.worker import FerryWorker
+from kvferry.worker.worker_memory import WorkerMemory
+
+if TYPE_CHECKING:  # it needs vLLM, and engines without vLLM use this module too
+    from kvferry.connector.worker_side.side import WorkerSide
+
+
+def worker_of(side: WorkerSide) -> FerryWorker:
+    """The worker of vLLM's worker process; it must have begun."""
+    worker = side._worker
+    assert worker is not None
+    return worker
+
+
+def memory_of(worker: FerryWorker) -> WorkerMemory:
+    return worker._memory
+
+
+def thread_of(worker: FerryWorker) -> TransferThread:
+    return worker._thread
