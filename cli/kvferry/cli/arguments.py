@@ -19,15 +19,20 @@ from kvferry.protocol.errors import InputError, KvferryError
 def read_address(name: str, text: str, default_port: int = 0) -> tuple[str, int]:
     """Host and port of `host:port` or `[host]:port`; the port may be left out if there is a default.
 
-    Raises `InvalidArgument`.
+    Raises:
+        InvalidArgument: it is neither.
     """
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%a-z]+)\]|([^\s:/\[\]]+))(?::([0-9]{1,5}))?", text)
-    port = int(found[3] or default_port) if found else 0
-    if not found or not 1 <= port <= 65535:
-        raise InvalidArgument(
-            name, text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535"
-        )
-    return found[1] or found[2], port
+    match = re.fullmatch(
+        r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[^\s:/\[\]]+))(?::(?P<port>[0-9]{1,5}))?",
+        text,
+    )
+    if match is not None:
+        port = int(match["port"] or default_port)
+        if 1 <= port <= 65535:
+            return match["six"] or match["name"], port
+    raise InvalidArgument(
+        name, text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535"
+    )
 
 
 class InvalidArgument(InputError):
@@ -46,8 +51,14 @@ class InvalidSide(InputError):
     """An engine on the command line that cannot be used. `role`: `PRODUCER` or `CONSUMER`."""
 
     def __init__(self, role: str, wrong: InputError) -> None:
-        KvferryError.__init__(self, str(wrong) if wrong.field == role else f"{role}: {wrong}")
-        self.field, self.shown_value, self.expected = wrong.field, wrong.shown_value, wrong.expected
+        text = str(wrong)
+        if wrong.field != role:
+            text = f"{role}: {text}"
+        # Not `InputError`'s own: the text is that of the error within.
+        KvferryError.__init__(self, text)
+        self.field = wrong.field
+        self.shown_value = wrong.shown_value
+        self.expected = wrong.expected
 
 
 class InvalidCopies(InputError):
@@ -57,14 +68,22 @@ class InvalidCopies(InputError):
 
 
 def whole_option(name: str, text: str, low: int, high: int) -> int:
-    """A whole number. Raises `InvalidArgument`."""
+    """A whole number.
+
+    Raises:
+        InvalidArgument: it is none from `low` to `high`.
+    """
     if not re.fullmatch(r"[0-9]{1,15}", text) or not low <= int(text) <= high:
         raise InvalidArgument(name, text, f"a whole number from {low} to {high}")
     return int(text)
 
 
 def number_option(name: str, text: str, low: float, high: float) -> float:
-    """A number. Raises `InvalidArgument`."""
+    """A number.
+
+    Raises:
+        InvalidArgument: it is none from `low` to `high`.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -74,17 +93,26 @@ def number_option(name: str, text: str, low: float, high: float) -> float:
     return value
 
 
-def read_file(refused: type[InputError], name: str, path: str, most: int) -> bytes:
-    """The content of the file that an argument names, at most `most` bytes and one more. Raises `refused`."""
+def read_file(error_class: type[InputError], name: str, path: str, max_bytes: int) -> bytes:
+    """The content of the file that an argument names, at most `max_bytes` and one more.
+
+    Raises:
+        error_class: it cannot be read.
+    """
+    # One byte more than is accepted, so that the caller sees that the file is too long.
     try:
         with open(path, "rb") as stream:
-            return stream.read(most + 1)
+            return stream.read(max_bytes + 1)
     except (OSError, ValueError) as error:
-        raise refused(name, path, f"a file that can be read ({error})") from None
+        raise error_class(name, path, f"a file that can be read ({error})") from None
 
 
 def write_file(name: str, path: str, pieces: Iterable[str]) -> None:
-    """Write the file that an option names. Raises `InvalidArgument`."""
+    """Write the file that an option names.
+
+    Raises:
+        InvalidArgument: it cannot be written.
+    """
     try:
         with open(path, "w", encoding="utf-8", errors="replace", newline="\n") as stream:
             stream.writelines(pieces)

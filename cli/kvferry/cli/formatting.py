@@ -1,7 +1,6 @@
 """Numbers as tables and pictures show them, with at most three significant digits, and text and tables for terminals.
 
-Output is as wide as the terminal, or `COLUMNS`; 80 columns if it goes elsewhere. rich is imported when something is
-printed, so that `kvferry doctor --json` can say that a package is missing.
+Output is as wide as the terminal, or `COLUMNS`; 80 columns if it goes elsewhere.
 """
 
 from __future__ import annotations
@@ -23,24 +22,30 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 """If the output is no terminal, and there is no variable COLUMNS."""
-_COLUMN = 10
+_COLUMN_WIDTH = 10
 
 
 def terminal(*, errors: bool = False) -> Console:
     """Standard output, or standard error, with colours if it is a terminal."""
+    # Imported when something is printed, so that `kvferry doctor --json` can say that the package is missing.
     from rich.console import Console
 
-    wide = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if wide else WIDTH
-    return Console(
-        width=width, height=24, stderr=errors, highlight=False
-    )  # without both rich reads COLUMNS itself
+    width = WIDTH
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        width = shutil.get_terminal_size((WIDTH, 24)).columns
+    # With a width but no height rich reads COLUMNS itself.
+    return Console(width=width, height=24, stderr=errors, highlight=False)
 
 
-def _print(content: RenderableType, least: int = 0) -> None:
-    """Print at least that wide, without blanks at the ends of lines. Raises `BrokenPipeError`; rich itself exits."""
+def _print(content: RenderableType, min_width: int = 0) -> None:
+    """Print at least that wide, without blanks at the ends of lines.
+
+    Raises:
+        BrokenPipeError: nobody reads any more.
+    """
     console = terminal()
-    console.width = max(console.width, least)
+    console.width = max(console.width, min_width)
+    # Captured and written here: at a broken pipe rich itself would exit.
     with console.capture() as captured:
         console.print(content)
     console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
@@ -50,10 +55,13 @@ def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
     """Print one `visible` line, wrapped between words; the lines after the first begin with `hang` spaces."""
     from rich.text import Text
 
+    # Long words stay whole, so that paths can be copied.
     wrapper = textwrap.TextWrapper(
-        terminal().width, subsequent_indent=" " * hang, break_on_hyphens=False
+        terminal().width,
+        subsequent_indent=" " * hang,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
-    wrapper.break_long_words = False  # paths can be copied
     lines = wrapper.wrap(visible(content))
     _print(Text("\n".join(lines), style), max(map(len, lines), default=0))
 
@@ -61,8 +69,10 @@ def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None
 ) -> None:
-    """Print `visible` cells as a table. The first column is as wide as its cells, and each other one has `_COLUMN`
-    letters on average, as far as `WIDTH` goes, also on a terminal that is narrower.
+    """Print `visible` cells as a table.
+
+    The first column is as wide as its cells. Each other one has `_COLUMN_WIDTH` letters on average, as far as `WIDTH`
+    goes, also on a terminal that is narrower.
 
     Args:
         columns: their names; `>` in front aligns to the right.
@@ -73,21 +83,27 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    styles, first = styles or {}, 0
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        is_first = not table.columns
         table.add_column(
-            column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not table.columns
+            column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=is_first
         )
+    first_width = 0
     for row in rows:
         cells = [visible(cell) for cell in row]
-        known = [
-            next((styles[word] for word in styles if cell.startswith(word)), "") for cell in cells
-        ]
-        table.add_row(*(Text(cell, style) for cell, style in zip(cells, known, strict=True)))
-        first = max(first, *map(len, cells[:1]))
-    _print(table, min(WIDTH, first + _COLUMN * (len(columns) - 1)))
+        table.add_row(*(Text(cell, _style_of(cell, styles or {})) for cell in cells))
+        if cells:
+            first_width = max(first_width, len(cells[0]))
+    _print(table, min(WIDTH, first_width + _COLUMN_WIDTH * (len(columns) - 1)))
+
+
+def _style_of(cell: str, styles: Mapping[str, str]) -> str:
+    for word, style in styles.items():
+        if cell.startswith(word):
+            return style
+    return ""
 
 
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
@@ -97,10 +113,13 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def digits(value: float) -> str:
     """A number with three significant digits, without an exponent: `0.0123`, `12.3`, `12300`."""
     rounded = float(f"{value:.3g}")
-    return f"{rounded:.0f}" if abs(rounded) >= 100 else f"{rounded:g}"
+    if abs(rounded) >= 100:
+        return f"{rounded:.0f}"
+    return f"{rounded:g}"
 
 
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
+    """A value in the smallest of these units in which it is below `step`."""
     for unit in units[:-1]:
         if float(digits(value)) < step:
             return f"{digits(value)} {unit}"
@@ -115,19 +134,24 @@ def rounded_count(number: float) -> str:
 
 def milliseconds(time_ms: float) -> str:
     """`22.2 ms`, `1.23 s`."""
-    return f"{digits(time_ms)} ms" if time_ms < 999.5 else f"{digits(time_ms / 1000)} s"
+    # From here on three digits would be 1000.
+    if time_ms < 999.5:
+        return f"{digits(time_ms)} ms"
+    return f"{digits(time_ms / 1000)} s"
 
 
-def spans(held: Iterable[Range]) -> str:
+def spans(ranges: Iterable[Range]) -> str:
     """Several half-open ranges: `0…3, 5`."""
-    return ", ".join(span(one) for one in held)
+    return ", ".join(map(span, ranges))
 
 
 def span(held: Range) -> str:
     """A half-open range by its first and last: `0…3`, `5`, or a dash."""
     if not len(held):
         return "–"
-    return f"{held.start}" if len(held) == 1 else f"{held.start}…{held.stop - 1}"
+    if len(held) == 1:
+        return f"{held.start}"
+    return f"{held.start}…{held.stop - 1}"
 
 
 def decimal_bytes(num_bytes: float) -> str:

@@ -32,19 +32,22 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        found, unknown = super().parse_known_args(args, namespace)
+        # Here and not at the end, so that the error has the name of the command.
+        options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD, f"{visible(f'{self.prog}: {message}')}; see {self.prog} --help\n")
+        text = visible(f"{self.prog}: {message}")
+        self.exit(BAD, f"{text}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed before the start
+        # None: it was closed before the start.
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
     escape_logs()
     options = _parser().parse_args(arguments)
@@ -58,15 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except KvferryError as wrong:
         print(visible(f"kvferry {options.command}: {wrong}"), file=sys.stderr)
-        return (
-            NO_ANSWER
-            if options.command == "describe" and not isinstance(wrong, InputError)
-            else BAD
-        )
-    except OSError as refused:  # of standard output; other files have errors of their own
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # for what Python has yet to write there
+        if options.command == "describe" and not isinstance(wrong, InputError):
+            return NO_ANSWER
+        return BAD
+    except OSError as refused:
+        # It is that of standard output; other files have errors of their own. What Python has yet to write there goes
+        # nowhere, or it would complain once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(refused, BrokenPipeError):
             return GOOD
         print(visible(f"kvferry {options.command}: the system refused: {refused}"), file=sys.stderr)
@@ -242,7 +243,9 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command; only its own modules are imported."""
+    """Run the command."""
+    # Only its own modules are imported: `kvferry plan` must start in a fraction of a second, and the doctor where
+    # packages are missing.
     if options.command == "plan":
         from kvferry.cli.plan.command import run_plan as run
     elif options.command == "describe":

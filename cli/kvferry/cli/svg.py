@@ -29,13 +29,22 @@ def document(width: float, height: float, parts: Iterable[str]) -> str:
 
 
 def element(name: str, *children: str, hint: str = "", **attributes: str | float) -> str:
-    """One element; `_` in an attribute's name stands for `-`, a trailing one for nothing. `hint` is its tooltip."""
-    shown = "".join(
-        f" {key.rstrip('_').replace('_', '-')}={quoteattr(_clean(_value(value)))}"
-        for key, value in attributes.items()
-    )
-    inside = (f"<title>{plain(hint)}</title>" if hint else "") + "".join(children)
-    return f"<{name}{shown}>{inside}</{name}>" if inside else f"<{name}{shown}/>"
+    """One element.
+
+    Args:
+        hint: its tooltip.
+        attributes: `_` in a name stands for `-`, a trailing one for nothing (`class_`).
+    """
+    tag = name
+    for key, value in attributes.items():
+        attribute = key.rstrip("_").replace("_", "-")
+        tag += f" {attribute}={quoteattr(_clean(_value(value)))}"
+    content = "".join(children)
+    if hint:
+        content = f"<title>{plain(hint)}</title>{content}"
+    if not content:
+        return f"<{tag}/>"
+    return f"<{tag}>{content}</{name}>"
 
 
 def text(content: str, x: float, y: float, size: float, **attributes: str | float) -> str:
@@ -49,8 +58,11 @@ def plain(content: str) -> str:
 
 
 def _clean(content: str) -> str:
-    return visible_lines(content)  # tooltips have lines
+    # Line ends stay: tooltips have lines.
+    return visible_lines(content)
 
 
 def _value(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+    if isinstance(value, str):
+        return value
+    return f"{value:.2f}".rstrip("0").rstrip(".")

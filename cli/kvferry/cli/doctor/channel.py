@@ -27,64 +27,79 @@ _YES = ("y", "yes", "on", "true", "enable", "1")
 def check_address(machine: Machine) -> Iterator[Finding]:
     """The address on which vLLM would listen, then every rank's port, by an attempt to bind it."""
     check = "side channel"
-    host = machine.environ.get(HOST_VARIABLE, DEFAULT_HOST)
-    shown = (
-        f"{HOST_VARIABLE}={host}"
-        if HOST_VARIABLE in machine.environ
-        else f"{HOST_VARIABLE} is not set: {host}"
-    )
+    host = machine.environ.get(HOST_VARIABLE)
+    if host is None:
+        host = DEFAULT_HOST
+        setting = f"{HOST_VARIABLE} is not set: {host}"
+    else:
+        setting = f"{HOST_VARIABLE}={host}"
     try:
         read_host(host)
         address = listening_address(host)
     except ValueError as why:
-        do = f"export {HOST_VARIABLE}=<one of: hostname -I>"
-        yield broken(check, f"{shown} is {why}: a producer cannot start", do)
+        yield broken(
+            check,
+            f"{setting} is {why}: a producer cannot start",
+            f"export {HOST_VARIABLE}=<one of: hostname -I>",
+        )
         return
     except OSError as no_such_host:
         yield broken(
-            check, f"{shown}: {no_such_host}", f"export {HOST_VARIABLE}=<this machine's address>"
+            check,
+            f"{setting}: {no_such_host}",
+            f"export {HOST_VARIABLE}=<this machine's address>",
         )
         return
-    place = ipaddress.ip_address(address)
     if try_port(address, 0) == "EADDRNOTAVAIL":
-        do = f"export {HOST_VARIABLE}=<one of: hostname -I>"
         yield broken(
             check,
-            f"{shown} ({address}) is no address of this machine: a producer cannot listen",
-            do,
+            f"{setting} ({address}) is no address of this machine: a producer cannot listen",
+            f"export {HOST_VARIABLE}=<one of: hostname -I>",
+        )
+        return
+    if ipaddress.ip_address(address).is_loopback:
+        yield look(
+            check,
+            f"{setting}: no other machine can reach a producer here",
+            f"expected on one host; else export {HOST_VARIABLE}=<an address that decoders reach>",
         )
     else:
-        if place.is_loopback:
-            do = f"expected on one host; else export {HOST_VARIABLE}=<an address that decoders reach>"
-            yield look(check, f"{shown}: no other machine can reach a producer here", do)
-        else:
-            yield ok(check, f"{shown} ({address})")
-        yield from _ports(machine, address)
+        yield ok(check, f"{setting} ({address})")
+    yield from _ports(machine, address)
 
 
 def _ports(machine: Machine, address: str) -> Iterator[Finding]:
-    check, written = "side channel ports", machine.environ.get(PORT_VARIABLE, str(DEFAULT_PORT))
+    """Every data-parallel rank's port."""
+    check = "side channel ports"
+    written = machine.environ.get(PORT_VARIABLE, str(DEFAULT_PORT))
     if not re.fullmatch(r"[0-9]{1,5}", written):
         yield broken(
-            check, f"{PORT_VARIABLE}={written} is no port", f"export {PORT_VARIABLE}={DEFAULT_PORT}"
+            check,
+            f"{PORT_VARIABLE}={written} is no port",
+            f"export {PORT_VARIABLE}={DEFAULT_PORT}",
         )
         return
-    ports = range(int(written), int(written) + machine.ranks)
-    refusals = {
-        port: try_port(address, port) if 0 < port < 65536 else "no port from 1 to 65535"
-        for port in ports
-    }
-    free = [str(port) for port, refused in refusals.items() if not refused]
+    first_port = int(written)
+    refusals = {}
+    for port in range(first_port, first_port + machine.ranks):
+        refusals[port] = "no port from 1 to 65535"
+        if 0 < port < 65536:
+            refusals[port] = try_port(address, port)
+    free = [str(port) for port, refusal in refusals.items() if not refusal]
     if free:
         yield ok(check, f"free: {', '.join(free)}")
-    for rank, (port, refused) in enumerate(refusals.items()):
-        if refused == "EADDRINUSE":
-            do = f"expected while an engine runs; else: ss -ltnp 'sport = :{port}', or another {PORT_VARIABLE}"
-            yield look(check, f"{port} (data-parallel rank {rank}) is in use", do)
-        elif refused:
-            do = f"export {PORT_VARIABLE}=<a port from 1024 to 65535, so that every rank's is, too>"
+    for rank, (port, refusal) in enumerate(refusals.items()):
+        if refusal == "EADDRINUSE":
+            yield look(
+                check,
+                f"{port} (data-parallel rank {rank}) is in use",
+                f"expected while an engine runs; else: ss -ltnp 'sport = :{port}', or another {PORT_VARIABLE}",
+            )
+        elif refusal:
             yield broken(
-                check, f"{port} (data-parallel rank {rank}) cannot be bound: {refused}", do
+                check,
+                f"{port} (data-parallel rank {rank}) cannot be bound: {refusal}",
+                f"export {PORT_VARIABLE}=<a port from 1024 to 65535, so that every rank's is, too>",
             )
 
 
@@ -104,42 +119,52 @@ def try_port(address: str, port: int) -> str:
 
 def check_secret(machine: Machine) -> Iterator[Finding]:
     """The file of the side channel's secrets, read as an engine reads it; its content is never shown."""
-    check, path = "secret", machine.environ.get(VARIABLE)
+    check = "secret"
+    path = machine.environ.get(VARIABLE)
     try:
-        fingerprints = ", ".join(
-            secret.fingerprint for secret in secrets_from_environment(machine.environ)
-        )
+        secrets = secrets_from_environment(machine.environ)
     except InvalidSecretFile as wrong:
         yield broken(
             check, str(wrong), f"see docs/operations.md; a new one: (umask 077; {MAKE_ONE} > FILE)"
         )
         return
     if path is None:
-        do = f"(umask 077; {MAKE_ONE} > FILE); export {VARIABLE}=FILE, the same for all engines"
-        found = "any host that reaches the side channel can read the caches; decoders read from this host alone"
-        yield look(check, f"{VARIABLE} is not set: {found}, unless allowed_hosts lists others", do)
-    else:
-        yield ok(check, f"{path}, fingerprints {fingerprints}; compare them between hosts")
+        yield look(
+            check,
+            f"{VARIABLE} is not set: any host that reaches the side channel can read the caches; "
+            "decoders read from this host alone, unless allowed_hosts lists others",
+            f"(umask 077; {MAKE_ONE} > FILE); export {VARIABLE}=FILE, the same for all engines",
+        )
+        return
+    fingerprints = ", ".join(secret.fingerprint for secret in secrets)
+    yield ok(check, f"{path}, fingerprints {fingerprints}; compare them between hosts")
 
 
 def check_telemetry(machine: Machine) -> Iterator[Finding]:
     """The port of NIXL's own Prometheus exporter, which only one process can have."""
-    check, environ = "NIXL telemetry", machine.environ
+    check = "NIXL telemetry"
+    environ = machine.environ
     written = environ.get("NIXL_TELEMETRY_PROMETHEUS_PORT", str(TELEMETRY_PORT))
-    enabled = environ.get("NIXL_TELEMETRY_ENABLE", "").lower() in _YES
-    prometheus = environ.get("NIXL_TELEMETRY_EXPORTER", "").lower() == "prometheus"
-    if not (enabled and prometheus and written.isdecimal() and 0 < int(written) < 65536):
+    is_enabled = environ.get("NIXL_TELEMETRY_ENABLE", "").lower() in _YES
+    is_prometheus = environ.get("NIXL_TELEMETRY_EXPORTER", "").lower() == "prometheus"
+    is_port = written.isdecimal() and 0 < int(written) < 65536
+    if not (is_enabled and is_prometheus and is_port):
         yield ok(check, "no port of NIXL's own; its figures are in the engine's /metrics")
         return
-    refused = try_port("0.0.0.0", int(written))  # noqa: S104 - NIXL does
+    refusal = try_port("0.0.0.0", int(written))  # noqa: S104 - NIXL does
     gpus = len(machine.gpus)
-    if refused:
-        do = "another NIXL_TELEMETRY_PROMETHEUS_PORT; or unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics"
-        found = f"port {written} cannot be bound ({refused}): an engine started here has no telemetry, silently"
-        yield look(check, found, do)
+    if refusal:
+        yield look(
+            check,
+            f"port {written} cannot be bound ({refusal}): an engine started here has no telemetry, silently",
+            "another NIXL_TELEMETRY_PROMETHEUS_PORT; or unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics",
+        )
     elif gpus > 1:
-        do = "unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics, or give every worker a port of its own"
-        found = f"port {written}, which one process can have: of an engine's {gpus} workers the others have none"
-        yield look(check, f"{found}, silently", do)
+        # The second process with the port has no telemetry, and NIXL does not say so.
+        yield look(
+            check,
+            f"port {written}, which one process can have: of an engine's {gpus} workers the others have none, silently",
+            "unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics, or give every worker a port of its own",
+        )
     else:
         yield ok(check, f"port {written}, which one process can have")

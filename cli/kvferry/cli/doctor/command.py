@@ -37,7 +37,8 @@ _COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "
 
 
 def _check_loopback(machine: Machine) -> Iterable[Finding]:
-    from kvferry.cli.doctor.loopback import check_loopback  # needs msgspec, which may be missing
+    # Imported by the check alone: it needs msgspec, which may be missing, and the doctor must be able to say so.
+    from kvferry.cli.doctor.loopback import check_loopback
 
     return check_loopback(machine)
 
@@ -84,54 +85,64 @@ class _Running(threading.Thread):
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code: 1 if anything is broken. Raises `InvalidArgument`."""
+    """Run the command; returns the exit code: 1 if anything is broken.
+
+    Raises:
+        InvalidArgument: an option is invalid.
+    """
     ranks = whole_option("--data-parallel-size", options.data_parallel_size, 1, 1024)
     timeout_s = number_option("--timeout", options.timeout, 0.1, 600)
+    # The user counts from the call, so Python's own start is part of the time; half of it stays for the checks.
     end_s = time.monotonic() + max(timeout_s / 2, timeout_s - _started_ago_s())
     machine = this_machine(os.environ, ranks, timeout_s)
     machine = replace(machine, timeout_s=max(0.1, end_s - time.monotonic()))
     with _progress() as show:
         findings = list(examine(machine, show))
-    healthy = all(finding.mark is not Mark.BROKEN for finding in findings)
     if options.json:
         print(visible_json(json.dumps(as_json(findings), indent=2, ensure_ascii=False)))
     else:
         print_findings(findings)
-    return 0 if healthy else 1
+    is_broken = any(finding.mark is Mark.BROKEN for finding in findings)
+    return 1 if is_broken else 0
 
 
 def examine(machine: Machine, show: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
     """The findings of all checks, which run at the same time, within `machine.timeout_s`.
 
-    One that fails, or does not end, does not end the others. `show` is called with those that are waited for.
+    A check that fails, or does not end, does not end the others.
+
+    Args:
+        show: called with the names of the checks that are waited for.
     """
     end_s = time.monotonic() + machine.timeout_s
-    running = {name: _Running(functools.partial(check, machine)) for name, check in CHECKS.items()}
-    for one in running.values():
-        one.start()
-    for name, one in running.items():
-        while one.is_alive() and time.monotonic() < end_s:
-            show(", ".join(other for other in running if running[other].is_alive()))
-            one.join(_SHOW_S)
-        is_alive, found = one.is_alive(), list(one.findings)
-        yield from found
-        if is_alive and name in [finding.check for finding in found]:
-            continue  # it is only ending its processes
+    threads = {name: _Running(functools.partial(check, machine)) for name, check in CHECKS.items()}
+    for thread in threads.values():
+        thread.start()
+    for name, thread in threads.items():
+        while thread.is_alive() and time.monotonic() < end_s:
+            show(", ".join(other for other in threads if threads[other].is_alive()))
+            thread.join(_SHOW_S)
+        # Read before the findings: those of a thread that ends in between are complete then.
+        is_alive = thread.is_alive()
+        findings = list(thread.findings)
+        yield from findings
         if is_alive:
-            yield not_done(name, f"did not end within {digits(machine.timeout_s)} s")
-        elif isinstance(one.error, Exception):
-            yield not_done(name, f"{type(one.error).__name__}: {one.error}")
-        elif one.error is not None:
-            raise one.error
+            # A check that has found something is only ending its processes.
+            if all(finding.check != name for finding in findings):
+                yield not_done(name, f"did not end within {digits(machine.timeout_s)} s")
+        elif isinstance(thread.error, Exception):
+            yield not_done(name, f"{type(thread.error).__name__}: {thread.error}")
+        elif thread.error is not None:
+            raise thread.error
 
 
 def _started_ago_s() -> float:
-    """Seconds since this process was started: on a busy machine Python's own start takes some of the time."""
+    """Seconds since this process was started; 0 if the system does not say."""
     try:
-        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        return max(
-            0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-        )
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
+        start_ticks = int(after_name.split()[19])
+        started_s = start_ticks / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
     except (OSError, ValueError, IndexError):
         return 0.0
 
@@ -142,11 +153,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    console, started_s = terminal(errors=True), time.monotonic()
-    with console.status("kvferry doctor") as status:
-        yield lambda names: status.update(
-            f"{time.monotonic() - started_s:.0f} s, waiting for {names}"
-        )
+    started_s = time.monotonic()
+    with terminal(errors=True).status("kvferry doctor") as status:
+
+        def show(names: str) -> None:
+            status.update(f"{time.monotonic() - started_s:.0f} s, waiting for {names}")
+
+        yield show
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, object]:
@@ -154,18 +167,18 @@ def as_json(findings: Sequence[Finding]) -> dict[str, object]:
     return {
         "kvferry_doctor": SCHEMA,
         "broken": any(finding.mark is Mark.BROKEN for finding in findings),
-        "findings": [{**asdict(one), "mark": one.mark.value} for one in findings],
+        "findings": [{**asdict(finding), "mark": finding.mark.value} for finding in findings],
     }
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print the findings, each with its remedy in the row below, and the number of each mark."""
     rows: list[tuple[str, str, str]] = []
-    for one in findings:
-        rows.append((one.mark.value, one.check, one.found))
-        if one.do:
-            rows.append(("", "", f"→ {one.do}"))
+    for finding in findings:
+        rows.append((finding.mark.value, finding.check, finding.found))
+        if finding.do:
+            rows.append(("", "", f"→ {finding.do}"))
     print_table(("", "check", "found, and what to do"), rows, _COLOURS)
-    counts = Counter(one.mark for one in findings)
+    counts = Counter(finding.mark for finding in findings)
     print_line()
     print_line(", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]), "bold")

@@ -23,7 +23,7 @@ SLOW_GB_S = {"DRAM": 0.5, "VRAM": 5.0}
 """Slower transfers point to a wrong transport, or to a busy machine."""
 _ENDING_S = 1.5
 """Of the doctor's time, for ending the processes."""
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 _VERSION = re.compile(r"UCX +INFO +Version ([0-9.]+) \(loaded from (?:\S*/(nixl_\w+)\.libs/)?")
 _UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")
 
@@ -38,7 +38,9 @@ def check_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterat
 
 def check_gpu_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterator[Finding]:
     """The transfer in the memory of GPU 0, if there are GPUs."""
-    return _transfer(machine, "cuda", command) if machine.gpus else iter(())
+    if not machine.gpus:
+        return iter(())
+    return _transfer(machine, "cuda", command)
 
 
 def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Iterator[Finding]:
@@ -48,9 +50,9 @@ def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Itera
     except ReadsFailed as missing:
         yield not_done(f"loopback {kind}", str(missing))
         return
-    most_s = max(machine.timeout_s / 2, machine.timeout_s - _ENDING_S)
-    end_s = time.monotonic() + most_s
-    task = Task(device=device, max_bytes=_MOST_BYTES, timeout_s=most_s / 2, is_short=True)
+    limit_s = max(machine.timeout_s / 2, machine.timeout_s - _ENDING_S)
+    end_s = time.monotonic() + limit_s
+    task = Task(device=device, max_bytes=_MAX_BYTES, timeout_s=limit_s / 2, is_short=True)
     stages: list[str] = []
     with (
         contextlib.closing(Child(command, machine.environ)) as owner,
@@ -69,8 +71,8 @@ def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Itera
                 reader,
                 task,
                 connect,
-                lambda now: stages.append(now.what),
-                start_s=most_s,
+                lambda stage: stages.append(stage.what),
+                start_s=limit_s,
                 end_s=end_s,
             )
         except ReadsFailed as failed:
@@ -83,16 +85,29 @@ def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Itera
 
 
 def _failure(kind: str, failed: ReadsFailed, stages: list[str]) -> Finding:
-    check, found = f"loopback {kind}", f"{failed}, while {stages[-1]}"
+    """The finding about a transfer that was not completed.
+
+    Args:
+        stages: what was done; the last one has failed.
+    """
+    check = f"loopback {kind}"
+    found = f"{failed}, while {stages[-1]}"
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     is_reading = len(stages) > 1
-    if failed.is_slow or (failed.late and (not is_reading or load > BUSY)):
-        # A read that does not end says something about the fabric; a slow start, or a busy machine, does not.
-        do = "kvferry doctor --timeout 120, when the machine is idle"
-        return look(check, f"{found}; load {load:.1f} per core", do)
+    # A read that does not end says something about the fabric; a slow start, or a busy machine, does not.
+    proves_nothing = not is_reading or load > BUSY
+    if failed.is_slow or (failed.late and proves_nothing):
+        return look(
+            check,
+            f"{found}; load {load:.1f} per core",
+            "kvferry doctor --timeout 120, when the machine is idle",
+        )
     if kind == "VRAM":
-        do = "Docker: --gpus all; check the CUDA of torch and of NIXL (nixl_cu12, nixl_cu13) against nvidia-smi"
-        return broken(check, found, do)
+        return broken(
+            check,
+            found,
+            "Docker: --gpus all; check the CUDA of torch and of NIXL (nixl_cu12, nixl_cu13) against nvidia-smi",
+        )
     about = "UCX and limits" if is_reading else "versions and UCX"
     return broken(
         check, found, f"see the findings about {about}; unset every UCX_ variable and try again"
@@ -101,20 +116,23 @@ def _failure(kind: str, failed: ReadsFailed, stages: list[str]) -> Finding:
 
 def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
     """The rate of the largest read in one piece, and for host memory whether it went past the other process."""
-    check, measured = f"loopback {kind}", outcome.measured
+    check = f"loopback {kind}"
+    measured = outcome.measured
     if measured.wrong:
-        found = f"{measured.wrong} bytes arrived that are not the owner's"
-        yield broken(check, found, "do not serve from this machine; report it")
+        yield broken(
+            check,
+            f"{measured.wrong} bytes arrived that are not the owner's",
+            "do not serve from this machine; report it",
+        )
         return
-    gb_s = max(
-        (reads for reads in measured.reads if reads.descriptors == 1), key=lambda one: one.num_bytes
-    ).gb_s
+    in_one_piece = [reads for reads in measured.reads if reads.descriptors == 1]
+    gb_s = max(in_one_piece, key=lambda reads: reads.num_bytes).gb_s
     lanes = outcome.lanes or "transports that UCX did not name"
     found = f"{gb_s:.1f} GB/s, first contact {measured.first_contact_ms:.1f} ms, over {lanes}"
     if gb_s < SLOW_GB_S[kind]:
-        then = (
-            f"{GPU_READS}, which kvferry sets to y" if kind == "VRAM" else "reads between processes"
-        )
+        then = "reads between processes"
+        if kind == "VRAM":
+            then = f"{GPU_READS}, which kvferry sets to y"
         yield look(
             check, found, f"try again on an idle machine; then look at UCX_TLS and at {then}"
         )
@@ -125,21 +143,26 @@ def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
 
 
 def _between_processes(lanes: str) -> Finding:
-    """Without `process_vm_readv` UCX reads host memory of peers on this host by messages, which the peer must serve."""
-    check, direct = "reads between processes", re.search(r"\b(cma|xpmem|knem)\b", lanes)
+    """Whether UCX reads host memory of peers on this host directly."""
+    check = "reads between processes"
+    direct = re.search(r"\b(cma|xpmem|knem)\b", lanes)
     if direct:
         return ok(check, f"UCX reads another process's memory directly ({direct[0]})")
-    do = (
-        "Docker: --cap-add SYS_PTRACE; Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]; on the host: "
-        "sysctl kernel.yama.ptrace_scope=1; UCX_TLS, if it is set, must have cma"
-    )
+    # Without `process_vm_readv` UCX reads by messages, which the peer must serve.
     return look(
-        check, "UCX has no cma (process_vm_readv): host memory on this host is read more slowly", do
+        check,
+        "UCX has no cma (process_vm_readv): host memory on this host is read more slowly",
+        "Docker: --cap-add SYS_PTRACE; Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]; on the host: "
+        "sysctl kernel.yama.ptrace_scope=1; UCX_TLS, if it is set, must have cma",
     )
 
 
 def judge_log(printed: str) -> Iterator[Finding]:
-    """UCX's version, and the variables that it did not use, with its guesses. `printed`: its log at level info."""
+    """UCX's version, and the variables that it did not use, with its guesses.
+
+    Args:
+        printed: UCX's log at level info.
+    """
     version = _VERSION.search(printed)
     if not version:
         yield not_done(
@@ -149,7 +172,10 @@ def judge_log(printed: str) -> Iterator[Finding]:
     yield ok("NIXL library", f"{version[2] or 'no wheel of NIXL'}, UCX {version[1]}")
     unused = _UNUSED.search(printed)
     if unused:
-        do = "correct or unset them; names of other UCX versions do nothing"
-        yield look("UCX names", f"UCX does not know {unused[1].strip()}", do)
+        yield look(
+            "UCX names",
+            f"UCX does not know {unused[1].strip()}",
+            "correct or unset them; names of other UCX versions do nothing",
+        )
     else:
         yield ok("UCX names", "UCX knows every UCX_ variable that is set")

@@ -29,28 +29,41 @@ def check_ucx(machine: Machine) -> Iterator[Finding]:
     """All known problems; if there are none, the settings."""
     added = ucx_defaults(machine.environ, has_cuda=bool(machine.gpus))
     environ = {**added, **machine.environ}
-    troubles = [
+    problems = [
         *_transports(environ, machine),
         *_net_devices(environ, machine),
         *_error_handling(environ),
         *_retries(environ),
+        *_others(environ, machine),
     ]
+    yield from problems
+    if not problems:
+        own = _written(machine.environ) or "none set"
+        yield ok(CHECK, f"{own}; kvferry adds {_written(added) or 'none'}")
+
+
+def _others(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
+    """Single variables."""
     reads = environ.get(GPU_READS, "y")
     if machine.gpus and reads.lower() not in YES:
-        found = f"{GPU_READS}={reads}: reads between GPUs of this host may go through host memory and loopback TCP"
-        troubles.append(look(CHECK, found, f"unset {GPU_READS}: kvferry sets it to y"))
+        yield look(
+            CHECK,
+            f"{GPU_READS}={reads}: reads between GPUs of this host may go through host memory and loopback TCP",
+            f"unset {GPU_READS}: kvferry sets it to y",
+        )
     if machine.ports and environ.get("UCX_RCACHE_MAX_UNRELEASED", "inf") == "inf":
-        found = "UCX_RCACHE_MAX_UNRELEASED has no bound: UCX's cache of registered memory was seen to leak"
-        troubles.append(look(CHECK, found, "export UCX_RCACHE_MAX_UNRELEASED=1024"))
+        yield look(
+            CHECK,
+            "UCX_RCACHE_MAX_UNRELEASED has no bound: UCX's cache of registered memory was seen to leak",
+            "export UCX_RCACHE_MAX_UNRELEASED=1024",
+        )
     level = environ.get("UCX_LOG_LEVEL", "warn")
     if level.lower().startswith(_LOUD):
-        troubles.append(
-            look(CHECK, f"UCX_LOG_LEVEL={level} slows every transfer", "export UCX_LOG_LEVEL=warn")
+        yield look(
+            CHECK,
+            f"UCX_LOG_LEVEL={level} slows every transfer",
+            "export UCX_LOG_LEVEL=warn",
         )
-    settings = (
-        f"{_written(machine.environ) or 'none set'}; kvferry adds {_written(added) or 'none'}"
-    )
-    yield from troubles or [ok(CHECK, settings)]
 
 
 def _written(environ: Mapping[str, str]) -> str:
@@ -59,35 +72,60 @@ def _written(environ: Mapping[str, str]) -> str:
     )
 
 
+def _has_any(names: set[str], pattern: re.Pattern[str]) -> bool:
+    return any(pattern.fullmatch(name) for name in names)
+
+
 def _transports(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
+    """`UCX_TLS`: a transport for messages, and one for GPU memory."""
     value = environ.get("UCX_TLS", "all").strip()
-    names = {
-        name.strip().partition(":")[0].removeprefix("\\")
-        for name in value.split(",")
-        if name.strip()
-    }
+    names = set()
+    for entry in value.split(","):
+        # `\rc` is rc exactly, `ud:aux` is ud for one purpose.
+        name = entry.strip().partition(":")[0].removeprefix("\\")
+        if name:
+            names.add(name)
     if value.startswith("^") or "all" in names:
         return
     setting = f"UCX_TLS={value}"
-    if not any(_MESSAGES.fullmatch(name) for name in names):
-        if not any(_SHARED_MEMORY.fullmatch(name) for name in names):
-            found = f"{setting} has no transport for messages: no agent can be made"
-            yield broken(CHECK, found, "unset UCX_TLS, or add rc (InfiniBand, RoCE) or tcp to it")
-        elif environ.get("UCX_MM_ERROR_HANDLING", "").lower() in NO:
-            found = f"{setting} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then"
-            yield broken(CHECK, found, "unset UCX_MM_ERROR_HANDLING: kvferry sets it")
-        else:
-            do = "unset UCX_TLS, or add rc or tcp, for peers elsewhere"
-            yield look(CHECK, f"{setting} reaches peers on this host only", do)
-    if machine.gpus and not any(_CUDA.fullmatch(name) for name in names):
-        found = f"{setting} has no transport for GPU memory, on a machine with GPUs"
-        yield broken(CHECK, found, f"export {setting},cuda")
-    if machine.gpus and "cuda_copy" in names and not {"cuda", "cuda_ipc"} & names:
-        found = f"{setting} has no cuda_ipc: reads between GPUs of this host go through host memory"
-        yield look(CHECK, found, f"export {setting},cuda_ipc")
+    if _has_any(names, _MESSAGES):
+        pass
+    elif not _has_any(names, _SHARED_MEMORY):
+        yield broken(
+            CHECK,
+            f"{setting} has no transport for messages: no agent can be made",
+            "unset UCX_TLS, or add rc (InfiniBand, RoCE) or tcp to it",
+        )
+    elif environ.get("UCX_MM_ERROR_HANDLING", "").lower() in NO:
+        yield broken(
+            CHECK,
+            f"{setting} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then",
+            "unset UCX_MM_ERROR_HANDLING: kvferry sets it",
+        )
+    else:
+        yield look(
+            CHECK,
+            f"{setting} reaches peers on this host only",
+            "unset UCX_TLS, or add rc or tcp, for peers elsewhere",
+        )
+    if not machine.gpus:
+        return
+    if not _has_any(names, _CUDA):
+        yield broken(
+            CHECK,
+            f"{setting} has no transport for GPU memory, on a machine with GPUs",
+            f"export {setting},cuda",
+        )
+    if "cuda_copy" in names and not {"cuda", "cuda_ipc"} & names:
+        yield look(
+            CHECK,
+            f"{setting} has no cuda_ipc: reads between GPUs of this host go through host memory",
+            f"export {setting},cuda_ipc",
+        )
 
 
 def _net_devices(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
+    """`UCX_NET_DEVICES`: devices that are there and up."""
     value = environ.get("UCX_NET_DEVICES", "all").strip()
     active = [port.name for port in machine.active_ports]
     do = f"export UCX_NET_DEVICES={','.join(active) or 'all'}"
@@ -100,15 +138,18 @@ def _net_devices(environ: Mapping[str, str], machine: Machine) -> Iterator[Findi
             )
         return
     # Exclusions, ranges and patterns are left to UCX.
-    named = {name.strip() for name in value.split(",") if not re.search(r"[\^\[\]*?]", value)} - {
-        ""
-    }
+    if re.search(r"[\^\[\]*?]", value):
+        return
+    named = {name.strip() for name in value.split(",")} - {""}
     ports = {port.name for port in machine.ports}
     missing = sorted(named - ports - {*machine.interfaces})
     if missing:
-        has = ", ".join(sorted({*machine.interfaces, *ports})) or "none"
-        found = f"UCX_NET_DEVICES names {', '.join(missing)}, not on this machine, which has {has}"
-        yield broken(CHECK, found, f"{do}, or unset it")
+        devices = ", ".join(sorted({*machine.interfaces, *ports})) or "none"
+        yield broken(
+            CHECK,
+            f"UCX_NET_DEVICES names {', '.join(missing)}, not on this machine, which has {devices}",
+            f"{do}, or unset it",
+        )
     down = sorted(named & ports - {*active})
     if down:
         yield broken(CHECK, f"UCX_NET_DEVICES names {', '.join(down)}, which is down", do)
@@ -120,40 +161,49 @@ def _error_handling(environ: Mapping[str, str]) -> Iterator[Finding]:
     if handling.lower() in NO:
         return
     if uses_tcp(environ):
-        found = f"UCX_MM_ERROR_HANDLING={handling}: a process killed in mid-message can hang others of its host"
         yield look(
             CHECK,
-            found,
+            f"UCX_MM_ERROR_HANDLING={handling}: a process killed in mid-message can hang others of its host",
             "unset UCX_MM_ERROR_HANDLING: messages within the host then go over loopback TCP",
         )
     value = environ.get("UCX_KEEPALIVE_INTERVAL", "300s")
     interval_s = seconds(value)
     do = "unset UCX_KEEPALIVE_INTERVAL: kvferry sets it to 300s"
     if interval_s in (0.0, math.inf):
-        found = f"UCX_KEEPALIVE_INTERVAL={value}: over shared memory alone a read from a dead peer may never end"
-        yield look(CHECK, found, do)
+        yield look(
+            CHECK,
+            f"UCX_KEEPALIVE_INTERVAL={value}: over shared memory alone a read from a dead peer may never end",
+            do,
+        )
     elif interval_s is not None and interval_s < _SHORT_S:
-        found = f"UCX_KEEPALIVE_INTERVAL={value}: with a short interval a frozen peer on this host makes a core spin"
-        yield look(CHECK, found, do)
+        yield look(
+            CHECK,
+            f"UCX_KEEPALIVE_INTERVAL={value}: with a short interval a frozen peer on this host makes a core spin",
+            do,
+        )
 
 
 def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
-    timeout_s, retries = (
-        seconds(environ.get("UCX_RC_TIMEOUT", "1s")),
-        environ.get("UCX_RC_RETRY_COUNT", "7"),
-    )
+    """Retries by the NIC, in which a read that has failed may still write."""
+    timeout_s = seconds(environ.get("UCX_RC_TIMEOUT", "1s"))
+    retries = environ.get("UCX_RC_RETRY_COUNT", "7")
     if timeout_s is None or not retries.isdecimal():
         return
     longest_s = timeout_s * int(retries) * _HARDWARE_FACTOR
     if longest_s >= _GRACE_S:
-        said = f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s"
-        found = f"{said}, longer than failed_read_grace_s (60)"
-        yield look(CHECK, found, f"unset both, or set failed_read_grace_s above {longest_s:.0f}")
+        yield look(
+            CHECK,
+            f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s, "
+            "longer than failed_read_grace_s (60)",
+            f"unset both, or set failed_read_grace_s above {longest_s:.0f}",
+        )
 
 
 def seconds(value: str) -> float | None:
     """A duration as UCX reads it, e.g. `20s`, `500ms`, `1000000.00us`, `inf`; None for anything else."""
     if value.strip().lower() in ("inf", "infinity"):
         return math.inf
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*(us|ms|s|m|)\s*", value)
-    return float(found[1]) * _UNITS_S[found[2]] if found else None
+    match = re.fullmatch(r"\s*(?P<number>[0-9]+(?:\.[0-9]*)?)\s*(?P<unit>us|ms|s|m|)\s*", value)
+    if match is None:
+        return None
+    return float(match["number"]) * _UNITS_S[match["unit"]]

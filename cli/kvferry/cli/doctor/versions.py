@@ -23,36 +23,41 @@ _NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 
 def installed_packages() -> dict[str, str]:
     """Version by distribution name, of those that matter here and are installed."""
-    found = {}
+    versions = {}
     for name in (*VLLM_PACKAGES, *NEEDED, *NEEDED_BY_WORKERS, *_NIXL_BUILDS):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def check_versions(machine: Machine) -> Iterator[Finding]:
     """One finding per package."""
-    packages, python = installed_packages(), sys.version_info[:3]
+    packages = installed_packages()
+    python = sys.version_info[:3]
     yield _python(python)
     yield _vllm({name: packages[name] for name in VLLM_PACKAGES if name in packages}, python)
     for name, wanted in {**NEEDED, **NEEDED_BY_WORKERS}.items():
         installed = packages.get(name)
         if installed is None:
-            package = "kvferry[worker]" if name in NEEDED_BY_WORKERS else f"{name}{wanted}"
+            package = f"{name}{wanted}"
+            if name in NEEDED_BY_WORKERS:
+                package = "kvferry[worker]"
             yield broken(name, "not installed", f"pip install '{package}'")
         elif not fits(installed, wanted):
             yield broken(
                 name, f"{installed}; supported is {wanted}", f"pip install '{name}{wanted}'"
             )
         elif name == "nixl":
-            yield _nixl(
-                installed, {build: packages[build] for build in _NIXL_BUILDS if build in packages}
-            )
+            builds = {build: packages[build] for build in _NIXL_BUILDS if build in packages}
+            yield _nixl(installed, builds)
         elif name == "torch" and machine.gpus and "+cpu" in installed:
-            found = f"{installed}, a build without CUDA, on a machine with GPUs"
-            yield broken(name, found, "install the CUDA build of torch that your vLLM names")
+            yield broken(
+                name,
+                f"{installed}, a build without CUDA, on a machine with GPUs",
+                "install the CUDA build of torch that your vLLM names",
+            )
         elif name == "pyzmq":
             yield _pyzmq(installed)
         else:
@@ -62,18 +67,26 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
 def fits(version: str, wanted: str) -> bool:
     """Whether a version fulfils `>=A` or `>=A,<B`. Suffixes of the numbers (`+cpu`, `rc1`) are ignored."""
     numbers = _numbers(version)
-    bounds = [
-        (bound.startswith(">="), _numbers(bound.lstrip("<>="))) for bound in wanted.split(",")
-    ]
-    return all(numbers >= bound if lowest else numbers < bound for lowest, bound in bounds)
+    for condition in wanted.split(","):
+        bound = _numbers(condition.lstrip("<>="))
+        if condition.startswith(">="):
+            is_met = numbers >= bound
+        else:
+            is_met = numbers < bound
+        if not is_met:
+            return False
+    return True
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    parts = [int(part) for part in found[0].split(".")] if found else []
-    while parts and parts[-1] == 0:
-        parts.pop()
-    return tuple(parts)
+    """The numbers of a version, without zeros at the end: 1.0 and 1 are equal."""
+    match = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
+    if match is None:
+        return ()
+    numbers = [int(number) for number in match[0].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def _python(python: tuple[int, int, int]) -> Finding:
