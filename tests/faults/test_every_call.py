@@ -59,8 +59,8 @@ SIDES = ("producer", "consumer")
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", 0.005)
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.LONGEST_S", 0.01)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 0.005)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 0.01)
 
 
 def tell(

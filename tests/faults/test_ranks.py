@@ -158,8 +158,8 @@ def ranks(kind: str, producer_tp: int, consumer_tp: int) -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", 0.005)
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.LONGEST_S", 0.01)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 0.005)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 0.01)
 
 
 def _unheard_of() -> Exception:

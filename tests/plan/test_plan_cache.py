@@ -15,8 +15,8 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.peers import first_contact
-from kvferry.worker.peers.first_contact import PlanCache
+from kvferry.worker.peers import plan_cache
+from kvferry.worker.peers.plan_cache import PlanCache
 from tests.geometry.drawn import Drawn, drawn
 from tests.geometry.handmade import attention, pair, side
 
@@ -63,8 +63,8 @@ def test_the_kept_plan_of_a_producer_that_lies_elsewhere_is_what_the_planner_wou
             return
         assert first == plan_transfer(consumer, worker, producer, costs)
         assert cache.plan(other) == expected
-        event("the kept plan" if len(cache._made) == 1 else "a plan of its own")
-        assert only_last or len(cache._made) == 1
+        event("the kept plan" if len(cache._kept) == 1 else "a plan of its own")
+        assert only_last or len(cache._kept) == 1
 
 
 def _lowest(engine: EngineDescription) -> int:
@@ -81,7 +81,7 @@ def pair_of_engines() -> tuple[EngineDescription, EngineDescription]:
 @pytest.fixture
 def planned() -> Iterator[mock.Mock]:
     """Counts the plans that are made."""
-    with mock.patch.object(first_contact, "plan_transfer", wraps=plan_transfer) as counted:
+    with mock.patch.object(plan_cache, "plan_transfer", wraps=plan_transfer) as counted:
         yield counted
 
 
@@ -120,15 +120,15 @@ def test_what_is_kept_is_bounded(
 ) -> None:
     consumer, producer = pair_of_engines
     cache = PlanCache(consumer, 0)
-    monkeypatch.setattr(first_contact, "MOST_SHAPES", 2)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 2)
     shapes = [moved(producer, [64 * number] * 2, only_last=True) for number in range(3)]
     for shape in shapes:
         cache.plan(shape)
-    assert len(cache._made) == 2
+    assert len(cache._kept) == 2
     cache.plan(shapes[2])
     assert planned.call_count == 3
     cache.plan(shapes[0])
     assert planned.call_count == 4, "the one that was used longest ago was forgotten"
-    monkeypatch.setattr(first_contact, "MOST_TENSORS", 1)
+    monkeypatch.setattr(plan_cache, "MAX_TENSORS", 1)
     cache.plan(shapes[0])
     assert planned.call_count == 5, "a large engine is planned each time"

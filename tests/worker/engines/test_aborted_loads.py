@@ -186,7 +186,9 @@ def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) 
         ]
         handshakes = thread_of(consumer.worker).registry._handshakes
         wait_until(
-            lambda: [x.is_awaited for x in list(handshakes._asked.values())] == [True] * len(ports),
+            lambda: (
+                [x.is_awaited for x in list(handshakes._wanted.values())] == [True] * len(ports)
+            ),
             "all are awaited",
         )
         abort(rig, consumer, *loads)

@@ -160,7 +160,7 @@ def test_the_record_of_a_failed_load_has_the_stage_in_which_it_failed(any_rig: R
     (load,) = consumer.seen.load_records
     assert (load.request_id, load.source, load.reason) == (
         ordered.request_id,
-        PeerKey.of(offer.params),
+        PeerKey.from_params(offer.params),
         FailureReason.FENCE,
     )
     assert load.stage is Stage.FENCE

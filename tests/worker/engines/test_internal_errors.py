@@ -7,7 +7,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason, LeaseEnd, StepOrders, encode_head, encode_orders
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
-from kvferry.worker.peers.first_contact import PlanCache
+from kvferry.worker.peers.plan_cache import PlanCache
 from tests.harness.engine import Engine
 from tests.harness.inside import thread_of
 from tests.harness.rig import Rig
@@ -25,8 +25,8 @@ ALWAYS = 10**9
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", 0.01)
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.LONGEST_S", 0.02)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 0.01)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 0.02)
 
 
 def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:

@@ -24,7 +24,7 @@ SHORT_TIMEOUT = replace(SETTINGS, handshake_timeout_s=0.2)
 
 
 def short_backoff(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", first_s)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", first_s)
 
 
 @pytest.mark.parametrize(

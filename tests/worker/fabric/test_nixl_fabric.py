@@ -260,11 +260,11 @@ def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all
 def test_a_rotation_of_as_many_living_peers_as_a_worker_knows_leaves_no_connection() -> None:
     """Each one that is forgotten while it lives leaves a file open. Beyond 256 a rotation leaked one a contact."""
     scene = Scene(MAX_RETAINED_PEERS)
-    most_peers = signature(PeerRegistry).parameters["most_peers"].default
+    max_peers = signature(PeerRegistry).parameters["max_peers"].default
     for _ in range(3):
-        for number in range(most_peers):
+        for number in range(max_peers):
             scene.part(PeerAgent(f"peer-{number}"))
-    assert len(scene.calls) == most_peers
+    assert len(scene.calls) == max_peers
 
 
 def test_no_new_peer_is_added_when_most_files_are_open_and_known_ones_are_used_on(

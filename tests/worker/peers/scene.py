@@ -58,7 +58,7 @@ class Scene:
             FabricReader(self.fabric), self._caches.kv, None, self.slot_reads, timeout_s=1.0
         )
         self.registry = PeerRegistry(
-            first_reads, self._handshake, lambda: None, ttl_s=TTL_S, most_peers=MOST_PEERS
+            first_reads, self._handshake, lambda: None, ttl_s=TTL_S, max_peers=MOST_PEERS
         )
         self.add(KEY, "producer")
 

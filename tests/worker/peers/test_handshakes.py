@@ -38,7 +38,7 @@ class Scene:
         raise HandshakeFailed("no answer")
 
     def ask(self, host: str, number: int = 0) -> str | None:
-        return self.handshakes.ask(PeerKey(host, 5600 + number, f"E{number}", "0" * 32))
+        return self.handshakes.request(PeerKey(host, 5600 + number, f"E{number}", "0" * 32))
 
     def take(self) -> None:
         self.ended += [key for key, _ in self.handshakes.arrivals()]
@@ -176,8 +176,8 @@ def test_handshakes_ahead_of_loads_take_no_place_from_those_that_loads_wait_for(
     scene: Scene,
 ) -> None:
     for number in range(100):
-        scene.handshakes.ask_ahead(_key(f"dark-ahead{number}"))
-    assert len(scene.handshakes) == AHEAD.asked
+        scene.handshakes.request_ahead(_key(f"dark-ahead{number}"))
+    assert len(scene.handshakes) == AHEAD.wanted
     for number in range(UNVERIFIED_AT_ONCE):
         assert scene.ask(f"dark{number}") is None
     scene.is_asked("dark", UNVERIFIED_AT_ONCE + AHEAD.unverified_at_once)
@@ -187,15 +187,15 @@ def test_handshakes_ahead_of_loads_take_no_place_from_those_that_loads_wait_for(
 def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) -> None:
     """It is not asked twice, and does not wait behind those that no load waits for."""
     for number in range(AHEAD.unverified_at_once):
-        scene.handshakes.ask_ahead(_key(f"dark{number}"))
+        scene.handshakes.request_ahead(_key(f"dark{number}"))
     scene.is_asked("dark", AHEAD.unverified_at_once)
-    scene.handshakes.ask_ahead(_key("live"))
+    scene.handshakes.request_ahead(_key("live"))
     assert scene.asked_of("live") == 0
     assert scene.ask("live") is None
     scene.has_ended("live")
     assert scene.ask("dark0") is None
     assert scene.asked_of("dark") == AHEAD.unverified_at_once
-    scene.handshakes.ask_ahead(_key("dark-more"))
+    scene.handshakes.request_ahead(_key("dark-more"))
     scene.is_asked("dark-more")
     assert len(scene.handshakes) == AHEAD.unverified_at_once + 1, (
         "the place of the one that was taken over is free"
@@ -237,7 +237,7 @@ def test_prewarms_that_loads_take_over_are_no_more_threads_for_one_host_than_the
 ) -> None:
     """Each takeover freed a place for the next prewarm: 240 handshakes with one host were under way at once."""
     for number in range(100):
-        scene.handshakes.ask_ahead(_key("dark", number))
+        scene.handshakes.request_ahead(_key("dark", number))
         scene.ask("dark", number)
     most = FOR_LOADS.per_unverified_host + AHEAD.per_unverified_host
     scene.is_asked("dark", most)
@@ -253,11 +253,11 @@ def test_a_prewarm_that_a_load_waits_for_arrives_before_the_others_although_it_h
     for number in range(FOR_LOADS.per_unverified_host):
         scene.ask("dark", number)
     scene.is_asked("dark", FOR_LOADS.per_unverified_host)
-    scene.handshakes.ask_ahead(_key("dark", 100))
+    scene.handshakes.request_ahead(_key("dark", 100))
     scene.is_asked("dark", FOR_LOADS.per_unverified_host + 1)
     assert scene.ask("dark", 100) is None
     for _ in range(2):
-        scene.handshakes.ask_ahead(_key("dark-ahead"))
+        scene.handshakes.request_ahead(_key("dark-ahead"))
     scene.let_go.set()
     wait_until(
         lambda: scene.handshakes._arrived.qsize() == FOR_LOADS.per_unverified_host + 2,
@@ -289,7 +289,7 @@ def test_a_host_that_has_answered_leaves_places_for_others_however_many_of_its_p
 ) -> None:
     scene.handshakes._answered["dark"] = None
     refused = [why for number in range(300) if (why := scene.ask("dark", number)) is not None]
-    assert len(scene.handshakes) == FOR_LOADS.asked // 2
+    assert len(scene.handshakes) == FOR_LOADS.wanted // 2
     assert refused[0] == "128 engines of this host have not answered yet"
     assert scene.ask("live") is None
     scene.has_ended("live")

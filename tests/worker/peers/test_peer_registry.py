@@ -9,15 +9,15 @@ import pytest
 
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.handshakes import Backoff
+from kvferry.worker.peers.backoff import Backoff
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
 
 
 def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", 1.0)
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.LONGEST_S", 5.0)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 1.0)
+    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 5.0)
     scene.answer = scene.refuse
     now_s = 100.0
     for failures, backoff_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
@@ -215,7 +215,7 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
 def test_failures_are_remembered_of_a_bounded_number_of_peers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.handshakes._MOST_FAILURES", 10)
+    monkeypatch.setattr("kvferry.worker.peers.backoff._MAX_FAILURES", 10)
     backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
     keys = [KEY._replace(port=number) for number in range(30)]
     for key in keys:

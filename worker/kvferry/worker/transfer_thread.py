@@ -98,7 +98,7 @@ class TransferThread:
             handshake,
             self.wake,
             ttl_s=settings.peer_ttl_s,
-            most_peers=settings.max_peers,
+            max_peers=settings.max_peers,
         )
         context = LoadContext(
             reader=self.reader,

@@ -89,7 +89,9 @@ class LoadRunner:
     def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str) -> None:
         """Queue a load of this boot of the engine; it runs when it is its turn."""
         record = LoadRecord(
-            request_id=order.request_id, source=PeerKey.of(order.source), ordered_s=ordered_s
+            request_id=order.request_id,
+            source=PeerKey.from_params(order.source),
+            ordered_s=ordered_s,
         )
         load = Load(
             order=order,

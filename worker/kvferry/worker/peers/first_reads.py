@@ -1,5 +1,7 @@
-"""First reads: connecting ends with a small real read from every worker of the peer, because nothing else in NIXL shows
-a connection.
+"""First reads: connecting ends with a small real read from every worker of the peer.
+
+Nothing else in NIXL shows a connection: `make_connection` does not connect (measured), and the first read from a peer
+that does not answer hangs without an error.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class FirstReads:
         return len(self._given_up)
 
     def has_room(self) -> bool:
-        """Whether half of the entries are free."""
+        """True if half of the entries are free."""
         return 2 * self._slot_reads.free() >= len(self._slot_reads.words)
 
     def begin(
@@ -104,60 +106,81 @@ class FirstReads:
         entries = self._slot_reads.try_take(len(plan.routes), str(key))
         if entries is None:
             raise HandshakeFailed("too many reads in flight")
-        began_s = time.perf_counter()
+        prepare_begun_s = time.perf_counter()
         try:
             peer = connect(self.reader, self._caches, self._staging, key, description, plan)
         except Exception:
+            # Nothing was posted, so nothing can be written to the entries.
             self._slot_reads.give_back(entries, str(key))
             raise
-        prepared_s = time.perf_counter() - began_s
-        begun_s = self._clock.wind(now_s)
-        first = FirstRead(peer, self.reader.reads(), entries, asked_s, now_s, begun_s, prepared_s)
+        first_read = FirstRead(
+            peer=peer,
+            reads=self.reader.reads(),
+            entries=entries,
+            asked_s=asked_s,
+            arrived_s=now_s,
+            begun_s=self._clock.wind(now_s),
+            prepared_s=time.perf_counter() - prepare_begun_s,
+        )
+        # Any slot will do: slot 0 of each lease table.
+        slot = np.zeros(1, dtype=np.int32)
         try:
             for entry, route in zip(entries, peer.routes, strict=True):
-                where, slot = np.array([entry], dtype=np.int32), np.zeros(1, dtype=np.int32)
-                first.transfers.append(
-                    first.reads.post(self._slot_reads.descriptors, where, route.slots, slot)
+                local = np.array([entry], dtype=np.int32)
+                transfer = first_read.reads.post(
+                    self._slot_reads.descriptors, local, route.slots, slot
                 )
+                first_read.transfers.append(transfer)
         except Exception:
-            self._give_up(first)
+            self._give_up(first_read)
             raise
-        self._under_way[key] = first
+        self._under_way[key] = first_read
 
     def step(self, now_s: float) -> list[tuple[FirstRead, Exception | None]]:
         """Those that have ended, each with its error, or None for a peer that is connected."""
         ended: list[tuple[FirstRead, Exception | None]] = []
+        # Time awake: a pause of this process is not the peer's fault.
         awake_s = self._clock.wind(now_s)
-        for first in list(self._under_way.values()):
+        for first_read in list(self._under_way.values()):
             error: Exception | None = None
             try:
-                if {self.reader.fabric.poll(read) for read in first.transfers} - {
-                    TransferState.DONE
-                }:
-                    if awake_s < first.begun_s + self.timeout_s:
+                if not self._is_done(first_read):
+                    if awake_s < first_read.begun_s + self.timeout_s:
                         continue
+                    # A frozen peer is never reported by NIXL: the deadline is ours.
                     error = HandshakeFailed(f"the first read took longer than {self.timeout_s:g} s")
             except Exception as failed:  # noqa: BLE001 - handled by the caller
                 error = failed
-            del self._under_way[first.peer.key]
+            del self._under_way[first_read.peer.key]
             if error is None:
-                for read in first.transfers:
-                    first.reads.finished(read)
-                self._slot_reads.give_back(first.entries, str(first.peer.key))
+                for transfer in first_read.transfers:
+                    first_read.reads.finished(transfer)
+                self._slot_reads.give_back(first_read.entries, str(first_read.peer.key))
             else:
-                self._give_up(first)
-            ended.append((first, error))
-        self._given_up = [first for first in self._given_up if not self._try_close(first)]
+                self._give_up(first_read)
+            ended.append((first_read, error))
+        self._given_up = [
+            first_read for first_read in self._given_up if not self._try_end(first_read)
+        ]
         return ended
 
-    def _give_up(self, first: FirstRead) -> None:
-        if not self._try_close(first):
-            self._given_up.append(first)
+    def _is_done(self, first_read: FirstRead) -> bool:
+        # Each is polled, whatever the others are: a transfer is sure to advance only if polled.
+        states = [self.reader.fabric.poll(transfer) for transfer in first_read.transfers]
+        return all(state is TransferState.DONE for state in states)
 
-    def _try_close(self, first: FirstRead) -> bool:
-        """Give everything back if the first read can write no more. Returns whether it did."""
-        if not first.reads.settle():
+    def _give_up(self, first_read: FirstRead) -> None:
+        if not self._try_end(first_read):
+            self._given_up.append(first_read)
+
+    def _try_end(self, first_read: FirstRead) -> bool:
+        """Give everything back if the first read can write no more.
+
+        Returns:
+            True if it did.
+        """
+        if not first_read.reads.settle():
             return False
-        self._slot_reads.give_back(first.entries, str(first.peer.key))
-        disconnect(self.reader, first.peer)
+        self._slot_reads.give_back(first_read.entries, str(first_read.peer.key))
+        disconnect(self.reader, first_read.peer)
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,9 +38,18 @@ class PeerKey(NamedTuple):
     boot: str
 
     @classmethod
-    def of(cls, source: RemotePrefill) -> PeerKey:
+    def from_params(cls, params: RemotePrefill) -> PeerKey:
         """The producer that params name."""
-        return cls(source.remote_host, source.remote_port, source.engine_id, source.kvferry.boot)
+        return cls(
+            host=params.remote_host,
+            port=params.remote_port,
+            engine_id=params.engine_id,
+            boot=params.kvferry.boot,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
 
     def __str__(self) -> str:
         return f"{self.engine_id}@{host_port(self.host, self.port)}"
@@ -90,10 +99,11 @@ class PeerRoute:
 
 @dataclass(slots=True)
 class ReadQueue:
-    """The data reads of one peer. They share its link, where the first that was posted may well end first.
+    """The data reads of one peer, which share its link.
 
-    So a read progresses while those end that were posted before it. Those after it do not count: if a read were lost,
-    a busy peer would keep its load waiting.
+    NIXL shows nothing of a read that is under way. What was posted first may well end first, so a read progresses
+    while those end that were posted before it. Those after it do not count: if a read were lost, a busy peer would
+    keep its load waiting for ever.
 
     Attributes:
         under_way: loads that read data from it now.
@@ -154,82 +164,109 @@ def connect(
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
         InvalidMessage: the description names memory of no known kind.
     """
-    made: list[Handle] = []
+    connecting = _Connecting(reader.fabric, caches, staging)
     try:
-        routes = tuple(
-            _connect_route(reader.fabric, caches, staging, route, description, made)
-            for route in plan.routes
-        )
+        routes = tuple(connecting.connect_route(route, description) for route in plan.routes)
     except Exception:
-        for one in reversed(made):
-            reader.give_back(one)
+        _give_back(reader, connecting.made)
         raise
-    return Peer(key, description, plan, routes, tuple(made))
+    return Peer(key, description, plan, routes, tuple(connecting.made))
 
 
 def disconnect(reader: FabricReader, peer: Peer) -> None:
     """Give back everything that `connect` made; raises nothing. Reads in flight go on and must still be polled."""
-    for one in reversed(peer.made):
-        reader.give_back(one)
+    _give_back(reader, peer.made)
 
 
-def _connect_route(
-    fabric: Fabric,
-    caches: KvCaches,
-    staging: Staging | None,
-    route: Route,
-    description: EngineDescription,
-    made: list[Handle],
-) -> PeerRoute:
-    worker = description.workers[route.worker]
-    agent = fabric.add_peer(worker.agent_metadata)
-    made.append(agent)
-    lease_table = worker.lease_table
-    row = (lease_table.address, SLOT_BYTES, 0, SLOT_BYTES, lease_table.slots)
-    slots = fabric.prepare_remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
-    made.append(slots)
-    try:
-        remote_kind = MemoryKind(worker.memory)
-    except ValueError:
-        raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
-    tables = []
-    placing = Placing.DIRECT if staging is not None else None
-    for table in route_tables(route, caches.device_index, worker.device, placing):
-        local = fabric.prepare_local(DescriptorRows(caches.kind, table.local_rows))
-        made.append(local)
-        remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, table.remote_rows))
-        made.append(remote)
-        tables.append(PreparedTable(table, local, remote))
-    sources = []
-    if staging is not None:
+def _give_back(reader: FabricReader, made: Sequence[Handle]) -> None:
+    # Prepared lists before the agent that they belong to.
+    for handle in reversed(made):
+        reader.give_back(handle)
+
+
+class _Connecting:
+    """The routes of one peer while they are prepared.
+
+    Attributes:
+        made: what the fabric has given out so far, to be given back if the rest fails.
+    """
+
+    def __init__(self, fabric: Fabric, caches: KvCaches, staging: Staging | None) -> None:
+        self.made: list[Handle] = []
+        self._fabric = fabric
+        self._caches = caches
+        self._staging = staging
+
+    def connect_route(self, route: Route, description: EngineDescription) -> PeerRoute:
+        worker = description.workers[route.worker]
+        agent = self._fabric.add_peer(worker.agent_metadata)
+        self.made.append(agent)
+        lease_table = worker.lease_table
+        slots = self._remote_array(agent, lease_table.address, SLOT_BYTES, lease_table.slots)
+        try:
+            kind = MemoryKind(worker.memory)
+        except ValueError:
+            raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
+        tables = self._tables(route, agent, worker.device, kind)
+        sources = self._sources(route, agent, worker.device, kind)
+        rows = None
+        if worker.stream_rows is not None:
+            rows = self._rows(agent, worker.stream_rows)
+        return PeerRoute(route, agent, slots, tables, sources, rows)
+
+    def _tables(
+        self, route: Route, agent: PeerAgent, device: int, kind: MemoryKind
+    ) -> tuple[PreparedTable, ...]:
+        """What is read in place; without a pool, everything."""
+        placing = None
+        if self._staging is not None:
+            placing = Placing.DIRECT
+        tables: list[PreparedTable] = []
+        for table in route_tables(route, self._caches.device_index, device, placing):
+            local = self._local(DescriptorRows(self._caches.kind, table.local_rows))
+            remote = self._remote(agent, DescriptorRows(kind, table.remote_rows))
+            tables.append(PreparedTable(table, local, remote))
+        return tuple(tables)
+
+    def _sources(
+        self, route: Route, agent: PeerAgent, device: int, kind: MemoryKind
+    ) -> tuple[PreparedSource, ...]:
+        """What is read through the pool."""
+        if self._staging is None:
+            return ()
+        sources: list[PreparedSource] = []
         for source in route.sources:
-            rows = source_table(source, worker.device)
-            chunks = staging.prepare(fabric, rows.run_bytes)
-            made.append(chunks)
-            remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, rows.rows))
-            made.append(remote)
-            sources.append(PreparedSource.at_address(staging.address, rows, chunks, remote))
-    stream_rows = worker.stream_rows
-    prepared_rows = (
-        _prepare_rows(fabric, agent, stream_rows, made) if stream_rows is not None else None
-    )
-    return PeerRoute(route, agent, slots, tuple(tables), tuple(sources), prepared_rows)
+            table = source_table(source, device)
+            chunks = self._staging.prepare(self._fabric, table.run_bytes)
+            self.made.append(chunks)
+            remote = self._remote(agent, DescriptorRows(kind, table.rows))
+            sources.append(PreparedSource.at_address(self._staging.address, table, chunks, remote))
+        return tuple(sources)
 
-
-def _prepare_rows(
-    fabric: Fabric, agent: PeerAgent, rows: StreamRows, made: list[Handle]
-) -> PreparedRows:
-    prepared = []
-    for address, length, count in (
-        (rows.headers, ROW_HEADER_BYTES, rows.rows),
-        (rows.ids, PAGE_IDS * ID_BYTES, rows.rows * rows.pages),
-    ):
-        row = (address, length, 0, length, count)
-        prepared.append(
-            fabric.prepare_remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
+    def _rows(self, agent: PeerAgent, rows: StreamRows) -> PreparedRows:
+        page_bytes = PAGE_IDS * ID_BYTES
+        return PreparedRows(
+            rows,
+            headers=self._remote_array(agent, rows.headers, ROW_HEADER_BYTES, rows.rows),
+            pages=self._remote_array(agent, rows.ids, page_bytes, rows.rows * rows.pages),
         )
-        made.append(prepared[-1])
-    return PreparedRows(rows, *prepared)
+
+    def _remote_array(
+        self, agent: PeerAgent, address: int, num_bytes: int, count: int
+    ) -> RemoteDescriptors:
+        """`count` adjacent descriptors of `num_bytes` in the peer's host memory."""
+        row = (address, num_bytes, 0, num_bytes, count)
+        return self._remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
+
+    def _local(self, rows: DescriptorRows) -> LocalDescriptors:
+        prepared = self._fabric.prepare_local(rows)
+        self.made.append(prepared)
+        return prepared
+
+    def _remote(self, agent: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
+        prepared = self._fabric.prepare_remote(agent, rows)
+        self.made.append(prepared)
+        return prepared
 
 
 Handshake = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]

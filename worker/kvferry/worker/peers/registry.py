@@ -1,13 +1,15 @@
 """The producers that this worker is connected to, is connecting to, or backs off from.
 
 Handshakes run on threads of their own; everything that uses the fabric runs on the transfer thread, which calls
-`step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another boot or engine
-at its address is connected, or its own boot at another address, when nothing was read from it for `ttl_s`, or when
-there are more than `most_peers`, the one that has been unused longest first. One that is being read from is kept until
-the reads end.
+`step`. A peer is forgotten, and everything that belongs to it given back,
 
-Another boot of an engine at another address may be the same engine, restarted elsewhere, or a second one that was given
-the same id: then both are read from in turn. So the one that is known is kept if it was used within `_NAMESAKE_S`.
+- when it is lost;
+- when another boot or engine at its address is connected, or its own boot at another address;
+- when another boot of its engine is connected at another address, unless it was used a short time ago;
+- when nothing was read from it for `ttl_s`;
+- when there are more than `max_peers`, the one that has been unused longest first.
+
+One that is being read from is kept until the reads end.
 
 A *static* peer is one that the configuration names: it does not expire, and is connected again after it was lost or
 a first contact with it failed, until it has restarted or refuses.
@@ -22,8 +24,9 @@ from dataclasses import dataclass
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.peers.backoff import Backoff, Unavailable
 from kvferry.worker.peers.first_reads import FirstRead, FirstReads
-from kvferry.worker.peers.handshakes import Backoff, Found, Handshakes, Unavailable
+from kvferry.worker.peers.handshakes import HandshakeResult, Handshakes
 from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, disconnect
 
 logger = logging.getLogger(__name__)
@@ -31,8 +34,11 @@ logger = logging.getLogger(__name__)
 _STATIC_CHECK_S = 0.5
 """Interval of the checks for static peers to connect, while some are not connected."""
 
+# Another boot of an engine at another address may be the same engine, restarted elsewhere, or a
+# second one that was given the same id: then both are read from in turn, and must not evict each
+# other. An engine that was used this recently has hardly been restarted: vLLM starts more slowly.
 _NAMESAKE_S = 60.0
-"""An engine that was used this recently has hardly been restarted at another address: vLLM starts more slowly."""
+"""An engine that was used within this time is kept when another boot of its id is connected elsewhere."""
 
 __all__ = ["PeerRegistry", "Unavailable"]
 
@@ -50,7 +56,7 @@ class PeerRegistry:
         handshake: fetches a description and plans it.
         wake: called from any thread when there is something for `step`.
         ttl_s: after which an unused peer is forgotten; 0 or less for never.
-        most_peers: peers that are known at once, not counting those that are being read from.
+        max_peers: peers that are known at once, not counting those that are being read from.
 
     Attributes:
         handshake_s: durations of the first contacts that have succeeded since they were last taken, each from the first
@@ -64,27 +70,31 @@ class PeerRegistry:
         wake: Callable[[], None],
         *,
         ttl_s: float = 3600.0,
-        most_peers: int = 1024,
+        max_peers: int = 1024,
     ) -> None:
         self.first_reads = first_reads
         self._reader = first_reads.reader
         self._ttl_s = ttl_s
-        self._most_peers = most_peers
+        self._max_peers = max_peers
         self._handshakes = Handshakes(handshake, wake)
         self._backoff = Backoff()
-        self._ready: dict[PeerKey, _Ready] = {}  # the one used last is last
+        # The one used last is last.
+        self._ready: dict[PeerKey, _Ready] = {}
+        # Forgotten, and kept until the reads from them have ended.
         self._retired: list[Peer] = []
+        # When the handshake was first requested.
         self._asked_s: dict[PeerKey, float] = {}
         self.handshake_s: list[float] = []
-        self._static: dict[tuple[str, int], PeerKey] = {}  # by address
+        # By address.
+        self._static: dict[tuple[str, int], PeerKey] = {}
         self._static_check_s = 0.0
 
     def busy(self) -> bool:
-        """Whether `step` must be called again soon without being woken."""
+        """True if `step` must be called again soon without being woken."""
         return bool(self.first_reads) or self._handshakes.has_arrivals()
 
     def closing(self) -> bool:
-        """Whether `step` must be called again, not urgently: first reads were given up and have not ended."""
+        """True if `step` must be called again, not urgently: first reads were given up and have not ended."""
         return self.first_reads.given_up() > 0
 
     @property
@@ -93,21 +103,24 @@ class PeerRegistry:
         return len(self._ready)
 
     def next_s(self) -> float | None:
-        """The latest time for the next `step` if nothing else happens: an unused peer expires, or a static one is to be
-        connected."""
-        due_s = (
-            [self._static_check_s]
-            if any(key not in self._ready for key in self._static.values())
-            else []
-        )
+        """The latest time for the next `step` if nothing else happens.
+
+        Then an unused peer expires, or a static one is to be connected.
+        """
+        due_s: list[float] = []
+        if any(key not in self._ready for key in self._static.values()):
+            due_s.append(self._static_check_s)
         if self._ttl_s > 0 and self._ready:
-            due_s.append(next(iter(self._ready.values())).used_s + self._ttl_s)
+            unused_longest = next(iter(self._ready.values()))
+            due_s.append(unused_longest.used_s + self._ttl_s)
         return min(due_s, default=None)
 
     def peers(self) -> Iterator[Peer]:
         """All peers that hold resources of the fabric."""
-        yield from (known.peer for known in self._ready.values())
-        yield from (first.peer for first in self.first_reads.all())
+        for known in self._ready.values():
+            yield known.peer
+        for first_read in self.first_reads.all():
+            yield first_read.peer
         yield from self._retired
 
     def describe(self) -> str:
@@ -121,14 +134,15 @@ class PeerRegistry:
         """The peer, or why there is none, or None during its handshake."""
         if key in self._ready:
             return self._used(key, now_s)
-        why = self._backoff.why_not(key, now_s)
-        if why is not None:
-            return why
-        if key not in self.first_reads:
-            full = self._handshakes.ask(key)
-            if full is not None:
-                return Unavailable(FailureReason.HANDSHAKE, full)
-            self._asked_s.setdefault(key, now_s)
+        why_not = self._backoff.why_not(key, now_s)
+        if why_not is not None:
+            return why_not
+        if key in self.first_reads:
+            return None
+        why_refused = self._handshakes.request(key)
+        if why_refused is not None:
+            return Unavailable(FailureReason.HANDSHAKE, why_refused)
+        self._asked_s.setdefault(key, now_s)
         return None
 
     def withdraw(self, keys: Iterable[PeerKey]) -> None:
@@ -138,120 +152,136 @@ class PeerRegistry:
                 self._asked_s.pop(key, None)
 
     def prewarm_static(self, key: PeerKey, now_s: float) -> None:
-        """Prewarm a peer that the configuration names and that has just answered: it becomes static, in place of the
-        former one at its address."""
-        self._static[key[:2]] = key
+        """Prewarm a peer that the configuration names and that has just answered.
+
+        It becomes static, in place of the former one at its address.
+        """
+        self._static[key.address] = key
         self._static_check_s = 0.0
         self._backoff.answers(key)
         self.prewarm(key, now_s)
 
     def prewarm(self, key: PeerKey, now_s: float) -> None:
         """Connect to this peer before a load needs it, unless the registry is full or half of the entries are taken."""
-        known = len(self._ready) + len(self.first_reads) + len(self._handshakes)
-        if (
-            key in self._ready
-            or key in self.first_reads
-            or self._backoff.why_not(key, now_s) is not None
-            or known >= self._most_peers  # it would evict another peer
-            or not self.first_reads.has_room()
-        ):
+        if key in self._ready or key in self.first_reads:
             return
-        self._handshakes.ask_ahead(key)
+        if self._backoff.why_not(key, now_s) is not None:
+            return
+        # With as many known already it would evict another peer. And loads need the entries more.
+        known = len(self._ready) + len(self.first_reads) + len(self._handshakes)
+        if known >= self._max_peers or not self.first_reads.has_room():
+            return
+        self._handshakes.request_ahead(key)
         if key in self._handshakes:
             self._asked_s.setdefault(key, now_s)
 
     def step(self, now_s: float, in_use: Collection[PeerKey]) -> bool:
-        """Advance handshakes and first reads. Returns whether anything changed.
+        """Advance handshakes and first reads.
 
         Args:
             in_use: peers that reads are in flight from; they and their handles are kept.
+
+        Returns:
+            True if anything changed.
         """
-        changed = False
+        has_changed = False
         for key in in_use:
             if key in self._ready:
                 self._used(key, now_s)
-        for key, found in self._handshakes.arrivals():
-            self._arrived(key, found, now_s, in_use)
-            changed = True
-        for first, error in self.first_reads.step(now_s):
+        for key, result in self._handshakes.arrivals():
+            self._arrived(key, result, now_s, in_use)
+            has_changed = True
+        for first_read, error in self.first_reads.step(now_s):
             if error is None:
-                self._connected(first, now_s)
+                self._connected(first_read, now_s)
             else:
-                self._failed(first.peer.key, error, now_s)
-            changed = True
+                self._failed(first_read.peer.key, error, now_s)
+            has_changed = True
         if self._static and now_s >= self._static_check_s:
             self._static_check_s = now_s + _STATIC_CHECK_S
             for key in self._static.values():
                 self.prewarm(key, now_s)
         self._retire_unused(now_s, in_use)
         self._disconnect_retired(in_use)
-        return changed
+        return has_changed
 
     def lost(self, peer: Peer, why: str, now_s: float) -> None:
-        """Forget a peer that is gone; the next load connects again. A peer that was reconnected already is kept."""
+        """Forget a peer that is gone; the next load connects again."""
         known = self._ready.get(peer.key)
-        if known is not None and known.peer is peer:
-            logger.warning("peer=%s is lost: %s", peer.key, why)
-            del self._ready[peer.key]
-            disconnect(self._reader, peer)
-            self._give_up(peer.key, Unavailable(FailureReason.TRANSFER, why), now_s)
+        # Several loads notice the same death: a peer that was connected again already is kept.
+        if known is None or known.peer is not peer:
+            return
+        logger.warning("peer=%s is lost: %s", peer.key, why)
+        del self._ready[peer.key]
+        disconnect(self._reader, peer)
+        self._give_up(peer.key, Unavailable(FailureReason.TRANSFER, why), now_s)
 
     def close(self) -> None:
         """Forget all peers."""
         self._handshakes.close()
-        for peer in (*(known.peer for known in self._ready.values()), *self._retired):
+        for known in self._ready.values():
+            disconnect(self._reader, known.peer)
+        for peer in self._retired:
             disconnect(self._reader, peer)
         self._ready.clear()
         self._retired.clear()
 
     def _is_static(self, key: PeerKey) -> bool:
-        return self._static.get(key[:2]) == key
+        return self._static.get(key.address) == key
 
     def _used(self, key: PeerKey, now_s: float) -> Peer:
+        """The peer, which is now the one used last."""
         known = self._ready.pop(key)
         known.used_s = now_s
         self._ready[key] = known
         return known.peer
 
     def _arrived(
-        self, key: PeerKey, found: Found, now_s: float, in_use: Collection[PeerKey]
+        self, key: PeerKey, result: HandshakeResult, now_s: float, in_use: Collection[PeerKey]
     ) -> None:
-        if isinstance(found, Exception):
-            self._failed(key, found, now_s)
+        """Begin the first read from a peer that was planned."""
+        if isinstance(result, Exception):
+            self._failed(key, result, now_s)
             return
-        description, plan = found
+        description, plan = result
         self._retire_former_lives(key, now_s)
-        self._disconnect_retired(
-            in_use
-        )  # now: an engine at a new address has the agent names of its retired peer
+        # Before the first read: an engine at a new address has the agent names of its retired peer,
+        # and the fabric refuses agents that it knows.
+        self._disconnect_retired(in_use)
+        asked_s = self._asked_s.pop(key, now_s)
         try:
-            self.first_reads.begin(key, description, plan, self._asked_s.pop(key, now_s), now_s)
+            self.first_reads.begin(key, description, plan, asked_s, now_s)
         except Exception as error:  # noqa: BLE001 - handled in _failed
             self._failed(key, error, now_s)
 
-    def _connected(self, first: FirstRead, now_s: float) -> None:
-        key, described_s = first.peer.key, first.arrived_s - first.asked_s
-        self._backoff.succeeded(key)
-        self._ready[key] = _Ready(first.peer, now_s)
+    def _connected(self, first_read: FirstRead, now_s: float) -> None:
+        """A first read is complete: the peer can be read from."""
+        peer = first_read.peer
+        self._backoff.succeeded(peer.key)
+        self._ready[peer.key] = _Ready(peer, now_s)
+        described_s = first_read.arrived_s - first_read.asked_s
         # The peer may have been prepared within this step, which began at `now_s`.
-        self.handshake_s.append(max(now_s - first.asked_s, described_s + first.prepared_s))
-        line, *more = first.peer.plan.describe_all()
+        took_s = max(now_s - first_read.asked_s, described_s + first_read.prepared_s)
+        self.handshake_s.append(took_s)
+        line, *more_lines = peer.plan.describe_all()
         logger.info(
             "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
-            key,
-            self.handshake_s[-1] * 1e3,
+            peer.key,
+            took_s * 1e3,
             described_s * 1e3,
-            first.prepared_s * 1e3,
+            first_read.prepared_s * 1e3,
             line,
         )
-        for one in more:
-            logger.debug("peer=%s %s", key, one)
+        for more in more_lines:
+            logger.debug("peer=%s %s", peer.key, more)
 
     def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
         """Back off from a peer whose first contact failed."""
         reason = _reason(error)
+        # A static peer that has restarted or refuses is not asked again. Its new life becomes static
+        # when it answers (`prewarm_static`).
         if reason is not FailureReason.HANDSHAKE and self._is_static(key):
-            del self._static[key[:2]]
+            del self._static[key.address]
         self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
         if not isinstance(error, KvferryError):
             logger.error(
@@ -272,13 +302,16 @@ class PeerRegistry:
     def _retire_former_lives(self, key: PeerKey, now_s: float) -> None:
         """Retire what was known at this address, this boot elsewhere, and this engine elsewhere if it seems over."""
         for other, known in list(self._ready.items()):
-            if other == key or (other.engine_id != key.engine_id and other[:2] != key[:2]):
+            is_same_address = other.address == key.address
+            is_same_engine = other.engine_id == key.engine_id
+            if other == key or not (is_same_address or is_same_engine):
                 continue
             unused_s = now_s - known.used_s
-            is_replaced = other[:2] == key[:2] or other.boot == key.boot
+            is_replaced = is_same_address or other.boot == key.boot
             if is_replaced or unused_s > _NAMESAKE_S:
                 logger.info("peer=%s is forgotten: it is %s now", other, key)
-                self._retired.append(self._ready.pop(other).peer)
+                del self._ready[other]
+                self._retired.append(known.peer)
             else:
                 logger.warning(
                     "peer=%s has the engine id of peer=%s, which was used %.0f s ago and is kept: if both run, give "
@@ -289,22 +322,27 @@ class PeerRegistry:
                 )
 
     def _retire_unused(self, now_s: float, in_use: Collection[PeerKey]) -> None:
-        """Retire expired peers. `_ready` is ordered by last use, and `step` has just updated the peers in use."""
+        """Retire expired peers."""
+        # Peers are ordered by last use, and `step` has just updated those in use: the first one
+        # that stays ends the search.
         while self._ready:
             key, known = next(iter(self._ready.items()))
-            is_old = 0 < self._ttl_s <= now_s - known.used_s
-            if is_old and self._is_static(key):
+            is_expired = 0 < self._ttl_s <= now_s - known.used_s
+            if is_expired and self._is_static(key):
                 self._used(key, now_s)
                 continue
-            if key in in_use or not (is_old or len(self._ready) > self._most_peers):
+            are_too_many = len(self._ready) > self._max_peers
+            if key in in_use or not (is_expired or are_too_many):
                 return
             logger.info("peer=%s is forgotten: unused for %.0f s", key, now_s - known.used_s)
-            self._retired.append(self._ready.pop(key).peer)
+            del self._ready[key]
+            self._retired.append(known.peer)
 
     def _disconnect_retired(self, in_use: Collection[PeerKey]) -> None:
-        for peer in [peer for peer in self._retired if peer.key not in in_use]:
-            self._retired.remove(peer)
-            disconnect(self._reader, peer)
+        for peer in list(self._retired):
+            if peer.key not in in_use:
+                self._retired.remove(peer)
+                disconnect(self._reader, peer)
 
 
 def _reason(error: Exception) -> FailureReason:
