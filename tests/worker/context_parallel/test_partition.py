@@ -17,7 +17,7 @@ from kvferry.worker.context_parallel.partition import (
     MAX_ROWS,
     InvalidBatch,
     Partition,
-    most_rank_rows,
+    max_rank_rows,
     partition_step,
     rank_inputs,
 )
@@ -92,7 +92,7 @@ def test_buffers_of_the_computed_size_hold_any_step(
 ) -> None:
     """Also for an engine whose limits are above the numbers of this step."""
     limits = sum(batch.scheduled) + tokens, sum(count > 0 for count in batch.scheduled) + requests
-    assert partition(batch).rank_rows <= most_rank_rows(
+    assert partition(batch).rank_rows <= max_rank_rows(
         *limits, ranks=batch.ranks, reorder_threshold=batch.reorder_threshold
     )
 
@@ -191,4 +191,4 @@ def test_a_threshold_that_cannot_be_is_named(threshold: Any) -> None:
     with pytest.raises(InvalidBatch, match="reorder_threshold"):
         partition_step([4], [0], ranks=2, reorder_threshold=threshold)
     with pytest.raises(InvalidBatch, match="reorder_threshold"):
-        most_rank_rows(4, 1, ranks=2, reorder_threshold=threshold)
+        max_rank_rows(4, 1, ranks=2, reorder_threshold=threshold)

@@ -46,37 +46,51 @@ class InvalidBatch(InputError):
     what = "batch"
 
 
-def check_integer(field: str, value: object, least: int, most: int) -> None:
-    """Raises InvalidBatch where `value` is not an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidBatch(field, value, f"an integer from {least} to {most}")
+def check_integer(field: str, value: object, minimum: int, maximum: int) -> None:
+    """Check a number of the caller's.
+
+    Raises:
+        InvalidBatch: `value` is not an integer from `minimum` to `maximum`.
+    """
+    expected = f"an integer from {minimum} to {maximum}"
+    # In Python a bool is an int.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidBatch(field, value, expected)
+    if not minimum <= value <= maximum:
+        raise InvalidBatch(field, value, expected)
 
 
-def as_counts(field: str, value: Counts, most: int) -> Ints:
+def as_counts(field: str, value: Counts, maximum: int) -> Ints:
     """The numbers as int64 `[n]`, a copy.
 
     Raises:
-        InvalidBatch: they are not integers in one row, from 0 to `most`.
+        InvalidBatch: they are not integers in one row, from 0 to `maximum`.
     """
-    expected = f"a row of integers from 0 to {most}"
+    expected = f"a row of integers from 0 to {maximum}"
     try:
-        found = np.asarray(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as wrong:
-        raise InvalidBatch(field, value, expected) from wrong
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        counts = np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidBatch(field, value, expected) from error
+    if counts.ndim != 1:
         raise InvalidBatch(field, value, expected)
-    outside = np.flatnonzero((found < 0) | (found > most)) if found.size else found
+    # An empty list is an array of floats, which have no wrong number.
+    if not counts.size:
+        return counts.astype(np.int64)
+    if counts.dtype.kind not in "iu":
+        raise InvalidBatch(field, value, expected)
+    outside = np.flatnonzero((counts < 0) | (counts > maximum))
     if outside.size:
+        index = outside[0]
         raise InvalidBatch(
-            f"{field}[{outside[0]}]", int(found[outside[0]]), f"an integer from 0 to {most}"
+            f"{field}[{index}]", int(counts[index]), f"an integer from 0 to {maximum}"
         )
-    return found.astype(np.int64)
+    return counts.astype(np.int64)
 
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_ROWS = 1 << 24
-"""Most rows of a step, all ranks together: it bounds what a wrong number of tokens can make a worker allocate."""
+"""Rows of a step, all ranks together: it bounds what a wrong number of tokens can make a worker allocate."""
 
 MAX_RANKS = 1024
 MAX_POSITION = 1 << 40
@@ -162,18 +176,19 @@ def partition_step(
             more than `MAX_ROWS` rows.
     """
     check_integer("ranks", ranks, 1, MAX_RANKS)
-    most_decode_tokens = _most_decode_tokens(reorder_threshold)
+    max_decode_tokens = _max_decode_tokens(reorder_threshold)
     scheduled = as_counts("num_scheduled_tokens", num_scheduled_tokens, MAX_ROWS)
     computed = as_counts("num_computed_tokens", num_computed_tokens, MAX_POSITION)
     if len(computed) != len(scheduled):
         raise InvalidBatch(
             "num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests"
         )
-    # A short prompt is not a decode: it has no context to attend to, and all ranks would do the same work.
-    is_decode = (scheduled > 0) & (scheduled <= most_decode_tokens) & (computed > 0)
+    # A short prompt is not a decode: it has no context to attend to, and all ranks would do the
+    # same work.
+    is_decode = (scheduled > 0) & (scheduled <= max_decode_tokens) & (computed > 0)
     chunk = np.where(is_decode, scheduled, -(-scheduled // (2 * ranks)))
-    own = _rank_tokens(chunk, is_decode)
-    rank_rows = int(own.sum())
+    rank_tokens = _rank_tokens(chunk, is_decode)
+    rank_rows = int(rank_tokens.sum())
     if rank_rows * ranks > MAX_ROWS:
         raise InvalidBatch(
             "num_scheduled_tokens",
@@ -181,35 +196,40 @@ def partition_step(
             f"at most {MAX_ROWS} rows on all ranks together",
         )
     # Where every padded row is gathered. A request has R times as many of them as rows on one rank.
-    row, request = _ranges(own * ranks)
+    row, request = _ranges(rank_tokens * ranks)
     size = chunk[request]
-    number, inside = row // size, row % size
-    prefill = ~is_decode[request]
-    is_tail = prefill & (number >= ranks)
-    rank = np.where(is_tail, 2 * ranks - 1 - number, number)
-    first = _starts(own)[request] + np.where(is_tail, size, 0)
+    chunk_number = row // size
+    row_in_chunk = row % size
+    is_tail = ~is_decode[request] & (chunk_number >= ranks)
+    rank = np.where(is_tail, 2 * ranks - 1 - chunk_number, chunk_number)
+    chunk_start = _starts(rank_tokens)[request] + np.where(is_tail, size, 0)
     return Partition(
         ranks=ranks,
         scheduled_tokens=_frozen(scheduled),
         computed_tokens=_frozen(computed),
         chunk_tokens=_frozen(chunk),
         is_decode=_frozen(is_decode),
-        restore_index=_frozen(rank * rank_rows + first + inside),
+        restore_index=_frozen(rank * rank_rows + chunk_start + row_in_chunk),
         unpad_mask=_frozen(row < scheduled[request]),
     )
 
 
 def rank_inputs(partition: Partition, rank: int) -> RankInputs:
-    """The rows of a step that `rank` computes. Raises InvalidBatch where there is no such rank."""
+    """The rows of a step that `rank` computes.
+
+    Raises:
+        InvalidBatch: there is no such rank.
+    """
     check_integer("rank", rank, 0, partition.ranks - 1)
-    scheduled, chunk = partition.scheduled_tokens, partition.chunk_tokens
+    scheduled = partition.scheduled_tokens
     row, request = _ranges(partition.rank_tokens)
-    size = chunk[request]
-    # The tail chunk begins 2R-1-r chunks into the request and one chunk into this rank's rows.
-    skipped = np.where(row < size, rank, 2 * partition.ranks - 2 - rank) * size
-    token = row + np.where(partition.is_decode[request], 0, skipped)
-    is_padding = token >= scheduled[request]
-    token = np.minimum(token, scheduled[request] - 1)
+    size = partition.chunk_tokens[request]
+    # The head chunk begins r chunks into the request. The tail chunk begins 2R-1-r chunks into it,
+    # and one chunk into this rank's rows.
+    skipped_chunks = np.where(row < size, rank, 2 * partition.ranks - 2 - rank)
+    unclamped = row + np.where(partition.is_decode[request], 0, skipped_chunks * size)
+    is_padding = unclamped >= scheduled[request]
+    token = np.minimum(unclamped, scheduled[request] - 1)
     return RankInputs(
         tokens=_frozen(_starts(scheduled)[request] + token),
         req_indices=_frozen(request),
@@ -218,22 +238,19 @@ def rank_inputs(partition: Partition, rank: int) -> RankInputs:
     )
 
 
-def most_rank_rows(
+def max_rank_rows(
     max_tokens: int, max_requests: int, *, ranks: int, reorder_threshold: int | None = 1
 ) -> int:
-    """The most rows that a step of so many tokens and requests can give a rank: the size of buffers.
-
-    A prefill of `n` tokens gives at most `(n + 2R-1) / R` rows, a decode `n ≤ reorder_threshold`. So a request gives at
-    most `n / R` and either `(2R-1) / R` or `reorder_threshold·(R-1) / R`.
-    """
-    excess = max(
-        2 * ranks - 1, min(_most_decode_tokens(reorder_threshold), max_tokens) * (ranks - 1)
-    )
+    """The most rows that a step of so many tokens and requests can give a rank: the size of buffers."""
+    decode_tokens = min(_max_decode_tokens(reorder_threshold), max_tokens)
+    # A prefill of n tokens gives at most (n + 2R-1) / R rows, a decode n <= reorder_threshold. So a
+    # request gives at most n / R and either (2R-1) / R or reorder_threshold·(R-1) / R.
+    excess = max(2 * ranks - 1, decode_tokens * (ranks - 1))
     # There are never more than two rows for a token, its own and one of padding.
     return min((max_tokens + max_requests * excess) // ranks, 2 * max_tokens)
 
 
-def _most_decode_tokens(reorder_threshold: int | None) -> int:
+def _max_decode_tokens(reorder_threshold: int | None) -> int:
     if reorder_threshold is None:
         return 0
     check_integer("reorder_threshold", reorder_threshold, 0, MAX_ROWS)
