@@ -25,10 +25,10 @@ def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     producer.engine.add(PREFILL, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(DECODE, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    asked = producer.engine.connector.scheduler_side.tickets.directory
-    until((consumer,), lambda: asked.waiting(PREFILL) is not None)
+    directory = producer.engine.connector.scheduler_side.tickets.directory
+    until((consumer,), lambda: directory.waiting(PREFILL) is not None)
     producer.step()
-    assert asked._requests.find(PREFILL).listed.state.progress is PromptProgress.TICKET
+    assert directory._requests.find(PREFILL).listed.state.progress is PromptProgress.TICKET
     producer.step()
     until((consumer,), lambda: len(chunks) > 0)
     return producer, consumer

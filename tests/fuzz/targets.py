@@ -77,11 +77,11 @@ def check_refusal(refused: InputError | InvalidMetadata) -> None:
 
 def use_request(found: Hello | Renew | Release | Subscribe | Unsubscribe) -> None:
     """As the listener does."""
-    asked = PromptDirectory()
+    directory = PromptDirectory()
     if isinstance(found, Subscribe):
-        assert len(asked.ask(b"peer", found).answers) == len(found.queries)
+        assert len(directory.subscribe(b"peer", found).answers) == len(found.queries)
     elif isinstance(found, Unsubscribe):
-        asked.unask(found)
+        directory.unsubscribe(found)
     for name in found.leases if isinstance(found, (Renew, Release)) else ():
         assert epoch_to_text(epoch_from_text(name.epoch)) == name.epoch
         assert epoch_from_text(name.epoch)

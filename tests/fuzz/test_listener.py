@@ -83,7 +83,7 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
 
             return keep
 
-        for name in ("ask", "unask"):
+        for name in ("subscribe", "unsubscribe"):
             monkeypatch.setattr(PromptDirectory, name, kept_by(getattr(PromptDirectory, name)))
 
         def counted() -> int:

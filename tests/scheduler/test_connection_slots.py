@@ -11,7 +11,7 @@ import pytest
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.scheduler.side_channel import connection_slots as module
 from kvferry.scheduler.side_channel.connection_slots import (
-    PLACES_A_TURN,
+    SLOTS_PER_TURN,
     Address,
     ConnectionSlot,
     ConnectionSlots,
@@ -20,7 +20,7 @@ from kvferry.scheduler.side_channel.connection_slots import (
 
 NEVER_S = 30.0
 MOST = 64
-AT_ONCE = {kind: MOST // places for kind, places in PLACES_A_TURN.items()}
+AT_ONCE = {kind: MOST // slots for kind, slots in SLOTS_PER_TURN.items()}
 
 
 class Connection:
@@ -149,9 +149,9 @@ def test_what_an_engine_offers_has_few_turns_of_its_own() -> None:
     async def run() -> None:
         scene = Scene()
         for port in range(255):
-            scene.begin("silent", port, Kind.OFFERED)
+            scene.begin("silent", port, Kind.SIBLING)
         await settle()
-        assert len(scene.begun) == AT_ONCE[Kind.OFFERED] // 2
+        assert len(scene.begun) == AT_ONCE[Kind.SIBLING] // 2
         await scene.connect("silent", 5600)
         assert scene.begun[-1] == ("silent", 5600)
         await scene.cancel_all()
@@ -217,7 +217,7 @@ def test_a_host_has_half_of_the_places_at_most_and_goes_on_when_one_is_idle() ->
 def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MOST_WAITING", 64)
+    monkeypatch.setattr(module, "MAX_WAITING", 64)
 
     async def run() -> None:
         scene = Scene()
@@ -233,7 +233,7 @@ def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(
 
 def test_with_few_files_there_are_few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
-    assert ConnectionSlots(256).most == 64
+    assert ConnectionSlots(256).capacity == 64
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -48,7 +48,7 @@ def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay() -> No
     counters = Counters()
     with listening(counters) as (listener, port), client(port) as engine:
         listener.publish(make_description())
-        listener._socket._connections.most = MOST
+        listener._socket._connections.capacity = MOST
         silent: list[socket.socket] = []
         for number in range(5 * MOST):
             engine.send_multipart([b"", HELLO])
@@ -79,7 +79,7 @@ def test_a_reused_file_number_of_another_connection_is_left_alone(
     known: Connections, counters: Counters
 ) -> None:
     """The event of a connection's end may come late, when its file number is in use again."""
-    known.most = 1
+    known.capacity = 1
     server = socket.create_server((HOST, 0))
     first = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()
@@ -155,7 +155,7 @@ def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(
         mock.patch.object(resource, "getrlimit", return_value=(files, 1 << 20)),
         listening() as (listener, _),
     ):
-        assert listener._socket._connections.most == most
+        assert listener._socket._connections.capacity == most
 
 
 def connections(port: int) -> list[socket.socket]:

@@ -143,16 +143,16 @@ def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Co
 
 def test_tickets_that_do_not_fit_into_one_frame_come_in_several(counters: Counters) -> None:
     """As the prompts of many requests with one long prefix. Its peer closes a connection that brings a longer one."""
-    asked, port, prompt = PromptDirectory(), free_port(), Prompt(tokens=[1, 2, 3])
+    directory, port, prompt = PromptDirectory(), free_port(), Prompt(tokens=[1, 2, 3])
     params = {"remote_block_ids": [[1 << 30] * (MAX_ANSWERS_BYTES // 20)]}
     queries = tuple(
         PromptQuery(number=n, key=str(n), num_tokens=3, digest=digest_chain(prompt)[-1])
         for n in range(6)
     )
     for query in queries:
-        asked.arrived(query.key, query.key, prompt, 3)
-        asked.ticket(query.key, params)
-    listener = SideChannelListener(HOST, port, counters, directory=asked)
+        directory.arrived(query.key, query.key, prompt, 3)
+        directory.ticket(query.key, params)
+    listener = SideChannelListener(HOST, port, counters, directory=directory)
     with contextlib.closing(listener), client(port) as sock:
         sock.send_multipart([b"", encode(Subscribe(client_id="d", queries=queries))])
         found: list[int] = []
@@ -162,19 +162,19 @@ def test_tickets_that_do_not_fit_into_one_frame_come_in_several(counters: Counte
 
 
 def test_more_changes_than_fit_into_one_message_come_in_several(counters: Counters) -> None:
-    asked, port, count = PromptDirectory(), free_port(), MAX_QUERIES + 10
+    directory, port, count = PromptDirectory(), free_port(), MAX_QUERIES + 10
     (digest,) = digest_chain(Prompt(tokens=[1, 2, 3]))
     queries = [PromptQuery(number=n, key=str(n), num_tokens=3, digest=digest) for n in range(count)]
     with (
-        contextlib.closing(SideChannelListener(HOST, port, counters, directory=asked)),
+        contextlib.closing(SideChannelListener(HOST, port, counters, directory=directory)),
         client(port) as sock,
     ):
         for part in (queries[:MAX_QUERIES], queries[MAX_QUERIES:]):
             sock.send_multipart([b"", encode(Subscribe(client_id="d", queries=tuple(part)))])
             decode_answers(sock.recv_multipart()[1])
-        wake, asked.wake = asked.wake, lambda: None
+        wake, directory.wake = directory.wake, lambda: None
         for query in queries:
-            asked.arrived(query.key, query.key, Prompt(tokens=[1, 2, 3]), 3)
+            directory.arrived(query.key, query.key, Prompt(tokens=[1, 2, 3]), 3)
         wake()
         found: set[int] = set()
         while len(found) < count:

@@ -48,7 +48,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.asked = PromptDirectory(clock=lambda: self.now_s)
+        self.directory = PromptDirectory(clock=lambda: self.now_s)
         self.queries = PendingQueries()
         self.count = 0
         self.prefills: dict[str, int] = {}  # request to prompt, until it is over
@@ -60,7 +60,7 @@ class Histories(RuleBasedStateMachine):
     @rule(key=KEYS, which=WHICH)
     def prefill(self, key: str, which: int) -> None:
         self.count += 1
-        self.asked.arrived(f"p{self.count}", key, PROMPTS[which], 5)
+        self.directory.arrived(f"p{self.count}", key, PROMPTS[which], 5)
         self.prefills[f"p{self.count}"] = which
 
     @precondition(lambda self: self.prefills)
@@ -68,18 +68,18 @@ class Histories(RuleBasedStateMachine):
     def go_on(self, data: st.DataObject, how: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.prefills)))
         if how == "failed":
-            self.asked.over(name, "ended")
+            self.directory.over(name, "ended")
         else:
-            self.asked.ticket(name, {"name": name, "which": self.prefills[name]})
+            self.directory.ticket(name, {"name": name, "which": self.prefills[name]})
         if how != "ticket":
             if how == "served":
-                self.asked.over(name)
+                self.directory.over(name)
             del self.prefills[name]
 
     @rule(key=KEYS, which=WHICH)
     def decode(self, key: str, which: int) -> None:
         self.count += 1
-        assert self.queries.ask(f"d{self.count}", PRODUCER, key, 5, DIGESTS[which], self.now_s)
+        assert self.queries.start(f"d{self.count}", PRODUCER, key, 5, DIGESTS[which], self.now_s)
         (command,) = self.queries.take_commands()
         assert isinstance(command, StartQuery)
         self.open[command.query.number] = command.query
@@ -88,14 +88,14 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(is_lost=st.booleans())
     def repeat(self, is_lost: bool) -> None:
-        answers = self.asked.ask(
+        answers = self.directory.subscribe(
             b"peer", Subscribe(client_id="d", queries=tuple(self.open.values()))
         )
         self.answers += () if is_lost else answers.answers
 
     @rule(is_lost=st.booleans())
     def push(self, is_lost: bool) -> None:
-        for _, answers in self.asked.changes():
+        for _, answers in self.directory.changes():
             self.answers += () if is_lost else answers.answers
 
     @precondition(lambda self: self.answers)
@@ -107,7 +107,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule()
     def exchange(self) -> None:
-        answers = self.asked.ask(
+        answers = self.directory.subscribe(
             b"peer", Subscribe(client_id="d", queries=tuple(self.open.values()))
         ).answers
         self.answers += answers
@@ -146,7 +146,7 @@ class Histories(RuleBasedStateMachine):
     def settle(self, number: int) -> tuple[str, int]:
         del self.open[number]
         assert self.queries.take_commands() == (StopQuery(number),)
-        self.asked.unask(Unsubscribe(client_id="d", numbers=(number,)))
+        self.directory.unsubscribe(Unsubscribe(client_id="d", numbers=(number,)))
         return self.asking.pop(number)
 
     @invariant()
@@ -156,10 +156,10 @@ class Histories(RuleBasedStateMachine):
     def teardown(self) -> None:
         """With the last messages delivered, every question about a prompt that nobody computes is over in time."""
         for name in self.prefills:
-            self.asked.over(name, "ended")
+            self.directory.over(name, "ended")
         for _ in range(2):
             if self.open:
-                for answer in self.asked.ask(
+                for answer in self.directory.subscribe(
                     b"peer", Subscribe(client_id="d", queries=tuple(self.open.values()))
                 ).answers:
                     if self.queries.answered(PRODUCER, answer.number, answer.progress, self.now_s):
@@ -180,38 +180,40 @@ def query(number: int = 1, key: str = "x", which: int = 0) -> PromptQuery:
 
 def test_a_change_is_pushed_once_to_who_has_asked() -> None:
     woken: list[int] = []
-    asked = PromptDirectory()
-    asked.wake = lambda: woken.append(1)
-    (answer,) = asked.ask(b"peer", Subscribe(client_id="d", queries=(query(),))).answers
+    directory = PromptDirectory()
+    directory.wake = lambda: woken.append(1)
+    (answer,) = directory.subscribe(b"peer", Subscribe(client_id="d", queries=(query(),))).answers
     assert answer.progress is PromptProgress.UNKNOWN
-    asked.arrived("p", "x", PROMPTS[0], 5)
-    asked.ticket("p", {"a": 1})
+    directory.arrived("p", "x", PROMPTS[0], 5)
+    directory.ticket("p", {"a": 1})
     assert woken
-    ((peer, answers),) = asked.changes()
+    ((peer, answers),) = directory.changes()
     assert (peer, [(a.progress, decoded(a)) for a in answers.answers]) == (
         b"peer",
         [(PromptProgress.TICKET, {"a": 1})],
     )
-    assert asked.changes() == []
+    assert directory.changes() == []
 
 
 def test_questions_and_prompts_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_directory, "MAX_PROMPTS", 4)
     monkeypatch.setattr(prompt_directory, "MAX_SUBSCRIPTIONS", 4)
     now_s = [0.0]
-    asked = PromptDirectory(clock=lambda: now_s[0])
+    directory = PromptDirectory(clock=lambda: now_s[0])
     for number in range(10):
-        asked.arrived(f"p{number}", f"k{number}", PROMPTS[0], 5)
-        asked.ask(b"peer", Subscribe(client_id="d", queries=(query(number, f"q{number}"),)))
-    assert (len(asked._by_request), len(asked._subscriptions)) == (4, 4)
+        directory.arrived(f"p{number}", f"k{number}", PROMPTS[0], 5)
+        directory.subscribe(
+            b"peer", Subscribe(client_id="d", queries=(query(number, f"q{number}"),))
+        )
+    assert (len(directory._by_request), len(directory._subscriptions)) == (4, 4)
     for number in range(10):
-        asked.over(f"p{number}", "ended")
-    asked.changes()
+        directory.over(f"p{number}", "ended")
+    directory.changes()
     now_s[0] += SUBSCRIPTION_S + KEPT_S
-    asked.arrived("last", "x", PROMPTS[0], 5)
-    asked.changes()
-    assert (len(asked._by_request), len(asked._subscriptions)) == (1, 0)
-    assert set(asked._by_key) == {"x"}
+    directory.arrived("last", "x", PROMPTS[0], 5)
+    directory.changes()
+    assert (len(directory._by_request), len(directory._subscriptions)) == (1, 0)
+    assert set(directory._by_key) == {"x"}
 
 
 def test_a_change_is_looked_at_for_the_question_that_it_answers_and_not_for_all_of_its_key(
@@ -219,26 +221,28 @@ def test_a_change_is_looked_at_for_the_question_that_it_answers_and_not_for_all_
 ) -> None:
     """Clients choose the key: 2,000 of either held the engine's thread up for 0.6 s."""
     count = 2000
-    asked = PromptDirectory()
+    directory = PromptDirectory()
     for number in range(count):
-        asked.arrived(f"p{number}", "x", Prompt(tokens=[number]), 1)
+        directory.arrived(f"p{number}", "x", Prompt(tokens=[number]), 1)
     queries = [
         PromptQuery(number=n, key="x", num_tokens=1, digest=digest_chain(Prompt(tokens=[n]))[-1])
         for n in range(count)
     ]
     for start in range(0, count, 250):
-        asked.ask(b"peer", Subscribe(client_id="d", queries=tuple(queries[start : start + 250])))
+        directory.subscribe(
+            b"peer", Subscribe(client_id="d", queries=tuple(queries[start : start + 250]))
+        )
     looked_at: list[int] = []
-    answer = asked._answer
+    answer = directory._answer
 
     def look(claimant: tuple[str, int], asked_for: PromptQuery) -> Answer:
         looked_at.append(asked_for.number)
         return answer(claimant, asked_for)
 
-    monkeypatch.setattr(asked, "_answer", look)
+    monkeypatch.setattr(directory, "_answer", look)
     for number in range(count):
-        asked.ticket(f"p{number}", {"number": number})
-    ((_, answers),) = asked.changes()
+        directory.ticket(f"p{number}", {"number": number})
+    ((_, answers),) = directory.changes()
     assert [decoded(one)["number"] for one in answers.answers] == list(range(count))
     assert sorted(looked_at) == list(range(count))
 
@@ -252,16 +256,18 @@ def test_every_prompt_is_digested_once_whatever_is_asked(monkeypatch: pytest.Mon
             super().__init__(prompt)
 
     monkeypatch.setattr(prompt_directory, "GrowingChain", Chain)
-    asked = PromptDirectory()
+    directory = PromptDirectory()
     prompts = [Prompt(tokens=[n] * 5) for n in range(50)]
     for number, prompt in enumerate(prompts):
-        asked.arrived(f"p{number}", "x", prompt, 5)
+        directory.arrived(f"p{number}", "x", prompt, 5)
     for _ in range(3):
         for number, prompt in enumerate(prompts):
             asked_for = PromptQuery(
                 number=number, key="x", num_tokens=5, digest=digest_chain(prompt)[-1]
             )
-            (found,) = asked.ask(b"peer", Subscribe(client_id="d", queries=(asked_for,))).answers
+            (found,) = directory.subscribe(
+                b"peer", Subscribe(client_id="d", queries=(asked_for,))
+            ).answers
             assert found.progress is PromptProgress.QUEUED
     assert sorted(digested) == list(range(50))
 
@@ -278,55 +284,57 @@ def test_the_engines_thread_never_waits_for_the_listeners(what: str) -> None:
             assert may_go_on.wait(30.0)
             return super().__getitem__(index)
 
-    asked = PromptDirectory()
+    directory = PromptDirectory()
     prompt = Prompt(tokens=Tokens(range(5)))
-    asked.arrived("p", "x", prompt, 5)
+    directory.arrived("p", "x", prompt, 5)
     asked_for = query()
     ask = Subscribe(client_id="d", queries=(asked_for,))
     if what == "subscribers of one key":
-        asked.ask(b"peer", msgspec.structs.replace(ask, queries=(query(number=2, key="y"),)))
-        asked.arrived("late", "y", prompt, 5)
-        busy = threading.Thread(target=asked.changes)
+        directory.subscribe(
+            b"peer", msgspec.structs.replace(ask, queries=(query(number=2, key="y"),))
+        )
+        directory.arrived("late", "y", prompt, 5)
+        busy = threading.Thread(target=directory.changes)
     else:
-        busy = threading.Thread(target=asked.ask, args=(b"peer", ask))
+        busy = threading.Thread(target=directory.subscribe, args=(b"peer", ask))
     busy.start()
     assert is_inside.wait(30.0)
-    asked.arrived("q", "x", PROMPTS[0], 5)
-    asked.ticket("q", {"a": 1})
-    assert asked.waiting("q") is None
-    asked.over("q")
-    asked.finished("p", "ended")
+    directory.arrived("q", "x", PROMPTS[0], 5)
+    directory.ticket("q", {"a": 1})
+    assert directory.waiting("q") is None
+    directory.over("q")
+    directory.finished("p", "ended")
     assert busy.is_alive()
     may_go_on.set()
     busy.join()
-    (found,) = asked.ask(b"peer", Subscribe(client_id="e", queries=(query(),))).answers
+    (found,) = directory.subscribe(b"peer", Subscribe(client_id="e", queries=(query(),))).answers
     assert (found.progress, decoded(found)) == (PromptProgress.TICKET, {"a": 1})
 
 
 def test_a_question_that_comes_with_its_prompt_is_answered_or_waits_for_a_wake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine's thread reports and then looks who has asked; the listener's remembers and then looks what is new."""
+    """The engine's thread reports, then looks for subscribers; the listener's subscribes, then looks for reports."""
     woken: list[int] = []
-    asked = PromptDirectory()
-    asked.wake = lambda: woken.append(1)
-    take_news = asked._take_news
+    directory = PromptDirectory()
+    directory.wake = lambda: woken.append(1)
+    take_news = directory._take_news
 
     def take_news_late() -> None:
-        asked.arrived("p", "x", PROMPTS[0], 5)
+        directory.arrived("p", "x", PROMPTS[0], 5)
         assert woken
         take_news()
 
-    monkeypatch.setattr(asked, "_take_news", take_news_late)
-    (found,) = asked.ask(b"peer", Subscribe(client_id="d", queries=(query(),))).answers
+    monkeypatch.setattr(directory, "_take_news", take_news_late)
+    (found,) = directory.subscribe(b"peer", Subscribe(client_id="d", queries=(query(),))).answers
     assert found.progress is PromptProgress.QUEUED
 
 
 def test_a_question_of_an_ended_request_leaves_a_later_one_of_its_id_alone() -> None:
     queries = PendingQueries()
-    assert queries.ask("d", PRODUCER, "x", 5, DIGESTS[0], 0.0)
+    assert queries.start("d", PRODUCER, "x", 5, DIGESTS[0], 0.0)
     queries.finished("d")
-    assert queries.ask("d", PRODUCER, "x", 5, DIGESTS[0], 0.0)
+    assert queries.start("d", PRODUCER, "x", 5, DIGESTS[0], 0.0)
     first = queries.answered(PRODUCER, 0, PromptProgress.TICKET, 0.0)
     assert first is not None
     assert not first.waits
@@ -339,19 +347,21 @@ def test_a_question_of_an_ended_request_leaves_a_later_one_of_its_id_alone() -> 
 
 def test_a_question_keeps_its_prompt_when_an_equal_one_of_the_same_id_arrives() -> None:
     """Otherwise it would claim both, and who asks for the second one would compute it."""
-    asked = PromptDirectory()
+    directory = PromptDirectory()
 
     def answer(number: int) -> tuple[PromptProgress, dict[str, str]]:
-        (found,) = asked.ask(b"peer", Subscribe(client_id="d", queries=(query(number),))).answers
+        (found,) = directory.subscribe(
+            b"peer", Subscribe(client_id="d", queries=(query(number),))
+        ).answers
         return found.progress, decoded(found)
 
-    asked.arrived("p1", "x", PROMPTS[0], 5)
+    directory.arrived("p1", "x", PROMPTS[0], 5)
     assert answer(1)[0] is PromptProgress.QUEUED
-    asked.arrived("p2", "x", PROMPTS[0], 5)
-    asked.changes()
+    directory.arrived("p2", "x", PROMPTS[0], 5)
+    directory.changes()
     assert answer(2)[0] is PromptProgress.QUEUED
     for name in ("p1", "p2"):
-        asked.ticket(name, {"name": name})
+        directory.ticket(name, {"name": name})
     assert [answer(1), answer(2)] == [
         (PromptProgress.TICKET, {"name": "p1"}),
         (PromptProgress.TICKET, {"name": "p2"}),
@@ -362,7 +372,7 @@ def opened(queries: PendingQueries, count: int, host: str = "host", first: int =
     """As many questions of requests that wait, at the time 0."""
     names = [f"{host}-{number}" for number in range(first, first + count)]
     for name in names:
-        assert queries.ask(name, (host, 1), "x", 5, DIGESTS[0], 0.0)
+        assert queries.start(name, (host, 1), "x", 5, DIGESTS[0], 0.0)
     return names
 
 
@@ -433,12 +443,12 @@ def test_a_host_with_all_places_gives_its_newest_up_for_a_host_with_fewer_and_no
     monkeypatch.setattr(module, "MAX_OPEN", 8)
     pending_queries = PendingQueries()
     opened(pending_queries, 8)
-    assert not pending_queries.ask("more", PRODUCER, "x", 5, DIGESTS[0], 0.0)
-    assert not pending_queries.ask("more", (PRODUCER[0].upper(), 1), "x", 5, DIGESTS[0], 0.0), (
+    assert not pending_queries.start("more", PRODUCER, "x", 5, DIGESTS[0], 0.0)
+    assert not pending_queries.start("more", (PRODUCER[0].upper(), 1), "x", 5, DIGESTS[0], 0.0), (
         "the same host"
     )
     opened(pending_queries, 4, "other")
-    assert not pending_queries.ask("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
+    assert not pending_queries.start("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
     crowded_out = list(pending_queries.give_up(0.0))
     assert [one.request_id for one in crowded_out] == ["host-7", "host-6", "host-5", "host-4"]
     assert all(one.waits and one.is_crowded_out for one in crowded_out)
@@ -453,7 +463,7 @@ def test_the_largest_host_is_found_among_very_many(monkeypatch: pytest.MonkeyPat
         opened(pending_queries, 1, f"host{number}")
     opened(pending_queries, 150, "other")
     assert {one.host for one in pending_queries.give_up(0.0)} == {"large"}
-    assert not pending_queries.ask("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
+    assert not pending_queries.start("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
     for number in range(699):
         pending_queries.finished(f"host{number}-0")
     opened(pending_queries, 699, "other", 150)

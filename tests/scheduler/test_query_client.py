@@ -73,7 +73,7 @@ class Network:
         self.query_client.submit(commands)
         await asyncio.sleep(0)
         while self.commands_under_way or any(
-            one.queries or one.unasked for one in self.query_client._by_producer.values()
+            one.queries or one.unsubscribed for one in self.query_client._by_producer.values()
         ):
             await asyncio.sleep(0)
 
@@ -383,9 +383,9 @@ def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
         network.query_client.submit([StartQuery((HOST, 1), query(1))])
         await turns()
         offered = [
-            asked for asked in network.query_client._by_producer.values() if asked.is_offered
+            asked for asked in network.query_client._by_producer.values() if asked.is_sibling
         ]
-        assert 0 < len(offered) <= module.MOST_SIBLINGS
+        assert 0 < len(offered) <= module.MAX_SIBLINGS_OF_ONE
         for number, port in enumerate((SIBLING, PORT, PORTS[-1]), start=2):
             network.silent, network.closed = (), ()
             network.query_client.submit([StartQuery((HOST, port), query(number))])
@@ -496,8 +496,8 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
         while client_id._by_producer:
             await asyncio.sleep(0.001)
         assert not client_id._open
-        assert not client_id._offered
-        assert len(client_id._places) == 0
+        assert not client_id._siblings_by_host
+        assert len(client_id._slots) == 0
         assert all(one.is_closed for one in network.connections)
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))

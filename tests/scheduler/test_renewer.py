@@ -151,7 +151,7 @@ def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: Leas
 def test_submissions_that_wait_for_the_renewer_are_bounded(
     renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat._MOST_WAITING", 100)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat._MAX_WAITING", 100)
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
     wait_until(

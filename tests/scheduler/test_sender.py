@@ -131,7 +131,7 @@ def test_with_more_producers_than_places_each_lease_is_renewed_when_all_are_due_
                 renewed.update(listener.inbox.get(timeout=10).boot for _ in boots)
             assert min(renewed[boot] for boot in boots) >= 2
             assert counters.total("side_channel_errors") == 0
-            assert len(renewer._sender._places) <= 8
+            assert len(renewer._sender._slots) <= 8
     finally:
         renewer.close()
 
@@ -146,8 +146,8 @@ def test_closed_ports_of_a_host_neither_delay_its_new_producers_nor_close_the_co
         with listening() as (listener, port), listening() as (new_listener, new_port):
             renewer.submit([ReleaseLease(lease(port))])
             assert listener.inbox.get(timeout=10) == _release(port, 1)
-            wait_until(lambda: renewer._sender._places._idle, "the connection is idle")
-            (kept,) = renewer._sender._places._idle
+            wait_until(lambda: renewer._sender._slots._idle, "the connection is idle")
+            (kept,) = renewer._sender._slots._idle
             renewer.submit(
                 ReleaseLease(lease(dead, boot=f"{number:032x}")) for number in range(100)
             )

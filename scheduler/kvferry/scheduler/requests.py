@@ -25,8 +25,8 @@ class RequestRecord:
         lease: on its blocks; also after its end, while they are held. Owned by `ProducerLedger`.
         prompt: its prompt in another engine's cache; also after its end, while its load is aborted. Owned by
             `ConsumerLedger`.
-        query: the open question about its prompt that it waits for. Owned by `PendingQueries`.
-        listed: its prompt, for other engines that ask for it. Owned by `PromptDirectory`.
+        query: the open query about its prompt that it waits for. Owned by `PendingQueries`.
+        listed: its prompt, for other engines that query it. Owned by `PromptDirectory`.
     """
 
     request_id: str

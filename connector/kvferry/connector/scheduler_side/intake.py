@@ -283,7 +283,7 @@ class RequestIntake:
             # vLLM's request ids contain the router's, which is all that both legs have in common.
             detail = f"its id does not contain the producer's, {named_id!r}"
             self._compute_here(request, "prompt_unknown", detail)
-        elif not self._queries.ask(entry, source, prompt):
+        elif not self._queries.start(entry, source, prompt):
             self._compute_here(request, "too_many_queries", "too many prompts are being asked for")
         elif request.abort_immediately or request.get_skip_reading_prefix_cache():
             # It is asked all the same: the ticket is given back when it comes.

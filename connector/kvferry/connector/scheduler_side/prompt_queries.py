@@ -1,6 +1,6 @@
 """Requests whose prompts are being prefilled on another engine: each waits for the answer to its query.
 
-    intake ──ask──► PendingQueries ──commands──► QueryClient ══side channel══► producers
+    intake ─ start ─► PendingQueries ──commands──► QueryClient ══side channel══► producers
     intake ◄─take── _Answers ◄─────on_answer──── (its thread)
 
 vLLM asks a connector in every step how many tokens it can load for a waiting request, as long as the connector does not
@@ -132,12 +132,12 @@ class PromptQueries:
         if is_first:
             self._loop.notify()
 
-    def ask(self, entry: EngineRequest, source: NamedPrefill, prompt: Prompt) -> bool:
+    def start(self, entry: EngineRequest, source: NamedPrefill, prompt: Prompt) -> bool:
         """Ask for the whole prompt of a request. False if too many queries are open."""
         request = entry.request
         num_tokens = request.num_prompt_tokens
         digest = digest_chain(prompt, num_tokens)[-1]
-        is_asked = self.queries.ask(
+        is_open = self.queries.start(
             request.request_id,
             (source.remote_host, source.remote_port),
             request_key(request.request_id, source.transfer_id),
@@ -145,9 +145,9 @@ class PromptQueries:
             digest,
             time.monotonic(),
         )
-        if is_asked:
+        if is_open:
             self._parking.enter(entry)
-        return is_asked
+        return is_open
 
     def ended(self, entry: EngineRequest) -> None:
         """The request has ended, or does not wait any more; answered or not."""

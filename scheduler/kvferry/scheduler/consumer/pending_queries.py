@@ -2,14 +2,14 @@
 
 No I/O, no clock. Commands for the side channel are returned in order: `StartQuery`, `StopQuery`.
 
-A request that ends before its question is settled leaves the question open for a while: the producer may still prefill
+A request that ends before its query is settled leaves the query open for a while: the producer may still prefill
 the prompt, and its blocks would be held, unread, until their lease runs out.
 
 Clients choose how many requests there are, whose producers they name, and when they leave. So
 
-- no call looks at all open questions: what runs out next is first in a table of its own (`_Timers`);
-- questions of ended requests are few, and end soon, whatever their producer answers;
-- when all places are taken, the host with the most open questions loses its newest one to a host that has fewer.
+- no call looks at all open queries: what runs out next is first in a table of its own (`_Timers`);
+- queries of ended requests are few, and end soon, whatever their producer answers;
+- at `MAX_OPEN` open queries the host with the most of them loses its newest one to a host that has fewer.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from kvferry.scheduler.requests import RequestRecord, RequestTable
 UNKNOWN_S = 10.0
 """How long a producer may not know of a prompt: its leg may still be on the way, or is lost."""
 ENDED_S = 10.0
-"""How long the question of an ended request stays open while a producer has the prompt in its queue. Its leg is aborted
+"""How long the query of an ended request stays open while a producer has the prompt in its queue. Its leg is aborted
 too, as a rule; if not, the blocks are held until the lease runs out."""
 ENDED_UNKNOWN_S = 1.0
 """The same while no producer has said that it knows the prompt: time for one answer to arrive."""
 MAX_OPEN = 1 << 14
-"""Most open questions; the prompts of further requests are computed here."""
+"""Most open queries; the prompts of further requests are computed here."""
 MAX_ENDED = 1 << 10
 """Most of them whose requests have ended; of more the first that ended is given up."""
 
 SETTLING = (PromptProgress.TICKET, PromptProgress.OVER)
-"""Answers that settle a question."""
+"""Answers that settle a query."""
 
 
 class _Timers:
-    """Since when each of some questions is in a state, the one that is in it for longest first.
+    """Since when each of some queries is in a state, the one that is in it for longest first.
 
     An `OrderedDict`: to find the first entry of a `dict`, Python skips all places of those that were removed before it.
     """
@@ -73,7 +73,7 @@ class _Timers:
 
 
 class _ByHost:
-    """The numbers of the open questions of each host, and the host with the most of them without looking at all."""
+    """The numbers of the open queries of each host, and the host with the most of them without looking at all."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, OrderedDict[int, None]] = {}  # the newest one is last
@@ -99,7 +99,7 @@ class _ByHost:
             self._most -= 1  # this host has as many
 
     def newest_of_largest(self) -> tuple[int, int]:
-        """How many questions the host with the most has, and the newest of them. There is an open one."""
+        """How many queries the host with the most has, and the newest of them. There is an open one."""
         host = next(iter(self._hosts[self._most]))
         return self._most, next(reversed(self._numbers[host]))
 
@@ -113,7 +113,7 @@ class _ByHost:
 
 
 class PendingQueries:
-    """All open questions of one engine. `now_s` is from any monotonic clock.
+    """All open queries of one engine. `now_s` is from any monotonic clock.
 
     Args:
         spans: of this engine's blocks, if it reads prompts while they are computed (`PromptQuery`).
@@ -145,7 +145,7 @@ class PendingQueries:
         record = self._requests.find(request_id)
         return record is not None and record.query is not None
 
-    def ask(
+    def start(
         self,
         request_id: str,
         producer: Producer,
@@ -154,7 +154,7 @@ class PendingQueries:
         digest: str,
         now_s: float,
     ) -> bool:
-        """A request has arrived whose prompt this producer prefills. False if too many questions are open."""
+        """A request has arrived whose prompt this producer prefills. False if too many queries are open."""
         host = one_spelling(producer[0])
         if len(self._by_number) >= MAX_OPEN and not self._make_room(host):
             return False
@@ -186,7 +186,7 @@ class PendingQueries:
             reason: the answer's.
 
         Returns:
-            The question, if this settles it: with a ticket, or because the prompt is over. None if it stays open, or
+            The query, if this settles it: with a ticket, or because the prompt is over. None if it stays open, or
             was settled before.
         """
         opened = self._by_number.get(number)
@@ -208,7 +208,7 @@ class PendingQueries:
         return None
 
     def give_up(self, now_s: float) -> Iterator[PendingQuery]:
-        """Settle the questions about prompts that no producer has known for `UNKNOWN_S`, those of requests that have
+        """Settle the queries about prompts that no producer has known for `UNKNOWN_S`, those of requests that have
         ended a while ago, and those that others have crowded out. Who takes the first few only gets the others from the
         next call."""
         for opened in self._leaving:
@@ -232,7 +232,7 @@ class PendingQueries:
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def finished(self, request_id: str) -> None:
-        """The request has ended without an answer. Its question stays open for a while, so that a ticket can be given
+        """The request has ended without an answer. Its query stays open for a while, so that a ticket can be given
         back."""
         record = self._requests.find(request_id)
         if record is None or record.query is None:
@@ -257,7 +257,7 @@ class PendingQueries:
         )
 
     def _make_room(self, host: str) -> bool:
-        """Give up one question for one of this host. False if no other has less right to its place."""
+        """Give up one query for one of this host. False if no other has less right to its place."""
         if self._give_up_ended():
             return True
         most, newest = self._by_host.newest_of_largest()
@@ -270,7 +270,7 @@ class PendingQueries:
         return True
 
     def _give_up_ended(self) -> bool:
-        """Settle the question whose request was the first to end. Nobody waits for it. False if there is none."""
+        """Settle the query whose request was the first to end. Nobody waits for it. False if there is none."""
         if len(self._ended):
             self._give_up_first(self._ended)
             return True
@@ -293,7 +293,7 @@ class PendingQueries:
         for timers, _ in self._timers():
             timers.stop(number)
         opened.known_by.clear()
-        # If it does not wait any more, the record may be a later request's, with a question of its own.
+        # If it does not wait any more, the record may be a later request's, with a query of its own.
         record = self._requests.find(opened.request_id) if opened.waits else None
         if record is not None:
             self._end_wait(record)

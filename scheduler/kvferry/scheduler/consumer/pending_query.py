@@ -1,4 +1,4 @@
-"""One question about a prompt that another engine prefills, and the commands to the side channel about it."""
+"""One query about a prompt that another engine prefills, and the commands to the side channel about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Producer = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class StartQuery:
-    """Ask this producer, again and again until `StopQuery`."""
+    """Query this producer, again and again until `StopQuery`."""
 
     producer: Producer
     query: PromptQuery
@@ -20,7 +20,7 @@ class StartQuery:
 
 @dataclass(frozen=True, slots=True)
 class StopQuery:
-    """The question is settled."""
+    """The query is settled."""
 
     number: int
 
@@ -30,14 +30,14 @@ QueryCommand = StartQuery | StopQuery
 
 @dataclass(slots=True, eq=False)
 class PendingQuery:
-    """One question.
+    """A query that is not settled.
 
     Attributes:
         host: of the producer that the request names, in one spelling.
         waits: whether its request waits for the answer; False when it has ended.
         unknown_why: what a producer has said that does not know of it, as a label of metrics.
         known_by: the producer that was the last to say that it has the prompt in its queue, or none.
-        is_crowded_out: it was given up for the question of another host.
+        is_crowded_out: it was given up for the query of another host.
     """
 
     request_id: str

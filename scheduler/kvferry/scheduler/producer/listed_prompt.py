@@ -1,4 +1,4 @@
-"""One prompt that this engine prefills for others, as they ask for it: how far it is, and who has claimed it."""
+"""One prompt that this engine prefills for others: how far it is, and whose query has claimed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.protocol.prompt_queries import NO_PARAMS, Answer, PromptProgress, e
 from kvferry.scheduler.producer.lease import ProducerLease
 
 Claimant = tuple[str, int]
-"""Engine id of an asker, and the number of its question."""
+"""Engine id of a client, and the number of its query."""
 
 Whole = tuple[int, str]
 """The length of a prompt, and the last of its digests."""
@@ -43,9 +43,9 @@ class ListedPrompt:
 
     Attributes:
         state: set by the engine's thread, as `is_over` is.
-        claimant: whose question it answers. Set after `spans` and `digests`, by the listener's thread.
-        spans: of who has asked (`PromptQuery`).
-        digests: of the whole prompt; () until a question is compared with them.
+        claimant: whose query it answers. Set after `spans` and `digests`, by the listener's thread.
+        spans: of the claimant (`PromptQuery`).
+        digests: of the whole prompt; () until a query is compared with them.
         has_ended: whether the listener's thread knows that it is over.
         is_dropped: whether the listener's thread has forgotten it.
         encoded: the params of a state, as they are sent.

@@ -1,18 +1,10 @@
-"""Prompts that this engine prefills for others, as they ask for them: by key, with their progress.
+"""Prompts that this engine prefills for others, by the key of their queries, with their progress.
 
-The engine's thread reports what becomes of each prompt. The listener's thread answers questions, also while a step
-runs, and is woken when an answer to a subscriber may have changed.
+    the engine's thread                          the listener's thread
+    arrived, ticket, over ── queue of prompts ──► subscribe, unsubscribe, changes ── Answers ──► clients
 
-There is no lock, since the engine's thread would wait at it for the digests of whole prompts (256 questions about
-prompts of 32,000 tokens: 160 ms), or for all subscribers of one key. The engine's thread sets the state of a prompt,
-which is one value, and puts the prompt into a queue; all that is looked up by key, digest or claimant belongs to the
-listener's thread. It takes from the queue before it answers.
-
-The interpreter's lock is left, which a thread gives away after 5 ms if it does not wait for anything. So the listener's
-thread sleeps for a moment after every `_HELD_S` of work.
-
-Clients choose keys, and thousands of prompts and questions may have the same one. So a prompt is found by its digest,
-and a change is looked at for the question that has claimed the prompt, not for all of its key.
+The engine's thread reports what becomes of each prompt. The listener's thread answers queries, also while a step runs,
+and is woken when an answer to a subscriber may have changed.
 """
 
 from __future__ import annotations
@@ -21,7 +13,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TypeVar
 
 from kvferry.protocol.digests import GrowingChain, Prompt
@@ -37,18 +29,21 @@ from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.listed_prompt import Claimant, ListedPrompt, PromptState, Whole
 from kvferry.scheduler.requests import RequestTable
 
+# Clients choose how many requests there are.
 MAX_PROMPTS = 1 << 14
-"""Most prompts remembered; the oldest is dropped first. Clients choose how many requests there are."""
+"""Most prompts remembered; the oldest is dropped first."""
 MAX_SUBSCRIPTIONS = 1 << 14
-"""Most questions of all askers together; the one repeated longest ago is dropped first."""
+"""Most queries of all clients together; the one repeated longest ago is dropped first."""
 SUBSCRIPTION_S = 30.0
-"""A question that is not repeated for this long is dropped."""
+"""A query that is not repeated for this long is dropped."""
 KEPT_S = 30.0
 """How long a prompt that is over is remembered, for consumers that come late."""
 
 _FORGOTTEN_AT_ONCE = 256
+# The digests of so many tokens take 50 µs.
 _TOKENS_AT_ONCE = 4096
-"""Their digests take 50 µs."""
+# A thread that does not wait for anything gives the interpreter's lock away after 5 ms only, for which the engine's
+# thread would wait. So the listener's thread sleeps for a moment after every 100 µs of work.
 _HELD_S = 100e-6
 _RELEASED_S = 50e-6
 
@@ -57,9 +52,11 @@ Name = TypeVar("Name")
 
 @dataclass(slots=True)
 class _Subscription:
-    """Attributes:
-    peer: the routing id of the asker's connection.
-    answered: None before the first answer.
+    """A query that is answered again whenever the answer changes.
+
+    Attributes:
+        peer: the routing id of the client's connection.
+        answered: None before the first answer.
     """
 
     peer: bytes
@@ -70,18 +67,20 @@ class _Subscription:
 
 @dataclass(slots=True)
 class _Key:
-    """The prompts and questions of one key.
+    """The prompts and queries of one key.
 
     Attributes:
-        unknown: prompts without digests, by number of tokens and request; the newest is last.
-        free: those with digests and without a claimant, by length, digest and request.
+        undigested: prompts without digests, by number of tokens and request; the newest is last.
+        unclaimed: those with digests and without a claimant, by length, digest and request.
         num_prompts, num_running: all of them, and those that are not over.
-        subscribed: its questions.
+        subscribed: its queries.
         waiting: those of them that have claimed no prompt.
     """
 
-    unknown: dict[int, dict[str, ListedPrompt]] = field(default_factory=dict)
-    free: dict[Whole, dict[str, ListedPrompt]] = field(default_factory=dict)
+    # Clients choose keys, and thousands of prompts and queries may have the same one. So a prompt is found by its
+    # digest, and a change concerns the query that has claimed the prompt, not all queries of its key.
+    undigested: dict[int, dict[str, ListedPrompt]] = field(default_factory=dict)
+    unclaimed: dict[Whole, dict[str, ListedPrompt]] = field(default_factory=dict)
     num_prompts: int = 0
     num_running: int = 0
     subscribed: set[Claimant] = field(default_factory=set)
@@ -89,7 +88,7 @@ class _Key:
 
 
 class PromptDirectory:
-    """Prompts of one engine, and questions about them.
+    """Prompts of one engine, and queries about them.
 
     Args:
         siblings: ports of the side channels of this engine's other data-parallel ranks.
@@ -109,6 +108,10 @@ class PromptDirectory:
         self.wake: Callable[[], None] = lambda: None
         self._clock = clock
         self._siblings = siblings
+        # No lock: the engine's thread would wait at it for the digests of whole prompts (256 queries about prompts of
+        # 32,000 tokens: 160 ms), or for all subscribers of one key. It sets the state of a prompt, which is one value,
+        # and puts the prompt into this queue. All that is found by key, digest or claimant belongs to the listener's
+        # thread, which takes from the queue before it answers.
         self._news: queue.SimpleQueue[ListedPrompt] = queue.SimpleQueue()
         # Of the engine's thread:
         self._requests = RequestTable() if requests is None else requests
@@ -117,13 +120,12 @@ class PromptDirectory:
         self._by_key: dict[str, _Key] = {}
         self._claimed: dict[Claimant, ListedPrompt] = {}
         self._ended_s: dict[str, float] = {}  # by request, the first that was over is first
-        self._subscriptions: dict[
-            Claimant, _Subscription
-        ] = {}  # the one repeated longest ago is first
+        # The one repeated longest ago is first.
+        self._subscriptions: dict[Claimant, _Subscription] = {}
         self._changed: dict[Claimant, None] = {}
         self._released_s = 0.0
 
-    # For the engine's thread. None of it waits, and each takes the same time whatever others have asked.
+    # For the engine's thread. None of it waits, and each takes the same time whatever others query.
 
     def arrived(self, request_id: str, key: str, prompt: Prompt, num_tokens: int) -> None:
         """A request has arrived whose prompt is for another engine.
@@ -132,9 +134,9 @@ class PromptDirectory:
             prompt: kept, and not changed until it is over.
             num_tokens: of the whole prompt.
         """
-        asked = ListedPrompt(request_id, key, prompt, num_tokens)
-        self._requests.enter(request_id).listed = asked
-        self._report(asked)
+        listed = ListedPrompt(request_id, key, prompt, num_tokens)
+        self._requests.enter(request_id).listed = listed
+        self._report(listed)
 
     def ticket(
         self,
@@ -147,35 +149,34 @@ class PromptDirectory:
         """The prompt may be read with these params as soon as its slot is READY, until the lease ends.
 
         Args:
-            params: encoded when they are asked for, on the listener's thread.
+            params: encoded for the first query, on the listener's thread.
             cached_tokens: see `Answer`.
         """
-        asked = self._listed(request_id)
-        if asked is not None:
-            asked.state = PromptState(
+        listed = self._listed(request_id)
+        if listed is not None:
+            listed.state = PromptState(
                 PromptProgress.TICKET, params, lease, cached_tokens=cached_tokens
             )
-            self._report(asked)
+            self._report(listed)
 
     def waiting(self, request_id: str) -> ListedPrompt | None:
-        """The prompt, if another engine has asked for it and has no answer yet. At worst a question that is being
-        answered is seen in the next step."""
-        asked = self._listed(request_id)
-        is_waiting = (
-            asked is not None
-            and asked.claimant is not None
-            and asked.state.progress is PromptProgress.QUEUED
-        )
-        return asked if is_waiting else None
+        """The prompt, if another engine has queried it and has no ticket yet."""
+        # Read without a lock: at worst a query that is being answered is seen in the next step.
+        listed = self._listed(request_id)
+        if listed is None or listed.claimant is None:
+            return None
+        if listed.state.progress is not PromptProgress.QUEUED:
+            return None
+        return listed
 
     def over(self, request_id: str, reason: str = "") -> None:
         """With a reason, the prompt will not be read; otherwise its ticket stays valid."""
-        asked = self._listed(request_id)
-        if asked is not None:
+        listed = self._listed(request_id)
+        if listed is not None:
             if reason:
-                asked.state = PromptState(PromptProgress.OVER, reason=reason)
-            asked.is_over = True
-            self._report(asked)
+                listed.state = PromptState(PromptProgress.OVER, reason=reason)
+            listed.is_over = True
+            self._report(listed)
 
     def finished(self, request_id: str, reason: str = "") -> None:
         """As `over`, for the last time: the request has ended."""
@@ -189,33 +190,37 @@ class PromptDirectory:
 
     @property
     def has_news(self) -> bool:
-        """Whether the engine's thread has reported something since the last `ask` or `changes`."""
+        """Whether the engine's thread has reported something since the last `subscribe` or `changes`."""
         return not self._news.empty()
 
-    def ask(self, peer: bytes, ask: Subscribe) -> Answers:
-        """Answer questions, and remember them until they are settled."""
+    def subscribe(self, peer: bytes, request: Subscribe) -> Answers:
+        """Answer queries, and remember them until they are settled."""
         self._released_s = time.perf_counter()
         now_s = self._clock()
-        for query in ask.queries:
-            self._subscribe((ask.client_id, query.number), _Subscription(peer, query, now_s))
-        # Only now: the engine's thread looks at the subscriptions after it has reported.
+        for query in request.queries:
+            claimant = (request.client_id, query.number)
+            self._add_subscription(claimant, _Subscription(peer, query, now_s))
+        # Only now: the engine's thread looks at the subscriptions after it has reported. The other way round a report
+        # between the two would wake nobody.
         self._take_news()
         answers = [
-            self._answer_again((ask.client_id, query.number), query) for query in ask.queries
+            self._answer_again((request.client_id, query.number), query)
+            for query in request.queries
         ]
         return Answers(answers=tuple(answers), siblings=self._siblings)
 
-    def unask(self, unask: Unsubscribe) -> None:
-        """These questions are settled."""
-        for number in unask.numbers:
-            self._unsubscribe((unask.client_id, number))
+    def unsubscribe(self, request: Unsubscribe) -> None:
+        """These queries are settled."""
+        for number in request.numbers:
+            self._end_subscription((request.client_id, number))
 
     def changes(self) -> list[tuple[bytes, Answers]]:
-        """New answers to remembered questions since the last call, by connection."""
+        """New answers to remembered queries since the last call, by connection."""
         self._released_s = time.perf_counter()
         self._take_news()
-        found: dict[bytes, list[Answer]] = {}
-        changed, self._changed = self._changed, {}
+        changed = self._changed
+        self._changed = {}
+        answers_by_peer: dict[bytes, list[Answer]] = {}
         for claimant in changed:
             subscription = self._subscriptions.get(claimant)
             if subscription is None:
@@ -223,21 +228,23 @@ class PromptDirectory:
             answered = subscription.answered
             answer = self._answer_again(claimant, subscription.query)
             if answer.progress is not answered:
-                found.setdefault(subscription.peer, []).append(answer)
+                answers_by_peer.setdefault(subscription.peer, []).append(answer)
         return [
             (peer, Answers(answers=tuple(answers), siblings=self._siblings))
-            for peer, answers in found.items()
+            for peer, answers in answers_by_peer.items()
         ]
 
     # On the engine's thread.
 
     def _listed(self, request_id: str) -> ListedPrompt | None:
         record = self._requests.find(request_id)
-        return record.listed if record is not None else None
+        if record is None:
+            return None
+        return record.listed
 
-    def _report(self, asked: ListedPrompt) -> None:
-        self._news.put(asked)
-        key = self._by_key.get(asked.key)
+    def _report(self, listed: ListedPrompt) -> None:
+        self._news.put(listed)
+        key = self._by_key.get(listed.key)
         if key is not None and key.subscribed:
             self.wake()
 
@@ -246,140 +253,153 @@ class PromptDirectory:
     def _take_news(self) -> None:
         self._forget_old()
         while not self._news.empty():
-            asked = self._news.get_nowait()
-            if not asked.is_dropped:
-                self._look_at(asked)
+            listed = self._news.get_nowait()
+            if not listed.is_dropped:
+                self._take_in(listed)
 
-    def _look_at(self, asked: ListedPrompt) -> None:
+    def _take_in(self, listed: ListedPrompt) -> None:
         """Take in what the engine's thread has reported of a prompt."""
-        if self._by_request.get(asked.request_id) is not asked:
-            self._add(asked)
-        elif asked.claimant is not None and asked.claimant in self._subscriptions:
-            self._changed[asked.claimant] = None
-        if asked.is_over and not asked.has_ended:
-            asked.has_ended = True
-            self._by_key[asked.key].num_running -= 1
-            self._ended_s[asked.request_id] = self._clock()
+        if self._by_request.get(listed.request_id) is not listed:
+            self._add(listed)
+        elif listed.claimant is not None and listed.claimant in self._subscriptions:
+            self._changed[listed.claimant] = None
+        if listed.is_over and not listed.has_ended:
+            listed.has_ended = True
+            self._by_key[listed.key].num_running -= 1
+            self._ended_s[listed.request_id] = self._clock()
 
-    def _add(self, asked: ListedPrompt) -> None:
-        self._drop(asked.request_id)
-        self._by_request[asked.request_id] = asked
-        key = self._by_key.setdefault(asked.key, _Key())
+    def _add(self, listed: ListedPrompt) -> None:
+        self._drop(listed.request_id)
+        self._by_request[listed.request_id] = listed
+        key = self._by_key.setdefault(listed.key, _Key())
         key.num_prompts += 1
         key.num_running += 1
-        key.unknown.setdefault(asked.num_tokens, {})[asked.request_id] = asked
+        key.undigested.setdefault(listed.num_tokens, {})[listed.request_id] = listed
         self._changed.update(key.waiting)
         while len(self._by_request) > MAX_PROMPTS:
             self._drop(next(iter(self._by_request)))
 
     def _answer_again(self, claimant: Claimant, query: PromptQuery) -> Answer:
-        """The answer to a subscriber. One that is over ends the subscription: who asks again is answered again."""
+        """The answer to a subscriber."""
         answer = self._answer(claimant, query)
         subscription = self._subscriptions.get(claimant)
         if subscription is not None:
             subscription.answered = answer.progress
+            # A client that sends the query again is answered again.
             if answer.progress is PromptProgress.OVER:
-                self._unsubscribe(claimant)
+                self._end_subscription(claimant)
         self._pause()
         return answer
 
     def _answer(self, claimant: Claimant, query: PromptQuery) -> Answer:
-        """Of the prompt with this key that the question has claimed, or of one that agrees and has no claimant."""
+        """The answer about the prompt that the query has claimed, or claims now."""
         key = self._by_key.get(query.key)
-        claimed = self._claimed.get(claimant)
-        whole = (query.num_tokens, query.digest)
-        if claimed is None or claimed.key != query.key or claimed.whole != whole:
-            claimed = self._free(key, query) if key is not None else None
-            if claimed is not None:
-                claimed.spans = query.spans
-                claimed.claimant = claimant
-                self._claimed[claimant] = claimed
-        if key is not None and claimed is not None:
+        if key is None:
+            return Answer(number=query.number, progress=PromptProgress.UNKNOWN)
+        listed = self._claim(key, claimant, query)
+        if listed is not None:
             key.waiting.pop(claimant, None)
-            return claimed.answer(query.number)
+            return listed.answer(query.number)
         # Not OVER where the key has other prompts: then a client could tell from the time of its answer whether a
         # request with an id that it has guessed runs. Its engine waits as for an id that nobody has.
-        has_others = key is not None and key.num_running > 0
-        return Answer(
-            number=query.number,
-            progress=PromptProgress.UNKNOWN,
-            reason="other_prompt" if has_others else "",
-        )
+        reason = "other_prompt" if key.num_running > 0 else ""
+        return Answer(number=query.number, progress=PromptProgress.UNKNOWN, reason=reason)
 
-    def _free(self, key: _Key, query: PromptQuery) -> ListedPrompt | None:
-        """Take a prompt that agrees with a question and has no claimant. Each prompt is digested once."""
+    def _claim(self, key: _Key, claimant: Claimant, query: PromptQuery) -> ListedPrompt | None:
         whole = (query.num_tokens, query.digest)
-        free = key.free.get(whole)
-        if free is not None:
-            _, asked = free.popitem()
-            if not free:
-                del key.free[whole]
-            return asked
-        unknown = key.unknown.get(query.num_tokens, {})
-        while unknown:
-            request_id, asked = unknown.popitem()
-            if not unknown:
-                del key.unknown[query.num_tokens]
-            asked.digests = self._digest(asked)
-            if asked.whole == whole:
-                return asked
-            key.free.setdefault(asked.whole, {})[request_id] = asked
+        claimed = self._claimed.get(claimant)
+        if claimed is not None and claimed.key == query.key and claimed.whole == whole:
+            return claimed
+        listed = self._take_unclaimed(key, whole)
+        if listed is not None:
+            listed.spans = query.spans
+            listed.claimant = claimant
+            self._claimed[claimant] = listed
+        return listed
+
+    def _take_unclaimed(self, key: _Key, whole: Whole) -> ListedPrompt | None:
+        """Take a prompt of this length and digest that has no claimant."""
+        unclaimed = key.unclaimed.get(whole)
+        if unclaimed is not None:
+            _, listed = unclaimed.popitem()
+            if not unclaimed:
+                del key.unclaimed[whole]
+            return listed
+        # Each prompt is digested once, when a query of its length comes first.
+        num_tokens, _ = whole
+        undigested = key.undigested.get(num_tokens, {})
+        while undigested:
+            request_id, listed = undigested.popitem()
+            if not undigested:
+                del key.undigested[num_tokens]
+            listed.digests = self._digest(listed)
+            if listed.whole == whole:
+                return listed
+            key.unclaimed.setdefault(listed.whole, {})[request_id] = listed
         return None
 
-    def _digest(self, asked: ListedPrompt) -> tuple[str, ...]:
-        chain = GrowingChain(asked.prompt)
-        for num_tokens in range(_TOKENS_AT_ONCE, asked.num_tokens, _TOKENS_AT_ONCE):
+    def _digest(self, listed: ListedPrompt) -> tuple[str, ...]:
+        chain = GrowingChain(listed.prompt)
+        for num_tokens in range(_TOKENS_AT_ONCE, listed.num_tokens, _TOKENS_AT_ONCE):
             chain.grow(num_tokens)
             self._pause()
-        return chain.digests(asked.num_tokens)
+        return chain.digests(listed.num_tokens)
 
     def _pause(self) -> None:
-        """Give the interpreter's lock away if it was held for `_HELD_S`: the engine's thread would wait for 5 ms."""
+        """Give the interpreter's lock away if it was held for `_HELD_S`."""
         if time.perf_counter() >= self._released_s + _HELD_S:
             time.sleep(_RELEASED_S)
             self._released_s = time.perf_counter()
 
     def _forget_old(self) -> None:
+        # Both tables are in the order of their times, so the old ones are first.
         now_s = self._clock()
-        ended = takewhile(lambda entry: now_s >= entry[1] + KEPT_S, self._ended_s.items())
-        for request_id, _ in list(islice(ended, _FORGOTTEN_AT_ONCE)):
+        old_requests = []
+        for request_id, ended_s in islice(self._ended_s.items(), _FORGOTTEN_AT_ONCE):
+            if now_s < ended_s + KEPT_S:
+                break
+            old_requests.append(request_id)
+        for request_id in old_requests:
             self._drop(request_id)
-        stale = takewhile(
-            lambda entry: now_s >= entry[1].repeated_s + SUBSCRIPTION_S, self._subscriptions.items()
-        )
-        for claimant, _ in list(islice(stale, _FORGOTTEN_AT_ONCE)):
-            self._unsubscribe(claimant)
+
+        old_claimants = []
+        for claimant, subscription in islice(self._subscriptions.items(), _FORGOTTEN_AT_ONCE):
+            if now_s < subscription.repeated_s + SUBSCRIPTION_S:
+                break
+            old_claimants.append(claimant)
+        for claimant in old_claimants:
+            self._end_subscription(claimant)
 
     def _drop(self, request_id: str) -> None:
-        asked = self._by_request.pop(request_id, None)
-        if asked is None:
+        listed = self._by_request.pop(request_id, None)
+        if listed is None:
             return
-        asked.is_dropped = True
+        listed.is_dropped = True
         self._ended_s.pop(request_id, None)
-        key = self._by_key[asked.key]
+        key = self._by_key[listed.key]
         key.num_prompts -= 1
-        key.num_running -= not asked.has_ended
-        if asked.claimant is not None:
-            if self._claimed.get(asked.claimant) is asked:
-                del self._claimed[asked.claimant]
-            if asked.claimant in key.subscribed:
-                key.waiting[asked.claimant] = None
-        elif asked.digests:
-            _remove(key.free, asked.whole, request_id)
+        key.num_running -= not listed.has_ended
+        if listed.claimant is not None:
+            if self._claimed.get(listed.claimant) is listed:
+                del self._claimed[listed.claimant]
+            if listed.claimant in key.subscribed:
+                key.waiting[listed.claimant] = None
+        elif listed.digests:
+            _remove(key.unclaimed, listed.whole, request_id)
         else:
-            _remove(key.unknown, asked.num_tokens, request_id)
-        self._forget_if_empty(asked.key, key)
+            _remove(key.undigested, listed.num_tokens, request_id)
+        self._forget_if_empty(listed.key, key)
 
-    def _subscribe(self, claimant: Claimant, subscription: _Subscription) -> None:
-        self._unsubscribe(claimant)
+    def _add_subscription(self, claimant: Claimant, subscription: _Subscription) -> None:
+        self._end_subscription(claimant)
         self._subscriptions[claimant] = subscription
         key = self._by_key.setdefault(subscription.query.key, _Key())
         key.subscribed.add(claimant)
         key.waiting[claimant] = None
         if len(self._subscriptions) > MAX_SUBSCRIPTIONS:
-            self._unsubscribe(next(iter(self._subscriptions)))
+            self._end_subscription(next(iter(self._subscriptions)))
 
-    def _unsubscribe(self, claimant: Claimant) -> None:
+    def _end_subscription(self, claimant: Claimant) -> None:
         subscription = self._subscriptions.pop(claimant, None)
         if subscription is None:
             return
@@ -393,8 +413,8 @@ class PromptDirectory:
             del self._by_key[name]
 
 
-def _remove(found: dict[Name, dict[str, ListedPrompt]], name: Name, request_id: str) -> None:
-    same = found[name]
-    del same[request_id]
-    if not same:
-        del found[name]
+def _remove(prompts: dict[Name, dict[str, ListedPrompt]], name: Name, request_id: str) -> None:
+    by_request = prompts[name]
+    del by_request[request_id]
+    if not by_request:
+        del prompts[name]

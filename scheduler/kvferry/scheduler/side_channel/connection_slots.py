@@ -1,20 +1,17 @@
 """Slots for connections to other engines, shared between the hosts that clients name.
 
+    waits ── its turn ──► connects ──► in use ◄──► idle ── the slot is needed, or it was idle for long ──► (gone)
+      └─ too many wait       └─ fails
+
 Clients choose hosts and ports, and an address costs its time until a connection to it is made or has failed: nothing if
 its port is closed, the timeout if it drops packets or stays silent. So
 
-- an address takes no place of a connection before its own is made: whatever clients name, no idle connection is closed
-  for an address that does not answer;
+- an address takes no slot before its connection is made: whatever clients name, no idle connection is closed for an
+  address that does not answer;
 - addresses are connected to in turns, few at a time. Those that were connected before (*proven* ones, until an attempt
   fails) have turns of their own, and so have those that no client named;
-- hosts take turns. Of the turns, of the places in use and of those that wait a host gets one more only while it has
+- hosts share. Of the turns, of the slots in use and of the waiting addresses a host gets one more only while it has
   fewer than are free: one host gets half of them, two get a third each, and there is always one for the next.
-
-    waits ── its turn ──► connects ──► in use ◄──► idle ── the place is needed, or nobody asks for long ──► (gone)
-      └─ too many wait       └─ fails
-
-A place that is not in use is taken for another connection: first that of the same host, then the one that is idle for
-longest. One in use never is.
 """
 
 from __future__ import annotations
@@ -33,13 +30,14 @@ from kvferry.scheduler.fair_share import has_share
 Address = tuple[str, int]
 """Host and port of a side channel."""
 
-MOST_WAITING = 4096
+MAX_WAITING = 4096
 """Most addresses that wait for their turn."""
 
-_MOST_PROVEN = 4096
+_MAX_PROVEN = 4096
 
-_FILES_A_PLACE = 16
-"""With fewer files for each place there are fewer places. A connection takes four of them."""
+# A connection takes four files, and the process needs others.
+_FILES_PER_SLOT = 16
+"""With fewer files for each slot there are fewer slots."""
 
 
 class Kind(enum.Enum):
@@ -49,16 +47,16 @@ class Kind(enum.Enum):
     """Anyone, and it was connected before."""
     NAMED = enum.auto()
     """A request that names it."""
-    OFFERED = enum.auto()
-    """Another engine's answer that names it."""
+    SIBLING = enum.auto()
+    """Another engine's answer that names it as its sibling."""
 
 
-PLACES_A_TURN = {Kind.PROVEN: 4, Kind.NAMED: 4, Kind.OFFERED: 16}
-"""With 256 places 64, 64 and 16 addresses are connected to at a time."""
+# With 256 slots 64, 64 and 16 addresses are connected to at a time.
+SLOTS_PER_TURN = {Kind.PROVEN: 4, Kind.NAMED: 4, Kind.SIBLING: 16}
 
 
 class ProvenAddresses:
-    """Addresses that were connected, until an attempt fails. The one connected to longest ago is forgotten first."""
+    """Addresses that were connected, until an attempt fails."""
 
     def __init__(self) -> None:
         self._addresses: OrderedDict[Address, None] = OrderedDict()
@@ -69,7 +67,8 @@ class ProvenAddresses:
     def add(self, address: Address) -> None:
         self._addresses[address] = None
         self._addresses.move_to_end(address)
-        if len(self._addresses) > _MOST_PROVEN:
+        if len(self._addresses) > _MAX_PROVEN:
+            # The one connected to longest ago.
             self._addresses.popitem(last=False)
 
     def discard(self, address: Address) -> None:
@@ -77,10 +76,14 @@ class ProvenAddresses:
 
 
 class _Turns:
-    """The attempts to connect to addresses of one kind, and those that wait."""
+    """The attempts to connect to addresses of one kind, and those that wait.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    Attributes:
+        connecting: attempts under way, by host.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self.connecting: Counter[str] = Counter()
         self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
 
@@ -91,7 +94,9 @@ class _Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            # The turn may have been given while the cancellation was under way.
+            was_given = turn.done() and not turn.cancelled()
+            if was_given:
                 self.end(host)
             else:
                 self._forget(host, turn)
@@ -103,57 +108,61 @@ class _Turns:
             del self.connecting[host]
 
     def give(self, may_begin: Callable[[str], bool]) -> None:
-        """Let as many begin as may. Hosts that may not are passed over; they are few, since each has its share."""
-        passed_over = 0
-        connecting = self.connecting.total()
-        while connecting < self._most and passed_over < len(self._waiting):
+        """Let as many attempts begin as may."""
+        # Hosts that may not are passed over. They are few, since each has its share.
+        num_passed_over = 0
+        num_connecting = self.connecting.total()
+        while num_connecting < self._capacity and num_passed_over < len(self._waiting):
             host = next(iter(self._waiting))
             self._waiting.move_to_end(host)
-            if not may_begin(host) or not has_share(self.connecting[host], connecting, self._most):
-                passed_over += 1
+            has_turn = has_share(self.connecting[host], num_connecting, self._capacity)
+            if not has_turn or not may_begin(host):
+                num_passed_over += 1
                 continue
             turn = next(iter(self._waiting[host]))
             self._forget(host, turn)
             if turn.cancelled():
                 continue
             self.connecting[host] += 1
-            connecting += 1
-            passed_over = 0
+            num_connecting += 1
+            num_passed_over = 0
             turn.set_result(None)
 
     def _forget(self, host: str, turn: asyncio.Future[None]) -> None:
-        of_host = self._waiting.get(host, OrderedDict())
-        of_host.pop(turn, None)
-        if not of_host:
-            self._waiting.pop(host, None)
+        turns_of_host = self._waiting.get(host)
+        if turns_of_host is None:
+            return
+        turns_of_host.pop(turn, None)
+        if not turns_of_host:
+            del self._waiting[host]
 
 
 class ConnectionSlot:
-    """A connection and its place, in use until `idle` is called."""
+    """A connection and its slot, in use until `idle` is called."""
 
     def __init__(
         self,
-        places: ConnectionSlots,
+        slots: ConnectionSlots,
         host: str,
         connection: Connection,
         give_up: Callable[[], None],
     ) -> None:
-        self._places = places
+        self._slots = slots
         self.host = host
         self.connection = connection
         self.give_up = give_up
 
     def idle(self) -> None:
         """It may be taken for another connection: then `give_up` is called, which must lead to `close`. Idempotent."""
-        self._places.set_idle(self)
+        self._slots.set_idle(self)
 
     def use(self) -> None:
         """It is in use again, if it was not given up. Idempotent."""
-        self._places.set_in_use(self)
+        self._slots.set_in_use(self)
 
     def close(self, linger_ms: int) -> None:
-        """Close the connection; what waits in it has `linger_ms` to be sent. Idempotent."""
-        self._places.forget(self)
+        """Close the connection; its unsent messages have `linger_ms` to be sent. Idempotent."""
+        self._slots.forget(self)
         self.connection.close(linger_ms=linger_ms)
 
 
@@ -161,31 +170,29 @@ class ConnectionSlots:
     """Used on one loop.
 
     Args:
-        most: connections, besides those that are being made.
-        proven: may be that of other places, so that an address that was asked for a prompt is known when its leases are
-            renewed.
+        capacity: connections, besides those that are being made.
+        proven: may be that of other slots: an address that was queried is known when its leases are renewed.
     """
 
-    def __init__(self, most: int, proven: ProvenAddresses | None = None) -> None:
+    def __init__(self, capacity: int, proven: ProvenAddresses | None = None) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most = (
-            most if files == resource.RLIM_INFINITY else max(1, min(most, files // _FILES_A_PLACE))
-        )
+        if files != resource.RLIM_INFINITY:
+            capacity = max(1, min(capacity, files // _FILES_PER_SLOT))
+        self.capacity = capacity
         self._turns = {
-            kind: _Turns(max(1, self.most // places)) for kind, places in PLACES_A_TURN.items()
+            kind: _Turns(max(1, capacity // slots)) for kind, slots in SLOTS_PER_TURN.items()
         }
         self.proven = proven if proven is not None else ProvenAddresses()
         self._waiting: Counter[str] = Counter()
         self._num_waiting = 0
         self._in_use: dict[ConnectionSlot, None] = {}
         self._in_use_by_host: Counter[str] = Counter()
-        self._idle: OrderedDict[ConnectionSlot, None] = (
-            OrderedDict()
-        )  # the one that is idle for longest is first
+        # The one that is idle for longest is first.
+        self._idle: OrderedDict[ConnectionSlot, None] = OrderedDict()
         self._idle_by_host: dict[str, OrderedDict[ConnectionSlot, None]] = {}
 
     def __len__(self) -> int:
-        """Connections."""
+        """The number of connections."""
         return len(self._in_use) + len(self._idle)
 
     async def connect(
@@ -205,9 +212,24 @@ class ConnectionSlots:
             HandshakeFailed: too many addresses wait.
             KvferryError: as `connect`.
         """
+        # By one spelling: a name of seven letters can be written in 128 ways, and each had a share of its own.
         host = one_spelling(address[0])
         turns = self._turns[Kind.PROVEN if address in self.proven else kind]
-        if not has_share(self._waiting[host], self._num_waiting, MOST_WAITING):
+        await self._wait_for_turn(turns, host)
+        try:
+            connection = await connect()
+        except KvferryError:
+            self.proven.discard(address)
+            raise
+        else:
+            self.proven.add(address)
+            return self._add(ConnectionSlot(self, host, connection, give_up))
+        finally:
+            turns.end(host)
+            self._give_turns()
+
+    async def _wait_for_turn(self, turns: _Turns, host: str) -> None:
+        if not has_share(self._waiting[host], self._num_waiting, MAX_WAITING):
             raise HandshakeFailed("too many other addresses of this host wait to be connected")
         self._waiting[host] += 1
         self._num_waiting += 1
@@ -222,78 +244,70 @@ class ConnectionSlots:
             self._waiting[host] -= 1
             if not self._waiting[host]:
                 del self._waiting[host]
-        try:
-            connection = await connect()
-        except KvferryError:
-            self.proven.discard(address)
-            raise
-        else:
-            self.proven.add(address)
-            return self._add(ConnectionSlot(self, host, connection, give_up))
-        finally:
-            turns.end(host)
-            self._give_turns()
 
     # For `ConnectionSlot`.
 
-    def set_idle(self, place: ConnectionSlot) -> None:
-        if place not in self._in_use:
+    def set_idle(self, slot: ConnectionSlot) -> None:
+        if slot not in self._in_use:
             return
-        self._end_use(place)
-        self._idle[place] = None
-        self._idle_by_host.setdefault(place.host, OrderedDict())[place] = None
-        if len(self) > self.most:
-            self._take_idle(place.host)
+        self._end_use(slot)
+        self._idle[slot] = None
+        self._idle_by_host.setdefault(slot.host, OrderedDict())[slot] = None
+        if len(self) > self.capacity:
+            self._take_idle(slot.host)
         self._give_turns()
 
-    def set_in_use(self, place: ConnectionSlot) -> None:
-        if place in self._idle:
-            self._end_idle(place)
-            self._begin_use(place)
+    def set_in_use(self, slot: ConnectionSlot) -> None:
+        if slot in self._idle:
+            self._end_idle(slot)
+            self._begin_use(slot)
 
-    def forget(self, place: ConnectionSlot) -> None:
-        if place in self._in_use:
-            self._end_use(place)
+    def forget(self, slot: ConnectionSlot) -> None:
+        if slot in self._in_use:
+            self._end_use(slot)
             self._give_turns()
-        elif place in self._idle:
-            self._end_idle(place)
+        elif slot in self._idle:
+            self._end_idle(slot)
 
-    def _add(self, place: ConnectionSlot) -> ConnectionSlot:
-        if len(self) >= self.most:
-            self._take_idle(place.host)
-        self._begin_use(place)
-        return place
+    def _add(self, slot: ConnectionSlot) -> ConnectionSlot:
+        if len(self) >= self.capacity:
+            self._take_idle(slot.host)
+        self._begin_use(slot)
+        return slot
 
     def _take_idle(self, host: str) -> None:
-        """Give up an idle connection for one to this host, if there is one."""
-        own = self._idle_by_host.get(host)
-        taken = next(iter(own or self._idle), None)
+        """Give up an idle connection for one to this host, if there is one. Connections in use are never taken."""
+        # First one of the same host, so that a host displaces itself; then the one that is idle for longest.
+        idle_of_host = self._idle_by_host.get(host)
+        taken = next(iter(idle_of_host or self._idle), None)
         if taken is not None:
             self._end_idle(taken)
             taken.give_up()
 
     def _give_turns(self) -> None:
-        if len(self._in_use) < self.most:
+        if len(self._in_use) < self.capacity:
             for turns in self._turns.values():
                 turns.give(self._may_connect)
 
     def _may_connect(self, host: str) -> bool:
-        about_to = sum(turns.connecting[host] for turns in self._turns.values())
-        return has_share(self._in_use_by_host[host] + about_to, len(self._in_use), self.most)
+        # Attempts count as slots in use, or all turns together could bring a host more than its share.
+        num_connecting = sum(turns.connecting[host] for turns in self._turns.values())
+        num_of_host = self._in_use_by_host[host] + num_connecting
+        return has_share(num_of_host, len(self._in_use), self.capacity)
 
-    def _begin_use(self, place: ConnectionSlot) -> None:
-        self._in_use[place] = None
-        self._in_use_by_host[place.host] += 1
+    def _begin_use(self, slot: ConnectionSlot) -> None:
+        self._in_use[slot] = None
+        self._in_use_by_host[slot.host] += 1
 
-    def _end_use(self, place: ConnectionSlot) -> None:
-        del self._in_use[place]
-        self._in_use_by_host[place.host] -= 1
-        if not self._in_use_by_host[place.host]:
-            del self._in_use_by_host[place.host]
+    def _end_use(self, slot: ConnectionSlot) -> None:
+        del self._in_use[slot]
+        self._in_use_by_host[slot.host] -= 1
+        if not self._in_use_by_host[slot.host]:
+            del self._in_use_by_host[slot.host]
 
-    def _end_idle(self, place: ConnectionSlot) -> None:
-        del self._idle[place]
-        of_host = self._idle_by_host[place.host]
-        del of_host[place]
-        if not of_host:
-            del self._idle_by_host[place.host]
+    def _end_idle(self, slot: ConnectionSlot) -> None:
+        del self._idle[slot]
+        idle_of_host = self._idle_by_host[slot.host]
+        del idle_of_host[slot]
+        if not idle_of_host:
+            del self._idle_by_host[slot.host]

@@ -13,8 +13,14 @@ from kvferry.scheduler.side_channel.connections import Connections
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
-_QUESTION_FRAMES = 9
-"""ROUTER identity, an empty frame, version, request id, domain, address, identity, mechanism, CURVE public key."""
+# ROUTER identity, an empty frame, version, request id, domain, address, identity, mechanism, CURVE public key.
+_REQUEST_FRAMES = 9
+_HEADER_FRAMES = 4
+"""Those without which a request cannot be answered."""
+_ADDRESS_AT = 5
+
+_OK = (b"200", b"OK")
+_REFUSED = (b"400", b"no such key")
 
 
 class CurveAuth:
@@ -39,17 +45,22 @@ class CurveAuth:
     def answer(self) -> None:
         """Receive one request and answer it. A malformed one is dropped; its connection ends without an answer."""
         frames = self.socket.recv_multipart()
-        if len(frames) < 4 or frames[1] or frames[2] != _VERSION:
+        if len(frames) < _HEADER_FRAMES:
             return
-        admitted = self._admits(frames)
-        if not admitted:
-            address = frames[5].decode("ascii", "replace") if len(frames) > 5 else ""
-            self._connections.refused("other_secret", address)
-        status = (b"200", b"OK") if admitted else (b"400", b"no such key")
-        self.socket.send_multipart([frames[0], b"", _VERSION, frames[3], *status, b"", b""])
+        identity, delimiter, version, request_id = frames[:_HEADER_FRAMES]
+        if delimiter or version != _VERSION:
+            return
+        status = _OK
+        if not self._admits(frames):
+            status = _REFUSED
+            address = b""
+            if len(frames) > _ADDRESS_AT:
+                address = frames[_ADDRESS_AT]
+            self._connections.refused("other_secret", address.decode("ascii", "replace"))
+        self.socket.send_multipart([identity, b"", _VERSION, request_id, *status, b"", b""])
 
     def _admits(self, frames: list[bytes]) -> bool:
-        if len(frames) != _QUESTION_FRAMES:
+        if len(frames) != _REQUEST_FRAMES:
             return False
-        domain, mechanism, key = frames[4], frames[7], frames[8]
+        _, _, _, _, domain, _, _, mechanism, key = frames
         return domain == ZAP_DOMAIN and mechanism == b"CURVE" and key in self._admitted

@@ -1,5 +1,8 @@
 """The consumer's half of the side channel: renews and releases leases, on the thread of its client.
 
+    the engine's thread                 the client's thread
+    submit(commands) ── queue ──►  a turn: carry out commands, renew what is due, sleep until the next renewal
+
 It never waits for an answer or a host name, so a dead producer delays no other.
 """
 
@@ -36,18 +39,21 @@ logger = logging.getLogger(__name__)
 
 _LAST_WAIT_S = 1.0
 """Time for pending look-ups and connections before the end, so that waiting messages are sent."""
-_MOST_WAITING = 4096
+_MAX_WAITING = 4096
 """Most submissions that wait for the thread's next wake-up."""
-_SHORTEST_PACE_S = 1.0
-"""A shorter lease is renewed as if it had this lifetime: clients choose `lease_s` of unsigned params."""
+# A shorter lease is renewed as if it had this lifetime: clients choose `lease_s` of unsigned params.
+_SHORTEST_LEASE_S = 1.0
 _JOINS_AT = 0.75
 """Fraction of its interval after which a lease joins a renewal that is sent for another lease of its producer."""
 _AFTER_BUG_S = 1.0
 """Sleep after a turn that could not renew."""
 
 
+_Submission = tuple[float, tuple[LeaseCommand, ...]]
+
+
 @dataclass(slots=True)
-class _Kept:
+class _RenewedLease:
     """A lease that is renewed, and the latest time of its next renewal."""
 
     lease: RemoteLease
@@ -55,39 +61,42 @@ class _Kept:
 
 
 @dataclass(slots=True)
-class _Producer:
-    """The kept leases of one producer.
+class _RenewedLeases:
+    """The leases of one producer that are renewed.
 
     Attributes:
-        first_due_s: none of them is due earlier. It is kept: every abort makes a turn, and to look at all leases in it
-            took milliseconds where clients had many requests open.
+        first_due_s: none of them is due earlier.
     """
 
-    leases: dict[LeaseKey, _Kept] = field(default_factory=dict)
+    leases: dict[LeaseKey, _RenewedLease] = field(default_factory=dict)
+    # Not computed when it is needed: every abort makes a turn, and 16,000 leases of clients with many open requests
+    # took milliseconds in each.
     first_due_s: float = math.inf
 
-    def keep(self, lease: RemoteLease, due_s: float) -> None:
-        self.leases[lease.key] = _Kept(lease, due_s)
+    def add(self, lease: RemoteLease, due_s: float) -> None:
+        self.leases[lease.key] = _RenewedLease(lease, due_s)
         self.first_due_s = min(self.first_due_s, due_s)
 
     def take_due(self, now_s: float) -> list[LeaseName]:
         """The leases to renew now; they are due again after their intervals."""
         names = []
-        for kept in self.leases.values():
-            interval_s = _interval_s(kept.lease)
-            if kept.due_s <= now_s + (1 - _JOINS_AT) * interval_s:
-                kept.due_s = now_s + interval_s
-                names.append(kept.lease.name)
-        self.first_due_s = min(kept.due_s for kept in self.leases.values())
+        for renewed in self.leases.values():
+            interval_s = _interval_s(renewed.lease)
+            joins_s = (1 - _JOINS_AT) * interval_s
+            if renewed.due_s <= now_s + joins_s:
+                renewed.due_s = now_s + interval_s
+                names.append(renewed.lease.name)
+        self.first_due_s = min(renewed.due_s for renewed in self.leases.values())
         return names
 
 
 def _interval_s(lease: RemoteLease) -> float:
-    return heartbeat_s(max(lease.lease_s, _SHORTEST_PACE_S))
+    return heartbeat_s(max(lease.lease_s, _SHORTEST_LEASE_S))
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
-    """The time at which a command must be executed."""
+    """The time at which a command must be carried out."""
+    # Most leases are dropped before their first renewal, so commands that can wait do not wake the thread.
     if isinstance(command, ForgetLease):
         return math.inf
     if isinstance(command, ReleaseLease) or command.at_once:
@@ -96,12 +105,10 @@ def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
 
 
 class LeaseRenewer:
-    """Executes `RenewLease`, `ForgetLease` and `ReleaseLease` until `close`.
+    """Carries out `RenewLease`, `ForgetLease` and `ReleaseLease` until `close`.
 
-    Commands that are not urgent do not wake the thread: most leases are dropped before their first renewal.
-
-    A kept lease is renewed every sixth of its lifetime (at once if the command says so), each at its own interval.
-    Leases of the same producer whose interval is nearly over join the message.
+    A lease is renewed every sixth of its lifetime (the first time at once if the command says so), each at its own
+    interval. Leases of the same producer whose interval is nearly over join the message.
 
     Args:
         counters: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
@@ -120,29 +127,30 @@ class LeaseRenewer:
         self, counters: Counters, secrets: Secrets = (), allowed: AllowedHosts | None = None
     ) -> None:
         self._counters = counters
-        self._submitted: queue.SimpleQueue[tuple[float, tuple[LeaseCommand, ...]]] = (
-            queue.SimpleQueue()
-        )
-        """With the time of each submission."""
+        # Each with the time of its submission.
+        self._submitted: queue.SimpleQueue[_Submission] = queue.SimpleQueue()
+        # True from a wake-up until its turn begins, which takes all that was submitted until then.
         self._is_woken = False
-        """Whether a turn is to come that has not looked at the queue yet."""
         self._is_ending = False
         self._sleeps_until_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
-        self._kept: dict[Endpoint, _Producer] = {}
+        self._renewed: dict[Endpoint, _RenewedLeases] = {}
         self.client = SideChannelClient(secrets, allowed)
         self.proven = ProvenAddresses()
         self._sender = PeerSender(self.client, counters, self.proven)
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:
         """Hand over commands; returns at once."""
-        submitted_s, submitted = time.monotonic(), tuple(commands)
+        submitted_s = time.monotonic()
+        submitted = tuple(commands)
         if not submitted:
             return
         self._submitted.put((submitted_s, submitted))
         needed_s = min(_needed_s(command, submitted_s) for command in submitted)
-        # After the put: a turn sets `_is_woken` and then takes, sets `_sleeps_until_s` and then looks again.
-        is_urgent = self._sleeps_until_s > needed_s or self._submitted.qsize() >= _MOST_WAITING
+        # Read after the put, without a lock. A turn clears `_is_woken` before it takes from the queue, and looks at the
+        # queue again after it has set `_sleeps_until_s`: so no urgent command is left behind.
+        sleeps_too_long = self._sleeps_until_s > needed_s
+        is_urgent = sleeps_too_long or self._submitted.qsize() >= _MAX_WAITING
         if is_urgent and not self._is_woken:
             self._is_woken = True
             self.client.call_soon(self._turn)
@@ -159,6 +167,7 @@ class LeaseRenewer:
             return
         self._is_woken = False
         self._take_all()
+        # Replaced by the renewal itself, unless a bug ends it.
         self._sleeps_until_s = time.monotonic() + _AFTER_BUG_S
         self._log_errors(lambda: self._renew_due(time.monotonic()))
         if self._timer is not None:
@@ -194,9 +203,8 @@ class LeaseRenewer:
         lease = command.lease
         endpoint = (lease.host, lease.port, lease.boot)
         if isinstance(command, RenewLease):
-            self._kept.setdefault(endpoint, _Producer()).keep(
-                lease, _needed_s(command, submitted_s)
-            )
+            of_producer = self._renewed.setdefault(endpoint, _RenewedLeases())
+            of_producer.add(lease, _needed_s(command, submitted_s))
             return
         self._forget(endpoint, lease.key)
         if isinstance(command, ReleaseLease):
@@ -204,21 +212,24 @@ class LeaseRenewer:
             self._sender.send(endpoint, Message(encode(release), "leases_given_back"))
 
     def _forget(self, endpoint: Endpoint, key: LeaseKey) -> None:
-        producer = self._kept.get(endpoint, _Producer())
-        producer.leases.pop(key, None)
-        if not producer.leases:
-            self._kept.pop(endpoint, None)
+        of_producer = self._renewed.get(endpoint)
+        if of_producer is None:
+            return
+        of_producer.leases.pop(key, None)
+        if not of_producer.leases:
+            del self._renewed[endpoint]
 
     def _renew_due(self, now_s: float) -> None:
-        for endpoint, producer in self._kept.items():
-            if producer.first_due_s > now_s:
-                continue
-            names = producer.take_due(now_s)
-            for start in range(0, len(names), MAX_RENEWALS):
-                renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
-                self._sender.send(
-                    endpoint, Message(encode(renewal), "heartbeats", len(renewal.leases))
-                )
-        self._sleeps_until_s = min(
-            (producer.first_due_s for producer in self._kept.values()), default=math.inf
-        )
+        sleeps_until_s = math.inf
+        for endpoint, of_producer in self._renewed.items():
+            if of_producer.first_due_s <= now_s:
+                self._renew(endpoint, of_producer.take_due(now_s))
+            sleeps_until_s = min(sleeps_until_s, of_producer.first_due_s)
+        self._sleeps_until_s = sleeps_until_s
+
+    def _renew(self, endpoint: Endpoint, names: list[LeaseName]) -> None:
+        _, _, boot = endpoint
+        for start in range(0, len(names), MAX_RENEWALS):
+            renewal = Renew(boot=boot, leases=tuple(names[start : start + MAX_RENEWALS]))
+            message = Message(encode(renewal), "heartbeats", len(renewal.leases))
+            self._sender.send(endpoint, message)

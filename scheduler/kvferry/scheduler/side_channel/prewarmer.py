@@ -1,8 +1,8 @@
-"""Find the static peers before the first request needs them.
+"""Finds the static peers before the first request needs them.
 
-For each address a task asks which engine answers there, keeps the connection, and asks again when it has ended: then
-that engine has restarted. The next step's orders pass the answer to the workers. An address without an answer delays no
-other.
+For each address a task finds out which engine answers there, keeps the connection, and begins again when that has
+ended: then the engine has restarted. The next step's orders pass the answer to the workers. An address without an
+answer delays no other.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvferry.protocol.side_channel.hosts import host_port
 
 logger = logging.getLogger(__name__)
 
+# Shorter than after a failed handshake: these addresses come from the configuration, not from a client.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
-"""Shorter than after a failed handshake: this address comes from the configuration, not from a client."""
 
 
 class PeerPrewarmer:
@@ -40,7 +40,7 @@ class PeerPrewarmer:
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
         client_id: the id of this engine.
-        own_boot: of this engine, which is left out if it is among them. Its id may be another one's too.
+        own_boot: of this engine, which is left out if it is among them.
         tell: called on the client's thread with every producer that has answered, once per connection.
         timeout_s: for connecting and the answer together.
     """
@@ -56,7 +56,7 @@ class PeerPrewarmer:
     ) -> None:
         self._client = client
         self._addresses = tuple(dict.fromkeys(addresses))
-        self._asker = client_id
+        self._client_id = client_id
         self._own_boot = own_boot
         self._tell = tell
         self._timeout_s = timeout_s
@@ -70,18 +70,22 @@ class PeerPrewarmer:
         self._tasks = [asyncio.ensure_future(self._follow(*address)) for address in self._addresses]
 
     async def _follow(self, host: str, port: int) -> None:
-        """Find the producer at an address, again and again; an error is logged once, until it is over or changes."""
-        failures, shown = 0, ""
+        """Find the producer at an address, again and again."""
+        failures = 0
+        logged = ""  # an error is logged once, until it is over or changes
         while True:
             connection: Connection | None = None
             try:
-                found = await within(self._timeout_s, _find(self._client, host, port, self._asker))
+                finding = _find(self._client, host, port, self._client_id)
+                found = await within(self._timeout_s, finding)
                 connection, producer = found
+                # By the boot: an engine's id may be another engine's, too.
                 if producer.boot == self._own_boot:
                     return
                 logger.info("peer=%s@%s answers", producer.engine_id, host_port(host, port))
                 self._tell(producer)
-                failures, shown = 0, ""
+                failures = 0
+                logged = ""
                 await _until_ended(connection)
             except (KvferryError, zmq.ZMQError) as error:
                 why = str(error)
@@ -91,9 +95,10 @@ class PeerPrewarmer:
             finally:
                 if connection is not None:
                     connection.close()
-            if why != shown:
+            if why != logged:
                 logger.warning("prewarming %s: %s", host_port(host, port), why)
-            failures, shown = failures + 1, why
+                logged = why
+            failures += 1
             await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
 
 
@@ -114,12 +119,22 @@ async def _find(
     except BaseException:
         connection.close()
         raise
-    return connection, Prewarm(
-        host=host, port=port, engine_id=answer.engine_id, boot=answer.boot, is_static=True
+    producer = Prewarm(
+        host=host,
+        port=port,
+        engine_id=answer.engine_id,
+        boot=answer.boot,
+        is_static=True,
     )
+    return connection, producer
 
 
 async def _until_ended(connection: Connection) -> NoReturn:
-    """Raises `ConnectionEnded`. Nothing more is asked; what comes all the same is dropped."""
+    """Wait for the end of a connection.
+
+    Raises:
+        ConnectionEnded: always.
+    """
+    # Nothing more is sent, so nothing should come. Messages that come anyway are dropped.
     while True:
         await connection.receive()

@@ -1,10 +1,14 @@
 """The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
 
-It answers `Hello` with this engine's description, questions about prompts with their progress, again whenever that
-changes, and puts renewals and releases into an inbox. It also winds the clock of leases, since an idle engine takes no
-steps. With secrets it serves only peers that have one of them. No input ends the thread: an invalid message is counted,
-answered with `Refused` where an answer is possible, and dropped. All that waits is bounded: leases, answers and log
-lines.
+| message | what the listener does |
+| --- | --- |
+| `Hello` | answers with this engine's description |
+| `Subscribe`, `Unsubscribe` | answers with the progress of prompts, again whenever that changes |
+| `Renew`, `Release` | puts them into an inbox, for the next step |
+| anything else | counts it, answers `Refused` where an answer is possible, and drops it |
+
+It also winds the clock of leases, since an idle engine takes no steps. With secrets it serves only peers that have one
+of them. No input ends the thread. All that waits is bounded: leases, answers and log lines.
 """
 
 from __future__ import annotations
@@ -48,11 +52,14 @@ from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+# A ticket alone may have more, up to `MAX_ANSWERS_BYTES`. But a client ends a connection that brings much more than one
+# such ticket without being received, and two frames may wait.
 _SHARED_FRAME_BYTES = 1 << 20
-"""Most bytes of a frame with several answers. A ticket may have more, up to `MAX_ANSWERS_BYTES`; but an asker ends a
-connection that brings much more than one such ticket without being received, and two frames may wait."""
+"""Most bytes of a frame with several answers."""
 _ANSWER_BYTES = 8 << 10
 """Most bytes of an answer beside its params, with its share of a frame's other fields."""
+_MAX_SHOWN = 512
+"""Characters of a field of `Refused`."""
 
 
 class SideChannelListener:
@@ -65,13 +72,12 @@ class SideChannelListener:
         secrets: the first is this listener's own; peers may have any of them. Without secrets every peer is served.
         clock: wound here every `period_s`; gives the times of arrival of renewals.
         run_due: called on the listener's thread after every winding; it must not wait.
-        knows: called on the listener's thread with boot and name: whether there is such a lease. Messages about other
-            leases are counted and dropped here, so that a flood cannot make a step longer than the leases require.
-        directory: the prompts that peers ask for.
+        knows: called on the listener's thread with boot and name: whether there is such a lease.
+        directory: the prompts that peers query.
 
     Attributes:
         address: where it listens; that of `host` if that is a name.
-        has_query_clients: whether an engine that asks for prompts has shaken hands.
+        has_query_clients: whether an engine that queries prompts has shaken hands.
 
     Raises:
         InvalidConfig: the address cannot be bound, or ZMQ has no CURVE; the text names the setting to change.
@@ -90,7 +96,7 @@ class SideChannelListener:
         directory: PromptDirectory | None = None,
     ) -> None:
         self.inbox = LeaseInbox()
-        self._news = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_closing = False
         self._directory = directory or PromptDirectory()
         self._directory.wake = self._wake
@@ -106,19 +112,19 @@ class SideChannelListener:
                 self.address, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one
             )
         except (OSError, zmq.ZMQError) as refused:
-            os.close(self._news)
+            os.close(self._wakeup)
             raise InvalidConfig(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT",
                 host_port(host, port),
                 f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
             ) from None
-        self._socket.watch(self._news)
+        self._socket.watch(self._wakeup)
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
             self._socket.close()
-            os.close(self._news)
+            os.close(self._wakeup)
             raise
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
         logger.info("side channel listens on %s %s", channel_address(self.address, port), secured)
@@ -134,84 +140,92 @@ class SideChannelListener:
         self._is_closing = True
         self._wake()
         self._thread.join(_JOIN_S)
-        self._news, news = -1, self._news
-        os.close(news)
+        # First out of reach, then closed: `_wake` is called on other threads, and the number may be used again.
+        wakeup = self._wakeup
+        self._wakeup = -1
+        os.close(wakeup)
 
     def _serve(self) -> None:
-        period_ms = math.ceil(self._clock.period_s * 1000) if self._clock is not None else None
+        period_ms = None
+        if self._clock is not None:
+            period_ms = math.ceil(self._clock.period_s * 1000)
         while not self._is_closing:
             ready = self._socket.poll(period_ms)
             self._wind()
             self._socket.guarded(self._run_due)
             self._socket.serve(ready)
-            if self._news in ready:
-                os.eventfd_read(self._news)
-            # Also when nothing came: old prompts and questions are forgotten although no other follows.
-            if self._news in ready or self._directory.has_news or not ready:
+            is_woken = self._wakeup in ready
+            if is_woken:
+                os.eventfd_read(self._wakeup)
+            # Also when nothing came: old prompts and queries are forgotten although no other follows.
+            if is_woken or self._directory.has_news or not ready:
                 self._socket.guarded(self._send_changes)
         self._socket.close()
 
     def _wind(self) -> float | None:
-        return self._clock.wind(time.monotonic()) if self._clock is not None else None
+        if self._clock is None:
+            return None
+        return self._clock.wind(time.monotonic())
 
     def _answer_one(self, client_id: bytes, body: bytes) -> None:
         try:
             self._answer(client_id, decode_request(body))
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
-            refusal = Refused(
-                field=invalid.field[:512],
-                value=invalid.shown_value[:512],
-                expected=invalid.expected[:512],
+            refusal = _refused(
+                invalid.field[:_MAX_SHOWN],
+                invalid.shown_value[:_MAX_SHOWN],
+                invalid.expected[:_MAX_SHOWN],
             )
-            self._socket.send(client_id, encode(refusal))
+            self._socket.send(client_id, refusal)
 
     def _answer(self, client_id: bytes, request: Request) -> None:
         if isinstance(request, Hello):
             self._socket.send(client_id, self._answer_hello(request))
         elif isinstance(request, Subscribe):
-            self._send_answers(client_id, self._directory.ask(client_id, request))
+            self._send_answers(client_id, self._directory.subscribe(client_id, request))
         elif isinstance(request, Unsubscribe):
-            self._directory.unask(request)
+            self._directory.unsubscribe(request)
         else:
-            self._keep(request)
+            self._put_into_inbox(request)
 
     def _wake(self) -> None:
         """Called on the engine's thread: there are changes, or the thread is to end."""
-        if self._news >= 0:
-            os.eventfd_write(self._news, 1)
+        if self._wakeup >= 0:
+            os.eventfd_write(self._wakeup, 1)
 
     def _send_changes(self) -> None:
         for peer, answers in self._directory.changes():
             self._send_answers(peer, answers)
 
     def _send_answers(self, peer: bytes, answers: Answers) -> None:
-        """Send them, in several frames where one would be too long: it would cost the peer its connection each time."""
-        part: list[Answer] = []
-        part_bytes = 0
+        """Send answers, in several frames where one would be too long."""
+        # A frame that is too long would cost the peer its connection, each time that it connects again.
+        frame: list[Answer] = []
+        frame_bytes = 0
         for answer in answers.answers:
             answer_bytes = memoryview(answer.params).nbytes + _ANSWER_BYTES
-            if part and (
-                len(part) == MAX_QUERIES or part_bytes + answer_bytes > _SHARED_FRAME_BYTES
-            ):
-                self._send_part(peer, answers, part)
-                part = []
-                part_bytes = 0
-            part.append(answer)
-            part_bytes += answer_bytes
-        self._send_part(peer, answers, part)
+            is_full = len(frame) == MAX_QUERIES or frame_bytes + answer_bytes > _SHARED_FRAME_BYTES
+            if frame and is_full:
+                self._send_frame(peer, answers, frame)
+                frame = []
+                frame_bytes = 0
+            frame.append(answer)
+            frame_bytes += answer_bytes
+        self._send_frame(peer, answers, frame)
 
-    def _send_part(self, peer: bytes, answers: Answers, part: list[Answer]) -> None:
-        self._socket.send(peer, encode(msgspec.structs.replace(answers, answers=tuple(part))))
+    def _send_frame(self, peer: bytes, answers: Answers, frame: list[Answer]) -> None:
+        answers = msgspec.structs.replace(answers, answers=tuple(frame))
+        self._socket.send(peer, encode(answers))
 
-    def _keep(self, message: LeaseMessage) -> None:
+    def _put_into_inbox(self, message: LeaseMessage) -> None:
+        # Unknown leases are dropped here and not in the step: a flood of messages about them cannot make a step longer
+        # than the leases require.
         known = tuple(name for name in message.leases if self._knows(message.boot, name))
-        if len(known) < len(message.leases):
-            unknown = len(message.leases) - len(known)
-            self._counters.add(
-                "renewals_unknown" if isinstance(message, Renew) else "releases_unknown",
-                amount=unknown,
-            )
+        num_unknown = len(message.leases) - len(known)
+        if num_unknown:
+            metric = "renewals_unknown" if isinstance(message, Renew) else "releases_unknown"
+            self._counters.add(metric, amount=num_unknown)
             message = msgspec.structs.replace(message, leases=known)
         if known and not self.inbox.put(message, self._wind()):
             self._counters.add("dropped_messages")
@@ -219,23 +233,19 @@ class SideChannelListener:
     def _answer_hello(self, hello: Hello) -> bytes:
         published = self._published
         if published is None:
-            return encode(
-                Refused(
-                    field="engine", value="starting", expected="an engine whose workers are ready"
-                )
-            )
+            return _refused("engine", "starting", "an engine whose workers are ready")
         description, parts = published
         if hello.version != CHANNEL_VERSION:
-            return encode(
-                Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION))
-            )
+            return _refused("version", str(hello.version), str(CHANNEL_VERSION))
         if hello.engine_id not in (description.engine_id, UNKNOWN_ENGINE):
-            return encode(
-                Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id)
-            )
+            return _refused("engine_id", hello.engine_id, description.engine_id)
         self.has_query_clients |= hello.queries_prompts
         answer = parts.answer(hello.at)
-        if not hello.at:  # otherwise it is counted already
+        if not hello.at:  # a later part belongs to a handshake that is counted already
             self._counters.add("handshakes_served")
             logger.debug("side channel: described this engine to %s", hello.client_id)
         return answer
+
+
+def _refused(field: str, value: str, expected: str) -> bytes:
+    return encode(Refused(field=field, value=value, expected=expected))
