@@ -75,6 +75,7 @@ class WorkerIntegrity:
         except Exception as error:
             with self._results as results:
                 results.counts["integrity_errors"] += 1
+            # Once: a sum that is wrong stays wrong, and the check repeats every second.
             if str(error) != self._shown_error:
                 self._shown_error = str(error)
                 logger.exception("the integrity check of the transfer thread failed")

@@ -226,6 +226,7 @@ class LeaseTable:
             waves = self._mirror.waves(order.blocks)
         with self._lock:
             lease = self._find(order.slot, order.epoch)
+            # Reported at once: nobody else would report it, and its blocks would stay held.
             if lease is None:
                 return order.request_id
             lease.request_id = order.request_id
@@ -313,6 +314,8 @@ class LeaseTable:
             For each the request, if it was held and has not been reported: report it now.
         """
         with self._lock:
+            # vLLM's first model runner calls the hooks of a step's end in a `finally`, so a step that raised looks like
+            # any other to what was marked there.
             doubtful = {
                 slot: lease
                 for slot, lease in self._leases.items()

@@ -176,6 +176,7 @@ class TransferThread:
         Returns:
             Whether it has ended; False when it is stuck in a call of the fabric.
         """
+        # Before anything else: no consumer may read from now on, also if the thread is stuck.
         self._table.clear()
         if self.is_running:
             self._inbox.put(Signal.STOP)
@@ -198,6 +199,8 @@ class TransferThread:
         self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
         """Do one part of the work. Any exception is logged; the thread continues with the other parts."""
+        # Part by part: one that always fails, such as a fabric that gives no notifications, would keep all others from
+        # their turn.
         try:
             return bool(part(*args, **kwargs))
         except Exception:  # noqa: BLE001 - shown, with its traceback
@@ -281,6 +284,8 @@ class TransferThread:
         except InvalidMessage:
             self._lose(ordered.head)
             return
+        # Apart from the loads: an error in a step's leases must not keep its loads from being begun, since a load that
+        # is not begun is never reported.
         self._log_errors(self._change_leases, orders, ordered.mark)
         for order in orders.loads:
             self.runner.add(order, ordered.mark, ordered.arrived_s, ordered.head.boot)

@@ -57,6 +57,7 @@ class WorkerMemory:
         Raises:
             InvalidConfig: the host memory that the settings require cannot be allocated.
         """
+        # All of it, at registration: nothing is allocated once the engine has captured its graphs.
         slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
         id_pages = IdPages()
         staging = _staging(caches, settings)

@@ -85,6 +85,7 @@ class DataReads:
         # The peer's queue is left however the load ends: closing its steps raises GeneratorExit here.
         with peer.data_reads.queued() as turn:
             self._progress.turn = turn
+            # Direct reads are posted first, and are under way while the staged ones go wave by wave.
             transfers = self._post(peer, units)
             self._end_stage(Stage.POSTING, Stage.READING)
             yield from self._read_staged(peer, units)
@@ -102,6 +103,7 @@ class DataReads:
         for route in peer.routes:
             for prepared in route.tables:
                 wanted = descriptor_pairs(prepared.table, units)
+                # Nothing of this table is wanted, such as a window's tensors in the first parts of a prompt.
                 if not len(wanted.local):
                     continue
                 transfer = self._reads.post(
@@ -122,6 +124,7 @@ class DataReads:
         ]
         if not sources or staging is None:
             return
+        # With the boot: what an engine's former life has left in quarantine is not this one's share of the pool.
         peer_name = f"{peer.key}/{peer.key.boot}"
         self._staged = StagedReads(self._context.reader, staging, self._record, peer_name)
         yield from self._staged.steps(sources)
@@ -130,5 +133,6 @@ class DataReads:
         """Poll the direct reads until all are done, count them, and give them back."""
         yield from self._reads.until_done(transfers)
         for transfer in transfers:
+            # Before the transfer is given back: NIXL forgets its telemetry with it.
             self._record.count(self._context.reader.fabric.telemetry(transfer))
             self._reads.finished(transfer)

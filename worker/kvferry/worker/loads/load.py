@@ -110,6 +110,7 @@ class Load:
             self.reading = WholeRead(parts)
         else:
             self.reading = StreamedRead(parts)
+        # Made at once, though it begins when it is first resumed: closing it ends a load that has not begun, too.
         self.resumed_steps = self.steps()
 
     def __str__(self) -> str:
@@ -146,6 +147,8 @@ class Load:
     def progress(self) -> Hashable:
         """Its progress, to be compared with that at another time; see `loads.deadline`."""
         ended_before_it = 0
+        # Reads of one producer share its link: while those before it end, this one is on its way. Those behind it do
+        # not count, or a busy peer would keep a lost read waiting.
         if self.peer is not None:
             ended_before_it = min(self.peer.data_reads.ended, self._progress.turn)
         return (
@@ -193,6 +196,7 @@ class Load:
             self.lease_reads.give_back()
         # Both are asked, whatever the reads say: waves that are safe are given back although a read is still out.
         staged_is_safe = self.data.settle_staged()
+        # On a device zeroing is launched, not done: it could reach the blocks' next owner.
         is_zeroed = self.zeroed is None or self.zeroed.reached()
         return none_is_read and staged_is_safe and is_zeroed
 
@@ -257,6 +261,7 @@ class Load:
         if not is_of_these_groups:
             text = f"{len(source.remote_block_ids)} groups of blocks; expected {num_groups}"
             raise LoadFailed(FailureReason.PARAMS, text)
+        # NIXL would refuse the index too, but its error names no field of the params.
         slot = source.kvferry.lease_slot
         if any(slot >= route.slots.count for route in peer.routes):
             raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")

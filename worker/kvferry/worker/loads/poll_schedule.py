@@ -63,6 +63,7 @@ class PollSchedule:
     def changed(self, now_s: float, tokens: int) -> None:
         """Slots have changed, and report so many tokens more."""
         self.changed_s = now_s
+        # Slots also change without a step: a lease ends, or goes on under another epoch.
         if tokens <= 0:
             return
         gap_s = 0.0

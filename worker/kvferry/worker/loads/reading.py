@@ -137,6 +137,7 @@ class StreamedRead:
         return self._blocks_of(self._parts.order.first_token, self._parts.order.stop_token)
 
     def prepare(self, peer: Peer) -> None:
+        # Ticket and description are the producer's word: a row that it does not have is refused before any read.
         self._rows = [route.rows for route in peer.routes if route.rows is not None]
         every_route_has_rows = len(self._rows) == len(peer.routes)
         if not every_route_has_rows or any(self._row >= rows.rows.rows for rows in self._rows):
@@ -168,6 +169,8 @@ class StreamedRead:
         has_opened = False
         units: Units = {}
         words = yield from fence.read_slot(peer)
+        # Slots and rows may say anything, and change at any time; a producer that changes them for ever is ended by the
+        # load's longest deadline.
         while True:
             complete = complete_tokens(words, fence.epoch, order.source.remote_num_tokens)
             if complete is None:
@@ -183,6 +186,7 @@ class StreamedRead:
             has_opened = True
             is_ready = fence.is_ready(words)
             held = listed.whole(complete)
+            # A prompt may be longer than what is loaded of it: the rest is not read.
             stop = min(held, order.stop_token)
             has_new_tokens = stop > done and listed.grows
             has_ends = is_ready and listed.has_ends
@@ -226,6 +230,7 @@ class StreamedRead:
         planned_before = parts.record.planned_bytes
         parts.progress.turn = peer.data_reads.turn
         missing = listed.missing(held, is_ready=is_ready)
+        # From the first worker alone: a row has the scheduler's block ids, which are the same on all of them.
         pages = yield from parts.lease_reads.ids(self._rows[0], self._row, missing)
         listed.take(held, pages, is_ready=is_ready)
         self.held = held
@@ -236,6 +241,7 @@ class StreamedRead:
             units |= {tokens: pairs for tokens, pairs in ends.items() if len(pairs)}
         yield from parts.data.steps(peer, units)
         parts.progress.changes += 1
+        # Read before the prefill had ended: what streaming is worth.
         if not is_ready:
             parts.record.early_bytes += parts.record.planned_bytes - planned_before
         parts.record.add_chunk(stop, begun_s, time.monotonic())
@@ -275,6 +281,8 @@ class StreamedRead:
         header_epoch = named.pop()
         if header_epoch in (header_word(fence.epoch), EMPTY):
             return False
+        # What was read of the blocks before may have been given away in the step that preempted the prompt, so nothing
+        # of it is kept. The former epoch never becomes READY.
         fence.epoch = Epoch(header_epoch >> 4)
         self.held = 0
         if self.listed is not None:

@@ -25,6 +25,7 @@ def complete_tokens(words: SlotWords, epoch: Epoch, num_tokens: int) -> int | No
     """
     ready = slot_word(epoch, SlotState.READY)
     computing = slot_word(epoch, SlotState.COMPUTING)
+    # The least of all workers: a part of the prompt is complete when each of them has finished it.
     complete = num_tokens
     for state, progress in words:
         if state == computing:
@@ -59,6 +60,7 @@ class Wait:
     missing: int = field(init=False)
 
     def __post_init__(self) -> None:
+        # Once: the schedule asks for it at every change of any slot, for all waits.
         self.missing = self.num_tokens - self.complete
 
     @property

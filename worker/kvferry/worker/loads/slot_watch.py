@@ -43,6 +43,7 @@ class _WatchedPeer:
 
     def next_batch(self) -> WaitBatch:
         if not self.batches:
+            # By slot: neighbours of the producer's table are read as one run.
             waits = sorted(self.waits, key=lambda wait: wait.slot)
             count = max(1, _MAX_ENTRIES // len(self.peer.routes))
             for first in range(0, len(waits), count):
@@ -85,6 +86,7 @@ class SlotWatch:
     def add(self, wait: Wait, now_s: float) -> None:
         """Begin to wait. The peer has at least one route."""
         watched = self._watched.get(wait.peer)
+        # After a pause of the producer its former steps say nothing about the next one.
         if watched is None or not watched.is_recent(now_s):
             watched = _WatchedPeer(wait.peer, PollSchedule(changed_s=now_s, due_s=now_s))
             self._watched[wait.peer] = watched
@@ -96,6 +98,7 @@ class SlotWatch:
     def remove(self, wait: Wait) -> None:
         """End a wait; one that is over already may be removed too."""
         watched = self._watched.get(wait.peer)
+        # With the last wait its poll is closed, not forgotten: it may still write into its entries.
         if watched is not None and watched.remove([wait]) and not watched.waits:
             self._close(watched)
 
@@ -183,6 +186,7 @@ class SlotWatch:
         )
         watched.poll = poll
         entries = np.array(poll.entries, dtype=np.int32)
+        # No lease has this word: an entry that is not written is never taken for a change to READY.
         self._slot_reads.memory[entries] = EMPTY
         for index, route in enumerate(routes):
             local = entries[index * count : (index + 1) * count]

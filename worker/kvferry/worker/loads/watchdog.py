@@ -63,6 +63,7 @@ class LoadWatchdog:
 
     def _remove_reported(self, results: StepResults) -> None:
         """The transfer thread has reported loads. Those that were given up are not reported again."""
+        # A load is reported once. One that was given up may even turn out to be good: too late.
         over = results.loaded | results.failed.keys()
         for request_id in over & self._given_up:
             results.loaded.discard(request_id)
