@@ -151,8 +151,8 @@ def check(loads: LoadsByState, model: Model) -> None:
     assert seen(loads) == containers
     assert loads.counts() == {state: len(held) for state, held in containers.items()}
     for state, held in containers.items():
-        assert loads.has_any(state) == bool(held)
-        assert loads.first(state) is (held[0] if held else None)
+        assert list(loads.in_state(state)) == held
+        assert loads.count(state) == len(held)
         assert all(load.state is state for load in held)
         for load in held:
             assert (load.wait is not None) == (state is LoadState.PARKED)

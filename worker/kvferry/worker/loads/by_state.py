@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.transitions import next_state
@@ -61,6 +61,10 @@ class LoadsByState:
         if after is not LoadState.OVER:
             self._loads[after][load] = None
 
+    def in_state(self, state: LoadState) -> KeysView[Load]:
+        """The loads in a state, as a view that follows every change; the one that entered it first is first."""
+        return self._loads[state].keys()
+
     def of(self, *states: LoadState) -> Iterator[Load]:
         """The loads in these states."""
         for state in states:
@@ -73,14 +77,6 @@ class LoadsByState:
     def counts(self) -> dict[LoadState, int]:
         """How many loads are in each state but OVER."""
         return {state: len(loads) for state, loads in self._loads.items()}
-
-    def has_any(self, *states: LoadState) -> bool:
-        """Whether any load is in one of these states."""
-        return any(self._loads[state] for state in states)
-
-    def first(self, state: LoadState) -> Load | None:
-        """The load that has been in this state the longest."""
-        return next(iter(self._loads[state]), None)
 
     def parked_for(self, wait: Wait) -> Load:
         """The load that is parked until this wait is over."""

@@ -55,7 +55,7 @@ class Reading(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LoadParts:
     """The parts of one load that its reading uses."""
 

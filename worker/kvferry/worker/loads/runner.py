@@ -72,6 +72,12 @@ class LoadRunner:
         self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int
     ) -> None:
         self.loads = LoadsByState()
+        self._waiting = self.loads.in_state(LoadState.WAITING)
+        self._running = self.loads.in_state(LoadState.RUNNING)
+        self._parked = self.loads.in_state(LoadState.PARKED)
+        self._resumed = self.loads.in_state(LoadState.RESUMED)
+        self._flushing = self.loads.in_state(LoadState.FLUSHING)
+        self._quarantined = self.loads.in_state(LoadState.QUARANTINED)
         self.round_s = 0.0
         self.timeout_s = timeout_s
         self._context = context
@@ -122,19 +128,15 @@ class LoadRunner:
         if contacts:
             # Handshakes have limits per host: those that only aborted requests had wanted kept a host's other engines
             # waiting for 40 s, where 32 ports of it drop packets.
-            still_wanted = {
-                load.record.source
-                for load in self.loads.of(LoadState.RUNNING)
-                if load.is_connecting
-            }
+            still_wanted = {load.record.source for load in self._running if load.is_connecting}
             self._context.registry.withdraw(contacts - still_wanted)
         self._in_use = None
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon."""
-        if self._watch.busy():
+        if self._running or self._waiting or self._resumed:
             return True
-        return self.loads.has_any(LoadState.RUNNING, LoadState.WAITING, LoadState.RESUMED)
+        return self._watch.busy()
 
     def next_s(self) -> float | None:
         """When `step` must be called at the latest while it is not busy; None if there is nothing to do."""
@@ -162,9 +164,7 @@ class LoadRunner:
 
     def closing(self) -> bool:
         """Whether `step` must be called again, not urgently: reads are in flight that no load waits for."""
-        if self._watch.closing:
-            return True
-        return self.loads.has_any(LoadState.FLUSHING, LoadState.QUARANTINED)
+        return bool(self._flushing or self._quarantined or self._watch.closing)
 
     def step(self) -> bool:
         """Resume every load once, or as many as fit into a stretch: the next call continues with the others.
@@ -184,7 +184,7 @@ class LoadRunner:
         has_ended = self._fail_late(begun_s, awake_s)
         self._give_places(begun_s, awake_s)
         if not self._round:
-            self._round.extend(self.loads.of(LoadState.RUNNING))
+            self._round.extend(self._running)
         ended_in_round, moved_in_round = self._resume_round(begun_s)
         has_ended |= ended_in_round
         has_moved |= moved_in_round
@@ -212,10 +212,8 @@ class LoadRunner:
     def _give_places(self, now_s: float, awake_s: float) -> None:
         """Begin as many loads as there are places. Resumed ones come first: they have begun already, and their
         producers hold blocks for them."""
-        while self.loads.count(LoadState.RUNNING) < self._max_loads:
-            load = self.loads.first(LoadState.RESUMED) or self.loads.first(LoadState.WAITING)
-            if load is None:
-                return
+        while (self._resumed or self._waiting) and len(self._running) < self._max_loads:
+            load = next(iter(self._resumed or self._waiting))
             if load.state is LoadState.WAITING:
                 self._in_use = None
             # What it has waited for a place does not count.
@@ -259,7 +257,7 @@ class LoadRunner:
 
     def _late_parked(self, awake_s: float) -> Iterator[tuple[Load, str]]:
         """Parked loads past a deadline, each with the reason."""
-        for load in self.loads.of(LoadState.PARKED):
+        for load in self._parked:
             if load.deadline.missed(awake_s, self.timeout_s) is None:
                 continue
             # Its progress is taken only now: a thousand parked loads would feel it in every check.
@@ -271,11 +269,11 @@ class LoadRunner:
     def _late_without_place(self, awake_s: float) -> Iterator[tuple[Load, str]]:
         """Loads that lack only a place and have no time left at all, each with the reason. The others are given a place
         in time: those that run have deadlines."""
-        for load in self.loads.of(LoadState.RESUMED):
+        for load in self._resumed:
             why = load.deadline.longest_missed(awake_s, self.timeout_s)
             if why is not None:
                 yield load, why
-        for load in self.loads.of(LoadState.WAITING):
+        for load in self._waiting:
             why = load.deadline.longest_missed(awake_s, self.timeout_s)
             if why is None:
                 # They wait in the order of their orders: no later one has less time.
@@ -402,14 +400,14 @@ class LoadRunner:
     def _settle_flushing(self) -> bool:
         """End the good loads behind whose messages nothing is in flight any more. Returns whether there were any."""
         now_s = time.monotonic()
-        settled = [load for load in self.loads.of(LoadState.FLUSHING) if load.settle()]
+        settled = [load for load in self._flushing if load.settle()]
         for load in settled:
             self.loads.apply(load, LoadEvent.SETTLED, now_s)
         return bool(settled)
 
     def _settle_quarantined(self) -> bool:
         """End the failed loads that nothing can write into any more. Returns whether there were any."""
-        settled = [load for load in self.loads.of(LoadState.QUARANTINED) if load.settle()]
+        settled = [load for load in self._quarantined if load.settle()]
         if not settled:
             return False
         now_s = time.monotonic()
@@ -431,5 +429,5 @@ class LoadRunner:
 
     def _alive(self) -> frozenset[str]:
         """Requests whose blocks may still be written after their load failed."""
-        quarantined = self.loads.of(LoadState.QUARANTINED)
-        return frozenset(load.order.request_id for load in quarantined if load.has_read_data)
+        with_data = (load for load in self._quarantined if load.has_read_data)
+        return frozenset(load.order.request_id for load in with_data)
