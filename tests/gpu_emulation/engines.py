@@ -114,7 +114,7 @@ class Trio:
         return worst
 
     def worst_continuation(self, lengths: Sequence[int], tokens: int = 3) -> float:
-        """The same of prompts that end with a token which the single engine has decoded, not prefilled: in bfloat16
+        """The same of prompts that end with a token which the single engine has decoded, not prefilled: in 16 bits
         both give other numbers, and a consumer decodes a prompt's last token."""
         worst = 0.0
         for number, length in enumerate(lengths):

@@ -19,7 +19,7 @@ from tests.gpu_emulation import build
 CASES = "tests/gpu_emulation/cases"
 ALL_S = 3600.0
 TIME_IS_OVER = 124
-_STOP_S = 20.0
+STOP_S = 20.0
 
 
 def run(arguments: Sequence[str], timeout_s: float) -> int:
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str], timeout_s: float) -> int:
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:
     """End what is left of the session: first as engines end by themselves, then all the same."""
-    for number, wait_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
+    for number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:
@@ -53,7 +53,7 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
         while time.monotonic() < end_s and _lives(process.pid):
             process.poll()
             time.sleep(0.05)
-    process.wait(_STOP_S)
+    process.wait(STOP_S)
 
 
 def _lives(group: int) -> bool:

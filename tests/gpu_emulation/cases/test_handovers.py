@@ -47,6 +47,14 @@ def test_unequal_caches(
             assert not layout or {"NHD": "LBNHC", "HND": "LBHNC"}[layout] in log
 
 
+def test_first_model_runner(logs: Path, differs: Differs) -> None:
+    first = Settings(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"})
+    with ExitStack() as running:
+        trio = Trio.start(running, logs, "first", "small-llama-4", first)
+        assert differs(trio.worst_difference((17,))) < NOISE
+        assert "Using V2 Model Runner" not in trio.consumer.log_path.read_text()
+
+
 def test_flash_attention(logs: Path, differs: Differs) -> None:
     """vLLM's own choice on Hopper. Its kernel is torch's here, its cache is its own."""
     with ExitStack() as running:
@@ -56,7 +64,7 @@ def test_flash_attention(logs: Path, differs: Differs) -> None:
 
 
 def test_latent_attention(logs: Path, differs: Differs) -> None:
-    mla = Settings(backend="TRITON_MLA", dtype="bfloat16")
+    mla = Settings(backend="TRITON_MLA", dtype="float16")
     with ExitStack() as running:
         trio = Trio.start(running, logs, "mla", "small-mla", mla)
         assert differs(trio.worst_continuation((17,))) == 0
@@ -72,6 +80,15 @@ def test_mamba_2(logs: Path, differs: Differs) -> None:
     with ExitStack() as running:
         trio = Trio.start(running, logs, "mamba2", "small-mamba2-hybrid", SMALL)
         assert differs(trio.worst_difference((40,))) < NOISE
+
+
+def test_gated_delta_net(logs: Path, differs: Differs) -> None:
+    """Its kernels refuse float32."""
+    triton = {"additional_config": {"gdn_prefill_backend": "triton"}}
+    gdn = Settings(dtype="float16", engine_args=triton)
+    with ExitStack() as running:
+        trio = Trio.start(running, logs, "gdn", "small-gdn-hybrid", gdn)
+        assert differs(trio.worst_continuation((40,))) == 0
 
 
 def test_cuda_graphs(logs: Path, differs: Differs) -> None:

@@ -53,6 +53,7 @@ def _give_kernels_indices(interpreter: Any) -> None:
     def indices(*bounds: Any) -> Iterator[Index]:
         return map(Index, range(*bounds))
 
+    interpreter.range = indices  # what it puts in the place of `tl.range` asks for it
     rewrite = interpreter.InterpretedFunction.rewrite
 
     def rewrite_with_indices(self: Any) -> Any:

@@ -5,5 +5,6 @@
 #define CUDA_VERSION_HERE 13000
 #define IN_USE_BY_OTHERS (1ull << 30)
 
-/* By the number that cudaDeviceAttr and CUdevice_attribute give it; 0 for those that nobody here asks for. */
+/* By the number that cudaDeviceAttr and CUdevice_attribute give it; 0 for those that nobody here asks
+ * for. */
 int device_attribute(int number);

@@ -12,22 +12,75 @@ static const CUcontext CONTEXT = (CUcontext)0x55;
 static __thread CUcontext current;
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
-CUresult cuDriverGetVersion(int *version) { return *version = CUDA_VERSION_HERE, CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice *device, int index) { return *device = 0, index ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int *count) { return *count = 1, CUDA_SUCCESS; }
-CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute number, CUdevice device) { return *value = device_attribute(number), CUDA_SUCCESS; }
-CUresult cuDeviceGetName(char *name, int bytes, CUdevice device) { return strncpy(name, DEVICE_NAME, bytes), CUDA_SUCCESS; }
 
-CUresult cuCtxGetCurrent(CUcontext *context) { return *context = current, CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
-CUresult cuCtxGetDevice(CUdevice *device) { return *device = 0, CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int *version)
+{
+    *version = CUDA_VERSION_HERE;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGet(CUdevice *device, int index)
+{
+    *device = 0;
+    return index ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int *count)
+{
+    *count = 1;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute number, CUdevice device)
+{
+    *value = device_attribute(number);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetName(char *name, int bytes, CUdevice device)
+{
+    strncpy(name, DEVICE_NAME, bytes);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetCurrent(CUcontext *context)
+{
+    *context = current;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context)
+{
+    current = context;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetDevice(CUdevice *device)
+{
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = CONTEXT, CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) { return *flags = 0, *active = 1, CUDA_SUCCESS; }
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+{
+    *context = CONTEXT;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
+{
+    *flags = 0;
+    *active = 1;
+    return CUDA_SUCCESS;
+}
 
 CUresult cuGetErrorString(CUresult error, const char **text)
 {
-    *text = error == CUDA_ERROR_NOT_SUPPORTED ? "not supported by the stand-in for a GPU" : "an error of the stand-in for a GPU";
+    *text = "an error of the stand-in for a GPU";
+    if (error == CUDA_ERROR_NOT_SUPPORTED)
+        *text = "not supported by the stand-in for a GPU; stderr names what was asked for";
     return CUDA_SUCCESS;
 }
 
@@ -50,7 +103,8 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
     }
 }
 
-CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *found)
+CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags,
+    CUdriverProcAddressQueryResult *found)
 {
     *function = dlsym(RTLD_DEFAULT, name);
     if (!*function) {

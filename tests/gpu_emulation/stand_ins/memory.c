@@ -46,7 +46,8 @@ static struct range *holding(const void *address)
 {
     for (int at = 0; at < range_count; at++) {
         struct range *each = &ranges[at];
-        if (each->start && (const char *)address >= each->start && (const char *)address < each->start + each->bytes)
+        const char *at_byte = address;
+        if (each->start && at_byte >= each->start && at_byte < each->start + each->bytes)
             return each;
     }
     return NULL;
@@ -58,7 +59,8 @@ void *memory_new(size_t bytes, enum kind kind)
     if (!whole)
         whole = PAGE;
     /* Not reserved: engines take gigabytes and touch megabytes. */
-    void *mapped = mmap(NULL, whole + ALIGNMENT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *mapped = mmap(NULL, whole + ALIGNMENT, PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED)
         return NULL;
     char *start = (char *)(((uintptr_t)mapped + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);

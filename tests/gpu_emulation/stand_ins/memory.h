@@ -7,7 +7,7 @@ enum kind { UNKNOWN, DEVICE, PINNED };
 
 #define TOTAL_MEMORY (80ull << 30)
 
-/* Zeroed memory of the host, 2 MiB aligned as CUDA's large allocations are; NULL if there is none. */
+/* Zeroed memory of the host, 2 MiB aligned as CUDA's large allocations are; NULL: there is none. */
 void *memory_new(size_t bytes, enum kind kind);
 
 /* Gives memory back. False if `start` is not the start of such memory. */
@@ -26,6 +26,6 @@ bool memory_range(const void *address, void **start, size_t *bytes);
 /* Bytes of device memory in use. */
 size_t memory_used(void);
 
-/* Says on stderr, once a name, that something is asked for that has no stand-in; returns CUDA's 801 (not supported).
- * Nothing returns success without its work: a wrong token would be looked for in kvferry. */
+/* Says on stderr, once a name, that something is asked for that has no stand-in; returns CUDA's 801
+ * (not supported). Nothing returns success without its work: a wrong token would be looked for in kvferry. */
 int missing(const char *name);

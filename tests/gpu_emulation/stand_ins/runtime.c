@@ -1,5 +1,5 @@
-/* The CUDA runtime. Everything is done when it is asked for, in the caller's thread: streams keep no order among each
- * other because there is nothing left to order, and every event has passed. */
+/* The CUDA runtime. Everything is done when it is asked for, in the caller's thread: streams keep no
+ * order among each other because there is nothing left to order, and every event has passed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -41,15 +41,29 @@ cudaError_t cudaGetLastError(void)
 
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
 
-const char *cudaGetErrorName(cudaError_t error) { return error == 801 ? "cudaErrorNotSupported" : "cudaErrorOfTheStandIn"; }
+const char *cudaGetErrorName(cudaError_t error)
+{
+    return error == 801 ? "cudaErrorNotSupported" : "cudaErrorOfTheStandIn";
+}
 
 const char *cudaGetErrorString(cudaError_t error)
 {
-    return error == 801 ? "not supported by the stand-in for a GPU; stderr names what was asked for" : "an error of the stand-in for a GPU";
+    if (error == cudaErrorNotSupported)
+        return "not supported by the stand-in for a GPU; stderr names what was asked for";
+    return "an error of the stand-in for a GPU";
 }
 
-cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDA_VERSION_HERE, cudaSuccess; }
-cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDA_VERSION_HERE, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version)
+{
+    *version = CUDA_VERSION_HERE;
+    return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version)
+{
+    *version = CUDA_VERSION_HERE;
+    return cudaSuccess;
+}
 
 /* ---- the device ---- */
 
@@ -94,7 +108,8 @@ int device_attribute(int number)
 
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr number, int device)
 {
-    return *value = device_attribute(number), cudaSuccess;
+    *value = device_attribute(number);
+    return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device)
@@ -123,7 +138,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device)
     found->memoryBusWidth = device_attribute(cudaDevAttrGlobalMemoryBusWidth);
     found->l2CacheSize = device_attribute(cudaDevAttrL2CacheSize);
     found->maxThreadsPerMultiProcessor = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
-    found->sharedMemPerMultiprocessor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    found->sharedMemPerMultiprocessor =
+        device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     found->regsPerMultiprocessor = device_attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
     found->managedMemory = 1;
     found->cooperativeLaunch = 1;
@@ -133,14 +149,49 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device)
     return cudaSuccess;
 }
 
-cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
-cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int device) { return answer(device ? cudaErrorInvalidDevice : cudaSuccess); }
+cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device)
+{
+    return answer(device ? cudaErrorInvalidDevice : cudaSuccess);
+}
+
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
-cudaError_t cudaDeviceGetPCIBusId(char *name, int bytes, int device) { return strncpy(name, BUS_ID, bytes), cudaSuccess; }
-cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, cudaSuccess; }
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { return *can = 0, cudaSuccess; }
-cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) { return *pool = (cudaMemPool_t)8, cudaSuccess; }
+
+cudaError_t cudaDeviceGetPCIBusId(char *name, int bytes, int device)
+{
+    strncpy(name, BUS_ID, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
+{
+    *least = 0;
+    *greatest = -5;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
+{
+    *can = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device)
+{
+    *pool = (cudaMemPool_t)8;
+    return cudaSuccess;
+}
 
 /* ---- memory ---- */
 
@@ -155,8 +206,16 @@ cudaError_t cudaMalloc(void **start, size_t bytes)
     return answer(*start ? cudaSuccess : cudaErrorMemoryAllocation);
 }
 
-cudaError_t cudaFree(void *start) { return answer(!start || memory_delete(start) ? cudaSuccess : cudaErrorInvalidValue); }
-cudaError_t cudaMallocAsync(void **start, size_t bytes, cudaStream_t stream) { return cudaMalloc(start, bytes); }
+cudaError_t cudaFree(void *start)
+{
+    return answer(!start || memory_delete(start) ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaMallocAsync(void **start, size_t bytes, cudaStream_t stream)
+{
+    return cudaMalloc(start, bytes);
+}
+
 cudaError_t cudaFreeAsync(void *start, cudaStream_t stream) { return cudaFree(start); }
 
 cudaError_t cudaHostAlloc(void **start, size_t bytes, unsigned flags)
@@ -177,7 +236,11 @@ cudaError_t cudaHostUnregister(void *start)
     return answer(memory_unpin(start) ? cudaSuccess : cudaErrorHostMemoryNotRegistered);
 }
 
-cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) { return *device = host, cudaSuccess; }
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags)
+{
+    *device = host;
+    return cudaSuccess;
+}
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
 {
@@ -192,27 +255,41 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpy
     return cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream)
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+    cudaStream_t stream)
 {
     return cudaMemcpy(to, from, bytes, kind);
 }
 
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                              enum cudaMemcpyKind kind, cudaStream_t stream)
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch,
+    size_t width, size_t height,
+    enum cudaMemcpyKind kind, cudaStream_t stream)
 {
     for (size_t row = 0; row < height; row++)
         memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
     return cudaSuccess;
 }
 
-cudaError_t cudaMemset(void *start, int value, size_t bytes) { return memset(start, value, bytes), cudaSuccess; }
-cudaError_t cudaMemsetAsync(void *start, int value, size_t bytes, cudaStream_t stream) { return cudaMemset(start, value, bytes); }
+cudaError_t cudaMemset(void *start, int value, size_t bytes)
+{
+    memset(start, value, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *start, int value, size_t bytes, cudaStream_t stream)
+{
+    return cudaMemset(start, value, bytes);
+}
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *address)
 {
     enum kind kind = memory_kind(address);
     memset(found, 0, sizeof *found);
-    found->type = kind == DEVICE ? cudaMemoryTypeDevice : kind == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    found->type = cudaMemoryTypeUnregistered;
+    if (kind == DEVICE)
+        found->type = cudaMemoryTypeDevice;
+    if (kind == PINNED)
+        found->type = cudaMemoryTypeHost;
     found->device = kind == UNKNOWN ? -2 : 0;
     found->devicePointer = kind == UNKNOWN ? NULL : (void *)address;
     found->hostPointer = kind == DEVICE ? NULL : (void *)address;
@@ -221,28 +298,67 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
 
 /* ---- streams, events, graphs ---- */
 
-/* The stream whose work is recorded for a graph; one at a time. Replays are Python's (emulation/graphs.py). */
-static struct { bool active; cudaStream_t stream; unsigned long long id; } capture;
+/* The stream whose work is recorded for a graph; one at a time. Replays are Python's
+ * (emulation/graphs.py). */
+static struct {
+    bool active;
+    cudaStream_t stream;
+    unsigned long long id;
+} capture;
 
 static enum cudaStreamCaptureStatus status_of(cudaStream_t stream)
 {
-    return capture.active && capture.stream == stream ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    if (capture.active && capture.stream == stream)
+        return cudaStreamCaptureStatusActive;
+    return cudaStreamCaptureStatusNone;
 }
 
-cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = new_handle(), cudaSuccess; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return cudaStreamCreate(stream); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
+cudaError_t cudaStreamCreate(cudaStream_t *stream)
+{
+    *stream = new_handle();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+{
+    return cudaStreamCreate(stream);
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority)
+{
+    return cudaStreamCreate(stream);
+}
+
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { return *priority = 0, cudaSuccess; }
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority)
+{
+    *priority = 0;
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) { return *status = status_of(stream), cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
+{
+    return cudaSuccess;
+}
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count)
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
+{
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
+{
+    *status = status_of(stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+    unsigned long long *id, cudaGraph_t *graph,
+    const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count)
 {
     *status = status_of(stream);
     if (id) *id = *status ? capture.id : 0;
@@ -272,20 +388,50 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
     return cudaSuccess;
 }
 
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { return *count = 1, cudaSuccess; }
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) { return *made = new_handle(), cudaSuccess; }
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count)
+{
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph,
+    unsigned long long flags)
+{
+    *made = new_handle();
+    return cudaSuccess;
+}
+
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaSuccess; }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaSuccess; }
 
-cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = new_handle(), cudaSuccess; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return cudaEventCreate(event); }
+cudaError_t cudaEventCreate(cudaEvent_t *event)
+{
+    *event = new_handle();
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
+{
+    return cudaEventCreate(event);
+}
+
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags)
+{
+    return cudaEventRecord(event, stream);
+}
+
 cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaSuccess; }
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) { return *ms = 0.5f, cudaSuccess; }
+
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
+{
+    *ms = 0.5f;
+    return cudaSuccess;
+}
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument)
 {
@@ -293,13 +439,15 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *argument, unsigned flags)
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function,
+    void *argument, unsigned flags)
 {
     function(stream, cudaSuccess, argument);
     return cudaSuccess;
 }
 
-/* ---- kernels: each that reaches this file has no stand-in, and is named by the address at which it was registered ---- */
+/* ---- kernels: each that reaches this file has no stand-in, and is named by the address at which
+ * it was registered ---- */
 
 #define MAX_KERNELS 262144
 static struct { const void *address; const char *name; } kernels[MAX_KERNELS];
@@ -322,7 +470,8 @@ void __cudaUnregisterFatBinary(void **handle) { (void)handle; }
 char __cudaInitModule(void **handle) { return 1; }
 void __cudaRegisterVar(void) {}
 
-void __cudaRegisterFunction(void **handle, const char *address, char *device_function, const char *name)
+void __cudaRegisterFunction(void **handle, const char *address, char *device_function,
+    const char *name)
 {
     static unsigned long count;
     if (count >= MAX_KERNELS / 2)
@@ -339,16 +488,24 @@ static cudaError_t launched(const void *address)
     return answer(missing(name ? name : "a kernel without a name"));
 }
 
-cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *address) { return *kernel = (cudaKernel_t)address, cudaSuccess; }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream)
+cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *address)
+{
+    *kernel = (cudaKernel_t)address;
+    return cudaSuccess;
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments,
+    size_t shared, cudaStream_t stream)
 {
     return launched(kernel);
 }
-cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream)
+cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments,
+    size_t shared, cudaStream_t stream)
 {
     return launched(function);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments)
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function,
+    void **arguments)
 {
     return launched(function);
 }
@@ -384,20 +541,27 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *
     return cudaSuccess;
 }
 
-cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute attribute, int value) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute attribute, int value)
+{
+    return cudaSuccess;
+}
 
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads, size_t shared, unsigned flags)
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks,
+    const void *function, int threads, size_t shared, unsigned flags)
 {
     return *blocks = 2, cudaSuccess;
 }
 
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared)
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function,
+    int threads, size_t shared)
 {
-    return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads, shared, 0);
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads,
+        shared, 0);
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
-                                             enum cudaDriverEntryPointQueryResult *result)
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+    unsigned long long flags,
+    enum cudaDriverEntryPointQueryResult *result)
 {
     *function = dlsym(RTLD_DEFAULT, name);
     if (!*function) {
