@@ -36,8 +36,6 @@ class ReceivedLease(NamedTuple):
 class LeaseInbox:
     """Renewals and releases that wait for the next step. Filled by the listener's thread, emptied by the engine's.
 
-    The lock is held for a few leases at a time: a message may have 4,096, which take milliseconds.
-
     An idle engine takes no steps for minutes, while consumers renew with every heartbeat. So one entry is kept for each
     lease and kind: a renewal replaces the one before it. The time of its arrival is kept, since it counts from there.
     """
@@ -49,13 +47,17 @@ class LeaseInbox:
     def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
         """Add all leases of a message. False if too many wait already; then none is added."""
         keys = [(type(message), message.boot, name) for name in dict.fromkeys(message.leases)]
-        received = self._received  # the engine's thread takes all of it: then there are fewer
-        if len(received) + sum(key not in received for key in keys) > MAX_WAITING_LEASES:
+        # Without the lock: the engine's thread only ever takes all of it, and then there are fewer.
+        received = self._received
+        num_new = sum(key not in received for key in keys)
+        if len(received) + num_new > MAX_WAITING_LEASES:
             return False
+        # A few at a time: a message may have 4,096, which take milliseconds, and the engine would wait as long.
         for start in range(0, len(keys), _LEASES_AT_ONCE):
             with self._lock:
                 for key in keys[start : start + _LEASES_AT_ONCE]:
-                    self._received.pop(key, None)  # the latest is last
+                    # Popped, so that the latest is last: a renewal and a release are applied in the order they came in.
+                    self._received.pop(key, None)
                     self._received[key] = received_s
         return True
 
@@ -64,7 +66,8 @@ class LeaseInbox:
         if not self._received:
             return []
         with self._lock:
-            received, self._received = self._received, {}
+            received = self._received
+            self._received = {}
         return [ReceivedLease(*key, received_s) for key, received_s in received.items()]
 
     def qsize(self) -> int:
@@ -118,9 +121,10 @@ def receive_messages(
     dropped.
     """
     for received in inbox.take():
+        is_release = received.kind is Release
         if received.boot != boot:
-            counters.add("renewals_unknown" if received.kind is Renew else "releases_unknown")
-        elif received.kind is Release:
+            counters.add("releases_unknown" if is_release else "renewals_unknown")
+        elif is_release:
             leases.release(received.name)
         else:
             leases.renew(received.name, received.received_s)

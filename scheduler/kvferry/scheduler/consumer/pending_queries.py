@@ -1,15 +1,14 @@
-"""Queries of this engine about prompts that are prefilled at this moment, until each has a ticket or is given up.
+"""Open queries about prompts that are prefilled elsewhere at this moment: until each has a ticket or is given up.
 
 No I/O, no clock. Commands for the side channel are returned in order: `StartQuery`, `StopQuery`.
 
-A request that ends before its query is settled leaves the query open for a while: the producer may still prefill
-the prompt, and its blocks would be held, unread, until their lease runs out.
+  start ──► open ──answered: ticket, over──► settled ──► StopQuery
+             │  ▲
+             │  └── answered: queued, unknown
+             └── give_up: no producer knows the prompt · the request has ended a while ago · crowded out ──► settled
 
-Clients choose how many requests there are, whose producers they name, and when they leave. So
-
-- no call looks at all open queries: what runs out next is first in a table of its own (`_Timers`);
-- queries of ended requests are few, and end soon, whatever their producer answers;
-- at `MAX_OPEN` open queries the host with the most of them loses its newest one to a host that has fewer.
+Clients choose how many requests there are, whose producers they name, and when they leave. So no call looks at all open
+queries, those of ended requests are few, and a host with many gives way to one with few.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ SETTLING = (PromptProgress.TICKET, PromptProgress.OVER)
 
 
 class _Timers:
-    """Since when each of some queries is in a state, the one that is in it for longest first.
-
-    An `OrderedDict`: to find the first entry of a `dict`, Python skips all places of those that were removed before it.
-    """
+    """Since when each of some queries is in a state, the one that is in it for longest first."""
 
     def __init__(self) -> None:
+        # An `OrderedDict`: to find the first entry of a `dict`, Python skips all places of those that were removed
+        # before it, and here the first ones are removed.
         self._since_s: OrderedDict[int, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -64,52 +62,58 @@ class _Timers:
         self._since_s.pop(number, None)
 
     def first(self) -> int:
-        """There is one."""
+        """The query that is in its state for longest. There is one."""
         return next(iter(self._since_s))
 
     def next_s(self, after_s: float) -> float | None:
         """When the first of them has been in its state for `after_s`; None if there is none."""
-        return self._since_s[self.first()] + after_s if self._since_s else None
+        if not self._since_s:
+            return None
+        return self._since_s[self.first()] + after_s
 
 
-class _ByHost:
+class _QueriesByHost:
     """The numbers of the open queries of each host, and the host with the most of them without looking at all."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, OrderedDict[int, None]] = {}  # the newest one is last
-        self._hosts: dict[int, OrderedDict[str, None]] = {}  # by how many they have
-        self._most = 0
+        self._hosts_by_count: dict[int, OrderedDict[str, None]] = {}
+        self._largest_count = 0
 
     def count(self, host: str) -> int:
+        """The number of open queries of a host."""
         return len(self._numbers.get(host, ()))
 
     def add(self, host: str, number: int) -> None:
         before = self.count(host)
-        self._numbers.setdefault(host, OrderedDict())[number] = None
-        self._moved(host, before, before + 1)
-        self._most = max(self._most, before + 1)
+        numbers = self._numbers.setdefault(host, OrderedDict())
+        numbers[number] = None
+        self._count_changed(host, before, before + 1)
+        self._largest_count = max(self._largest_count, before + 1)
 
     def remove(self, host: str, number: int) -> None:
         before = self.count(host)
         del self._numbers[host][number]
         if before == 1:
             del self._numbers[host]
-        self._moved(host, before, before - 1)
-        if before == self._most and before not in self._hosts:
-            self._most -= 1  # this host has as many
+        self._count_changed(host, before, before - 1)
+        if before == self._largest_count and before not in self._hosts_by_count:
+            # By one: this host itself has as many now.
+            self._largest_count -= 1
 
     def newest_of_largest(self) -> tuple[int, int]:
         """How many queries the host with the most has, and the newest of them. There is an open one."""
-        host = next(iter(self._hosts[self._most]))
-        return self._most, next(reversed(self._numbers[host]))
+        host = next(iter(self._hosts_by_count[self._largest_count]))
+        return self._largest_count, next(reversed(self._numbers[host]))
 
-    def _moved(self, host: str, before: int, after: int) -> None:
+    def _count_changed(self, host: str, before: int, after: int) -> None:
         if before:
-            del self._hosts[before][host]
-            if not self._hosts[before]:
-                del self._hosts[before]
+            hosts = self._hosts_by_count[before]
+            del hosts[host]
+            if not hosts:
+                del self._hosts_by_count[before]
         if after:
-            self._hosts.setdefault(after, OrderedDict())[host] = None
+            self._hosts_by_count.setdefault(after, OrderedDict())[host] = None
 
 
 class PendingQueries:
@@ -117,22 +121,22 @@ class PendingQueries:
 
     Args:
         spans: of this engine's blocks, if it reads prompts while they are computed (`PromptQuery`).
-        requests: this engine's; the ledger's too.
+        requests: this engine's; the ledgers have the same.
     """
 
     def __init__(self, spans: tuple[int, ...] = (), requests: RequestTable | None = None) -> None:
         self._spans = spans
         self._requests = RequestTable() if requests is None else requests
         self._num_waiting = 0
-        self._next = 0
+        self._next_number = 0
         self._by_number: dict[int, PendingQuery] = {}
-        self._by_host = _ByHost()
+        self._by_host = _QueriesByHost()
+        # A query is in all timers whose state it is in.
         self._unknown = _Timers()
         self._ended = _Timers()
         self._ended_unknown = _Timers()
-        self._leaving: deque[PendingQuery] = (
-            deque()
-        )  # whose requests have ended since the last `give_up`
+        # Their requests have ended since the last `give_up`, which has a clock and starts their timers.
+        self._leaving: deque[PendingQuery] = deque()
         self._crowded_out: deque[PendingQuery] = deque()
         self._commands: list[QueryCommand] = []
 
@@ -141,7 +145,7 @@ class PendingQueries:
         return self._num_waiting
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether this request waits for an answer."""
+        """True if this request waits for an answer."""
         record = self._requests.find(request_id)
         return record is not None and record.query is not None
 
@@ -156,14 +160,20 @@ class PendingQueries:
     ) -> bool:
         """A request has arrived whose prompt this producer prefills. False if too many queries are open."""
         host = one_spelling(producer[0])
-        if len(self._by_number) >= MAX_OPEN and not self._make_room(host):
+        is_full = len(self._by_number) >= MAX_OPEN
+        if is_full and not self._make_room(host):
             return False
         query = PromptQuery(
-            number=self._next, key=key, num_tokens=num_tokens, digest=digest, spans=self._spans
+            number=self._next_number,
+            key=key,
+            num_tokens=num_tokens,
+            digest=digest,
+            spans=self._spans,
         )
-        self._next += 1
+        self._next_number += 1
+        # An earlier request of this id.
+        self.finished(request_id)
         opened = PendingQuery(request_id, host, query)
-        self.finished(request_id)  # an earlier request of this id
         self._by_number[query.number] = opened
         self._requests.enter(request_id).query = opened
         self._num_waiting += 1
@@ -186,8 +196,8 @@ class PendingQueries:
             reason: the answer's.
 
         Returns:
-            The query, if this settles it: with a ticket, or because the prompt is over. None if it stays open, or
-            was settled before.
+            The query, if this settles it: with a ticket, or because the prompt is over. None if it stays open, or was
+            settled before.
         """
         opened = self._by_number.get(number)
         if opened is None:
@@ -195,48 +205,49 @@ class PendingQueries:
         if progress in SETTLING:
             self._settle(opened)
             return opened
-        opened.unknown_why = reason or opened.unknown_why
+        if reason:
+            opened.unknown_why = reason
         if progress is PromptProgress.QUEUED:
-            opened.known_by = {producer}
+            opened.known_by = producer
             self._unknown.stop(number)
             self._ended_unknown.stop(number)
-        elif producer in opened.known_by:
-            opened.known_by.clear()
+        elif producer == opened.known_by:
+            # Only of the one that knew it: the other data-parallel ranks of an engine never do.
+            opened.known_by = None
             self._unknown.start(number, now_s)
             if not opened.waits:
                 self._ended_unknown.start(number, now_s)
         return None
 
     def give_up(self, now_s: float) -> Iterator[PendingQuery]:
-        """Settle the queries about prompts that no producer has known for `UNKNOWN_S`, those of requests that have
-        ended a while ago, and those that others have crowded out. Who takes the first few only gets the others from the
-        next call."""
-        for opened in self._leaving:
-            number = opened.query.number
-            if number in self._by_number:
-                self._ended.start(number, now_s)
-                if not opened.known_by:
-                    self._ended_unknown.start(number, now_s)
-        self._leaving.clear()
+        """Settle the queries whose time is over, and those that others have crowded out.
+
+        Who takes the first few only gets the others from the next call.
+        """
+        self._start_timers_of_ended(now_s)
         while self._crowded_out:
             yield self._crowded_out.popleft()
         for timers, after_s in self._timers():
-            while (next_s := timers.next_s(after_s)) is not None and now_s >= next_s:
+            while True:
+                next_s = timers.next_s(after_s)
+                if next_s is None or now_s < next_s:
+                    break
                 yield self._give_up_first(timers)
 
     def next_s(self) -> float | None:
-        """When `give_up` has something to do next, at the earliest; None if nothing runs out."""
+        """A time before which `give_up` has nothing to do; None if nothing runs out."""
         if self._crowded_out or self._leaving:
             return 0.0
         times_s = [timers.next_s(after_s) for timers, after_s in self._timers()]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def finished(self, request_id: str) -> None:
-        """The request has ended without an answer. Its query stays open for a while, so that a ticket can be given
-        back."""
+        """The request has ended without an answer, or waits no more."""
         record = self._requests.find(request_id)
         if record is None or record.query is None:
             return
+        # The query stays open for a while. The producer may still prefill the prompt, and its blocks would be held,
+        # unread, until their lease runs out: so its ticket must be given back.
         opened = record.query
         self._end_wait(record)
         opened.waits = False
@@ -246,8 +257,9 @@ class PendingQueries:
 
     def take_commands(self) -> tuple[QueryCommand, ...]:
         """Commands for the side channel since the last call, in order."""
-        commands, self._commands = self._commands, []
-        return tuple(commands)
+        commands = tuple(self._commands)
+        self._commands.clear()
+        return commands
 
     def _timers(self) -> tuple[tuple[_Timers, float], ...]:
         return (
@@ -256,12 +268,26 @@ class PendingQueries:
             (self._ended_unknown, ENDED_UNKNOWN_S),
         )
 
+    def _start_timers_of_ended(self, now_s: float) -> None:
+        for opened in self._leaving:
+            number = opened.query.number
+            if number not in self._by_number:
+                continue
+            self._ended.start(number, now_s)
+            if opened.known_by is None:
+                self._ended_unknown.start(number, now_s)
+        self._leaving.clear()
+
+    # Who gives way.
+
     def _make_room(self, host: str) -> bool:
         """Give up one query for one of this host. False if no other has less right to its place."""
         if self._give_up_ended():
             return True
-        most, newest = self._by_host.newest_of_largest()
-        if most <= self._by_host.count(host) + 1:
+        # The host with the most loses its newest one, if it still has as many as this host then: so no host can keep
+        # the others out.
+        largest_count, newest = self._by_host.newest_of_largest()
+        if largest_count <= self._by_host.count(host) + 1:
             return False
         opened = self._by_number[newest]
         opened.is_crowded_out = True
@@ -292,11 +318,12 @@ class PendingQueries:
         self._by_host.remove(opened.host, number)
         for timers, _ in self._timers():
             timers.stop(number)
-        opened.known_by.clear()
-        # If it does not wait any more, the record may be a later request's, with a query of its own.
-        record = self._requests.find(opened.request_id) if opened.waits else None
-        if record is not None:
-            self._end_wait(record)
+        opened.known_by = None
+        if opened.waits:
+            # Otherwise the record may be a later request's, with a query of its own.
+            record = self._requests.find(opened.request_id)
+            if record is not None:
+                self._end_wait(record)
         self._commands.append(StopQuery(number))
 
     def _end_wait(self, record: RequestRecord) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.protocol.prompt_queries import PromptQuery
 
@@ -30,13 +30,13 @@ QueryCommand = StartQuery | StopQuery
 
 @dataclass(slots=True, eq=False)
 class PendingQuery:
-    """A query that is not settled.
+    """One query that has no ticket yet.
 
     Attributes:
         host: of the producer that the request names, in one spelling.
         waits: whether its request waits for the answer; False when it has ended.
         unknown_why: what a producer has said that does not know of it, as a label of metrics.
-        known_by: the producer that was the last to say that it has the prompt in its queue, or none.
+        known_by: the producer that was the last to say that it has the prompt in its queue; None once it does not.
         is_crowded_out: it was given up for the query of another host.
     """
 
@@ -45,5 +45,5 @@ class PendingQuery:
     query: PromptQuery
     waits: bool = True
     unknown_why: str = ""
-    known_by: set[Producer] = field(default_factory=set)
+    known_by: Producer | None = None
     is_crowded_out: bool = False

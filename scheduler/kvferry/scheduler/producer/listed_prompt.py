@@ -66,14 +66,16 @@ class ListedPrompt:
 
     @property
     def whole(self) -> Whole:
+        """What a query must agree with. The prompt must have been digested."""
         return self.num_tokens, self.digests[-1]
 
     def answer(self, number: int) -> Answer:
+        """The answer to the query of this number, by the present state."""
+        # Read once: the engine's thread may replace it at any moment.
         state = self.state
         if state.lease is not None and state.lease.ended_by:
-            return Answer(
-                number=number, progress=PromptProgress.OVER, reason=state.reason or "no_lease"
-            )
+            reason = state.reason or "no_lease"
+            return Answer(number=number, progress=PromptProgress.OVER, reason=reason)
         return Answer(
             number=number,
             progress=state.progress,
@@ -85,6 +87,8 @@ class ListedPrompt:
     def _params_of(self, state: PromptState) -> msgspec.Raw:
         if state.params is None:
             return NO_PARAMS
+        # Kept, since a query is answered again every time that it is repeated.
         if self.encoded is None or self.encoded[0] is not state:
             self.encoded = (state, encode_params(state.params))
-        return self.encoded[1]
+        _, params = self.encoded
+        return params
