@@ -44,28 +44,32 @@ class Session:
     def __init__(self, host: str, port: int, timeout_s: float, secrets: Secrets) -> None:
         self.name = random.token_hex(16)
         self.has_joined = False
-        self._host, self._port, self._timeout_s, self._secrets = host, port, timeout_s, secrets
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
+        self._secrets = secrets
         self._where = host_port(host, port)
         self._next_s = 0.0
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
         """Send one request and return the reply."""
+        frame = encode_frame(request)
         try:
             with SideChannelClient(self._secrets, ANY_HOST) as client:
-                return decode_reply(
-                    client.exchange(self._host, self._port, encode_frame(request), timeout_s)
-                )
+                return decode_reply(client.exchange(self._host, self._port, frame, timeout_s))
         except (HandshakeFailed, InvalidMessage) as failed:
             raise ReadsFailed(f"{failed}; run `kvferry bench --listen` there first") from None
 
     def join(self, agent_metadata: bytes) -> ReadableAgent:
         """Join, with retries while the listener starts."""
         end_s = time.monotonic() + self._timeout_s
-        me = socket.gethostname()[:256] or "unnamed"
+        join = Join(
+            session=self.name,
+            host=socket.gethostname()[:256] or "unnamed",
+            agent_metadata=agent_metadata,
+        )
         while True:
-            reply = self.ask(
-                Join(session=self.name, host=me, agent_metadata=agent_metadata), self._timeout_s
-            )
+            reply = self.ask(join, self._timeout_s)
             if isinstance(reply, ReadableAgent):
                 self.has_joined = True
                 return reply
@@ -77,20 +81,23 @@ class Session:
             time.sleep(_RETRY_S)
 
     def keep_alive(self) -> None:
-        """Send a sign of life from time to time. Before joining it is refused, but shows that a listener answers."""
-        if time.monotonic() >= self._next_s:
-            reply = self.ask(Alive(session=self.name), self._timeout_s)
-            if isinstance(reply, Refused) and self.has_joined:
-                raise ReadsFailed(f"the listener's session is {reply.value}")
-            self._next_s = time.monotonic() + ALIVE_S
+        """Send a sign of life from time to time."""
+        if time.monotonic() < self._next_s:
+            return
+        reply = self.ask(Alive(session=self.name), self._timeout_s)
+        # Before joining it is refused, but shows that a listener answers.
+        if isinstance(reply, Refused) and self.has_joined:
+            raise ReadsFailed(f"the listener's session is {reply.value}")
+        self._next_s = time.monotonic() + ALIVE_S
 
     def leave(self, outcome: Outcome | None) -> None:
         """Give the listener the result; None: there is none."""
-        wrong = 0 if outcome is None else outcome.measured.wrong
-        with contextlib.suppress(KvferryError):  # the listener notices by itself
-            self.ask(
-                Leave(session=self.name, wrong=wrong, complete=outcome is not None), _GOODBYE_S
-            )
+        leave = Leave(session=self.name, wrong=0, complete=False)
+        if outcome is not None:
+            leave = Leave(session=self.name, wrong=outcome.measured.wrong, complete=True)
+        # If it is lost, the listener notices by itself that the client is silent.
+        with contextlib.suppress(KvferryError):
+            self.ask(leave, _GOODBYE_S)
 
 
 def run_client(

@@ -31,11 +31,15 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code. Raises `KvferryError`."""
-    if (options.listen is None) == (options.connect is None):
-        raise InvalidArgument(
-            "bench", "both" if options.listen else "neither", "--listen or --connect HOST[:PORT]"
-        )
+    """Run the command; returns the exit code.
+
+    Raises:
+        KvferryError: an option is invalid, or the reads could not be made.
+    """
+    if options.listen is None and options.connect is None:
+        raise InvalidArgument("bench", "neither", "--listen or --connect HOST[:PORT]")
+    if options.listen is not None and options.connect is not None:
+        raise InvalidArgument("bench", "both", "--listen or --connect HOST[:PORT]")
     task = Task(
         device=_device(options.device),
         max_bytes=_size("--max-size", options.max_size),
@@ -43,7 +47,9 @@ def run_bench(options: argparse.Namespace) -> int:
         timeout_s=number_option("--timeout", options.timeout, 0.1, 600),
     )
     check_installed()
-    return _listen(options, task) if options.listen is not None else _connect(options, task)
+    if options.listen is not None:
+        return _listen(options, task)
+    return _connect(options, task)
 
 
 def _listen(options: argparse.Namespace, task: Task) -> int:
@@ -56,14 +62,15 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
         report=lambda line: print(visible(line), file=sys.stderr, flush=True),
         allowed=_allowed_hosts(options.allowed_hosts),
     )
-    ends = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(end, lambda *_: listener.stop()) for end in ends]
+    handlers_before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers_before[number] = signal.signal(number, lambda *_: listener.stop())
     try:
         return listener.serve()
     finally:
         listener.close()
-        for end, handler in zip(ends, before, strict=True):
-            signal.signal(end, handler)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
 
 
 def _allowed_hosts(listed: str | None) -> AllowedHosts | None:
@@ -110,9 +117,15 @@ def _device(text: str) -> Device:
 
 
 def _size(name: str, text: str) -> int:
-    """Bytes, with K, M or G (or KiB, MiB, GiB) for powers of 1024. Raises `InvalidArgument`."""
-    found = re.fullmatch(r"([0-9]{1,12}) ?([KMG]?)(?:i?B)?", text)
-    size = int(found[1]) * _UNITS[found[2]] if found else 0
+    """Bytes, with K, M or G (or KiB, MiB, GiB) for powers of 1024.
+
+    Raises:
+        InvalidArgument: it is none, or not within the limits.
+    """
+    size = 0
+    match = re.fullmatch(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[KMG]?)(?:i?B)?", text)
+    if match is not None:
+        size = int(match["number"]) * _UNITS[match["unit"]]
     if not MIN_BYTES <= size <= MAX_BYTES or size % MIN_BYTES:
         raise InvalidArgument(name, text, "a multiple of 4K from 4K to 1G, as 64M")
     return size
@@ -141,6 +154,9 @@ def print_outcome(outcome: Outcome) -> None:
 
 def _rows(outcome: Outcome) -> Iterator[list[str]]:
     for reads in outcome.measured.reads:
+        verdict = "right"
+        if reads.wrong:
+            verdict = f"{reads.wrong} of {reads.checked} WRONG, the first at {reads.first_wrong}"
         yield [
             _KINDS[reads.kind],
             binary_bytes(reads.num_bytes),
@@ -149,14 +165,14 @@ def _rows(outcome: Outcome) -> Iterator[list[str]]:
             f"{reads.gb_s:.3g}",
             _us(reads.p50_us),
             _us(reads.p99_us),
-            "right"
-            if not reads.wrong
-            else f"{reads.wrong} of {reads.checked} WRONG, the first at {reads.first_wrong}",
+            verdict,
         ]
 
 
 def _us(time_us: float) -> str:
-    return f"{time_us:.0f}" if time_us >= 100 else f"{time_us:.1f}"
+    if time_us >= 100:
+        return f"{time_us:.0f}"
+    return f"{time_us:.1f}"
 
 
 def _lines(outcome: Outcome) -> Iterator[str]:

@@ -76,17 +76,21 @@ class BenchListener:
         except (OSError, zmq.ZMQError) as refused:
             expected = f"an address here, its port free ({refused})"
             raise InvalidArgument("--listen", host_port(host, port), expected) from None
-        secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
-        self._allowed = allowed if allowed is not None else AllowedHosts.without_list(secrets)
-        self._where = f"{host_port(host, port)} {secured}"
+        if allowed is None:
+            allowed = AllowedHosts.without_list(secrets)
+        self._allowed = allowed
+        how = "without a secret"
+        if secrets:
+            how = f"with secret {secrets[0].fingerprint}"
+        self._where = f"{host_port(host, port)} {how}"
         self._owner = Child(command)
         self._owner.send(task)
         self._offer: ReadableAgent | None = None
         self._join: Join | None = None
-        self._failed = ""  # the error of the owner, for the client that has joined
-        self._until_s = (
-            time.monotonic() + START_S
-        )  # deadline of the owner's start, then of the client's next message
+        # The error of the owner, for the client that has joined.
+        self._failed = ""
+        # The deadline of the owner's start, then of the client's next message.
+        self._until_s = time.monotonic() + START_S
         self._status: int | None = None
         self._stopped = False
 
@@ -144,7 +148,11 @@ class BenchListener:
             )
             self._socket.send(asker, encode_frame(refused))
             return
-        reply = self._admit(request) if isinstance(request, Join) else self._note(request)
+        reply: Reply
+        if isinstance(request, Join):
+            reply = self._admit(request)
+        else:
+            reply = self._note(request)
         self._socket.send(asker, encode_frame(reply))
 
     def _admit(self, join: Join) -> Reply:
@@ -162,7 +170,8 @@ class BenchListener:
                 value="another one",
                 expected="none: every client needs its own listener",
             )
-        self._join, self._until_s = join, time.monotonic() + SILENT_S
+        self._join = join
+        self._until_s = time.monotonic() + SILENT_S
         self._owner.send(Connect(agent_metadata=join.agent_metadata))
         self._report(f"{join.host} reads")
         return self._offer
@@ -180,11 +189,8 @@ class BenchListener:
         if isinstance(message, Leave):
             if not message.complete:
                 self._end(join, 2, "it gave up")
+            elif message.wrong:
+                self._end(join, 1, f"{message.wrong} bytes were WRONG")
             else:
-                right = (
-                    "every byte was right"
-                    if not message.wrong
-                    else f"{message.wrong} bytes were WRONG"
-                )
-                self._end(join, int(message.wrong > 0), right)
+                self._end(join, 0, "every byte was right")
         return Noted()

@@ -20,21 +20,28 @@ from kvferry.plan.engine_shape import format_group, format_topology
 from kvferry.plan.wording import counted
 
 _CONSUMER = "#7c8a9d"
-_MAP_WIDTH, _MAP_HEIGHT = 92.0, 64.0
+_MAP_WIDTH = 92.0
+_MAP_HEIGHT = 64.0
 _LABELS_UP_TO = 40
+"""Bands; more of them would lie under one another's labels."""
 _LEGEND_HEIGHT = 88.0
 _HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="3" height="7" class="paper" fill-opacity="0.5"/></pattern></defs>'
 )
 
-
 TOP = 116.0
-CARD_WIDTH, FLOW_WIDTH, EDGE = 262.0, 500.0, 40.0
+CARD_WIDTH = 262.0
+FLOW_WIDTH = 500.0
+EDGE = 40.0
 LEFT = EDGE
 RIGHT = LEFT + CARD_WIDTH + FLOW_WIDTH
 WIDTH = RIGHT + CARD_WIDTH + EDGE
-CARD, COMPACT_CARD, COMPACT_FROM, GAP = 62.0, 26.0, 17, 8.0
+CARD = 62.0
+COMPACT_CARD = 26.0
+COMPACT_FROM = 17
+"""Workers of a side from which cards are compact."""
+GAP = 8.0
 MARGIN = 5.0
 THINNEST = 1.0
 
@@ -80,7 +87,7 @@ def draw(summary: PlanSummary) -> str:
         element("rect", width=WIDTH, height=height, class_="paper"),
         *_heading(summary),
         # Wide bands first, so that thin ones are visible.
-        *(_band(band) for band in sorted(bands, key=lambda one: -one.width)),
+        *(_band(band) for band in sorted(bands, key=lambda band: -band.width)),
         *_labels(bands),
         *(part for card in cards for part in _card(card)),
         *_legend({band.placing for band in bands}, bottom + 34),
@@ -93,68 +100,92 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
 
     Bands are stacked along their cards and centred in them.
     """
-    sides = (summary.producer, summary.consumer)
-    most = max(len(side.workers) for side in sides)
-    height = most * ((CARD if most < COMPACT_FROM else COMPACT_CARD) + GAP)
-    colours = (palette(len(summary.producer.workers)), [_CONSUMER] * len(summary.consumer.workers))
-    left, right = (
-        [
-            Card(
-                side,
-                shard,
-                x,
-                TOP + index * height / len(of_side),
-                height / len(of_side) - GAP,
-                colour,
-            )
-            for index, (shard, colour) in enumerate(zip(side.workers, of_side, strict=True))
-        ]
-        for side, x, of_side in zip(sides, (LEFT, RIGHT), colours, strict=True)
-    )
-    found = [
-        (
-            left[flow.producer_worker],
-            card,
-            flow,
-            placing,
-            sum(read.bytes for read in flow.reads if read.placing == placing),
-        )
-        for card, reader in zip(right, summary.workers, strict=True)
-        for flow in reader.flows
-        for placing in sorted({read.placing for read in flow.reads}) or ["release"]
+    most_workers = max(len(summary.producer.workers), len(summary.consumer.workers))
+    card_height = CARD if most_workers < COMPACT_FROM else COMPACT_CARD
+    height = most_workers * (card_height + GAP)
+    producers = _cards(summary.producer, LEFT, height, palette(len(summary.producer.workers)))
+    consumers = _cards(summary.consumer, RIGHT, height, [_CONSUMER] * len(summary.consumer.workers))
+    flows = []
+    for consumer, reader in zip(consumers, summary.workers, strict=True):
+        for flow in reader.flows:
+            producer = producers[flow.producer_worker]
+            for placing, num_bytes in _bytes_by_placing(flow).items():
+                flows.append((producer, consumer, flow, placing, num_bytes))
+    # One scale for all bands: those of the card with the most bytes just fit along it.
+    bytes_of_card = Counter[Card]()
+    for producer, consumer, _, _, num_bytes in flows:
+        bytes_of_card[producer] += num_bytes
+        bytes_of_card[consumer] += num_bytes
+    scales = [
+        (card.height - 2 * MARGIN) / num_bytes
+        for card, num_bytes in bytes_of_card.items()
+        if num_bytes
     ]
-    loads = Counter[Card]()
-    for producer, consumer, _, _, num_bytes in found:
-        loads[producer] += num_bytes
-        loads[consumer] += num_bytes
-    scale = min(
-        ((card.height - 2 * MARGIN) / load for card, load in loads.items() if load), default=0.0
-    )
-    tops = {card: card.middle - load * scale / 2 for card, load in loads.items()}
+    scale = min(scales, default=0.0)
+    tops = {}
+    for card, num_bytes in bytes_of_card.items():
+        tops[card] = card.middle - num_bytes * scale / 2
     bands = []
-    for producer, consumer, flow, placing, num_bytes in found:
-        width = max(THINNEST, num_bytes * scale) if num_bytes else 0.0
-        bands.append(
-            Band(
-                producer, consumer, flow, placing, num_bytes, tops[producer], tops[consumer], width
-            )
+    for producer, consumer, flow, placing, num_bytes in flows:
+        width = 0.0
+        if num_bytes:
+            width = max(THINNEST, num_bytes * scale)
+        band = Band(
+            producer=producer,
+            consumer=consumer,
+            flow=flow,
+            placing=placing,
+            num_bytes=num_bytes,
+            left_top=tops[producer],
+            right_top=tops[consumer],
+            width=width,
         )
+        bands.append(band)
         tops[producer] += width
         tops[consumer] += width
-    return left + right, bands
+    return producers + consumers, bands
+
+
+def _cards(side: PlanSide, left: float, height: float, colours: Sequence[str]) -> list[Card]:
+    """The cards of one side, which share its height."""
+    pitch = height / len(side.workers)
+    return [
+        Card(
+            side=side,
+            shard=shard,
+            left=left,
+            top=TOP + index * pitch,
+            height=pitch - GAP,
+            colour=colour,
+        )
+        for index, (shard, colour) in enumerate(zip(side.workers, colours, strict=True))
+    ]
+
+
+def _bytes_by_placing(flow: Flow) -> dict[str, int]:
+    """The bytes of a flow by placing; a flow without reads is a release of 0 bytes."""
+    if not flow.reads:
+        return {"release": 0}
+    placings = Counter[str]()
+    for read in flow.reads:
+        placings[read.placing] += read.bytes
+    return dict(sorted(placings.items()))
 
 
 def palette(count: int) -> list[str]:
     """A colour for every producer worker: hues around the circle, light and dark in turn."""
     colours = []
     for index in range(count):
-        rgb = colorsys.hls_to_rgb((0.6 + index / count) % 1, 0.48 if index % 2 else 0.60, 0.62)
+        hue = (0.6 + index / count) % 1
+        lightness = 0.48 if index % 2 else 0.60
+        rgb = colorsys.hls_to_rgb(hue, lightness, 0.62)
         colours.append("#" + "".join(f"{round(part * 255):02x}" for part in rgb))
     return colours
 
 
 def _heading(summary: PlanSummary) -> Iterator[str]:
-    producer, consumer = summary.producer, summary.consumer
+    producer = summary.producer
+    consumer = summary.consumer
     title = f"{format_topology(producer.topology)}  →  {format_topology(consumer.topology)}"
     facts = (
         f"{counted(consumer.layers, 'layer')} · {counted(consumer.heads, 'head')} · {'/'.join(consumer.dtypes)}"
@@ -164,35 +195,42 @@ def _heading(summary: PlanSummary) -> Iterator[str]:
     yield text(title, WIDTH / 2, 38, 24, class_="ink", font_weight=700, text_anchor="middle")
     yield text(facts, WIDTH / 2, 62, 13, class_="muted", text_anchor="middle")
     for role, side, x in (("producer", producer, LEFT), ("consumer", consumer, RIGHT)):
-        name = role if side.engine_id == role else f"{role} {side.engine_id}"
+        name = role
+        if side.engine_id != role:
+            name = f"{role} {side.engine_id}"
+        groups = "; ".join(map(format_group, side.groups))
         yield text(_cut(name, 38), x, 90, 13, class_="ink", font_weight=700)
-        yield text(_cut("; ".join(map(format_group, side.groups)), 46), x, 106, 11, class_="muted")
+        yield text(_cut(groups, 46), x, 106, 11, class_="muted")
 
 
 def _cut(content: str, length: int) -> str:
-    return content if len(content) <= length else content[: length - 1] + "…"
+    if len(content) <= length:
+        return content
+    return content[: length - 1] + "…"
 
 
 def _band(band: Band) -> str:
-    start, end = LEFT + CARD_WIDTH, RIGHT
-    middle, hint = (start + end) / 2, _band_words(band)
+    start = LEFT + CARD_WIDTH
+    end = RIGHT
+    middle = (start + end) / 2
+    hint = _band_words(band)
     if not band.width:
-        left, right = band.producer.middle, band.consumer.middle
+        left = band.producer.middle
+        right = band.consumer.middle
         path = f"M{start:.1f} {left:.1f}C{middle:.1f} {left:.1f} {middle:.1f} {right:.1f} {end:.1f} {right:.1f}"
         return _dotted(path, hint)
-    top, bottom = band.left_top, band.left_top + band.width
-    far_top, far_bottom = band.right_top, band.right_top + band.width
+    top = band.left_top
+    bottom = band.left_top + band.width
+    far_top = band.right_top
+    far_bottom = band.right_top + band.width
     path = (
         f"M{start:.1f} {top:.2f}C{middle:.1f} {top:.2f} {middle:.1f} {far_top:.2f} {end:.1f} {far_top:.2f}"
         f"L{end:.1f} {far_bottom:.2f}C{middle:.1f} {far_bottom:.2f} {middle:.1f} {bottom:.2f} {start:.1f} {bottom:.2f}Z"
     )
-    hatch = [element("path", d=path, fill="url(#hatch)")] if band.placing == "staged" else []
-    return element(
-        "g",
-        element("path", d=path, fill=band.producer.colour, fill_opacity=0.55),
-        *hatch,
-        hint=hint,
-    )
+    parts = [element("path", d=path, fill=band.producer.colour, fill_opacity=0.55)]
+    if band.placing == "staged":
+        parts.append(element("path", d=path, fill="url(#hatch)"))
+    return element("g", *parts, hint=hint)
 
 
 def _dotted(path: str, hint: str = "") -> str:
@@ -206,41 +244,36 @@ def _band_words(band: Band) -> str:
     ends = f"{band.producer.shard.place} → {band.consumer.shard.place}"
     if not flow.reads:
         return f"{ends}: release only"
-    heads = spans(
-        sorted(
-            {heads for read in flow.reads for heads in read.heads},
-            key=lambda one: (one.start, one.stop),
-        )
+    heads = {held for read in flow.reads for held in read.heads}
+    ranges = spans(sorted(heads, key=lambda held: (held.start, held.stop)))
+    runs = {f"{read.run_bytes} B" for read in flow.reads if read.placing == band.placing}
+    return (
+        f"{ends}: heads {ranges}, {decimal_bytes(band.num_bytes)}, {band.placing}, "
+        f"runs of {', '.join(sorted(runs))}"
     )
-    runs = ", ".join(
-        sorted({f"{read.run_bytes} B" for read in flow.reads if read.placing == band.placing})
-    )
-    return f"{ends}: heads {heads}, {decimal_bytes(band.num_bytes)}, {band.placing}, runs of {runs}"
 
 
 def _labels(bands: Sequence[Band]) -> Iterator[str]:
     """Labels with the bytes at the right end of wide bands, if there are few bands."""
-    for band in bands if len(bands) <= _LABELS_UP_TO else ():
-        if band.width >= 13:
-            content = f"{decimal_bytes(band.num_bytes)} {band.placing}"
-            yield text(
-                content,
-                RIGHT - 10,
-                band.right_top + band.width / 2 + 3.5,
-                10,
-                class_="ink",
-                text_anchor="end",
-            )
+    if len(bands) > _LABELS_UP_TO:
+        return
+    for band in bands:
+        if band.width < 13:
+            continue
+        yield text(
+            f"{decimal_bytes(band.num_bytes)} {band.placing}",
+            RIGHT - 10,
+            band.right_top + band.width / 2 + 3.5,
+            10,
+            class_="ink",
+            text_anchor="end",
+        )
 
 
 def _card(card: Card) -> Iterator[str]:
     """A worker's name and part, and its map: the whole model, with the part that it holds filled."""
-    shard, x, heads, layers = (
-        card.shard,
-        card.left,
-        max(1, card.side.heads),
-        max(1, card.side.layers),
-    )
+    shard = card.shard
+    x = card.left
     is_left = x == LEFT
     tokens = f"tokens: {format_tokens(shard.interleave)}"
     yield element(
@@ -263,22 +296,27 @@ def _card(card: Card) -> Iterator[str]:
             rx=2,
             fill=card.colour,
         )
-    at = x + 12 if is_left else x + _MAP_WIDTH + 26
+    # The map is at the side of the flows.
+    if is_left:
+        text_x = x + 12
+        map_x = x + CARD_WIDTH - _MAP_WIDTH - 14
+    else:
+        text_x = x + _MAP_WIDTH + 26
+        map_x = x + 12
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
-    yield text(str(shard.place), at, card.middle - 1, 12, class_="ink", font_weight=700)
-    yield text(held, at, card.middle + 10, 10, class_="muted")
-    left, height = (
-        x + CARD_WIDTH - _MAP_WIDTH - 14 if is_left else x + 12,
-        min(card.height - 8, _MAP_HEIGHT),
-    )
+    yield text(str(shard.place), text_x, card.middle - 1, 12, class_="ink", font_weight=700)
+    yield text(held, text_x, card.middle + 10, 10, class_="muted")
+    height = min(card.height - 8, _MAP_HEIGHT)
     top = card.middle - height / 2
-    yield element("rect", x=left, y=top, width=_MAP_WIDTH, height=height, rx=2, class_="paper")
+    head_width = _MAP_WIDTH / max(1, card.side.heads)
+    layer_height = height / max(1, card.side.layers)
+    yield element("rect", x=map_x, y=top, width=_MAP_WIDTH, height=height, rx=2, class_="paper")
     yield element(
         "rect",
-        x=left + shard.heads.start / heads * _MAP_WIDTH,
-        y=top + shard.layers.start / layers * height,
-        width=max(len(shard.heads) / heads * _MAP_WIDTH, 0.5),
-        height=max(len(shard.layers) / layers * height, 0.5),
+        x=map_x + shard.heads.start * head_width,
+        y=top + shard.layers.start * layer_height,
+        width=max(len(shard.heads) * head_width, 0.5),
+        height=max(len(shard.layers) * layer_height, 0.5),
         fill=card.colour,
     )
 
@@ -290,7 +328,9 @@ def _legend(placings: Set[str], y: float) -> Iterator[str]:
         "staged": "staged, then put in place",
         "release": "release only",
     }
-    for placing in (name for name in names if name in placings):
+    for placing, name in names.items():
+        if placing not in placings:
+            continue
         if placing == "release":
             yield _dotted(f"M{x:.1f} {y - 4:.1f}h28")
         else:
@@ -299,8 +339,8 @@ def _legend(placings: Set[str], y: float) -> Iterator[str]:
             )
         if placing == "staged":
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="url(#hatch)")
-        yield text(names[placing], x + 36, y, 11.5, class_="muted")
-        x += 60 + 7 * len(names[placing])
+        yield text(name, x + 36, y, 11.5, class_="muted")
+        x += 60 + 7 * len(name)
     yield text("width of a band: its bytes", x, y, 11.5, class_="muted")
     about = (
         "in each card the whole model: heads across, layers down; filled is what the worker holds"

@@ -46,7 +46,13 @@ _NICE_S = 0.3
 _LEAVING_S = 2.0
 """How long a child may take to end once it has closed its pipe: its status says why."""
 _KILLED_S = 5.0
-_LAST_WORDS = 300
+_MAX_LAST_LINE = 300
+_UCX_LOG = {
+    "UCX_LOG_LEVEL": "info",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_WARN_UNUSED_ENV_VARS": "y",
+}
+"""Its log names the transports, the version and the variables that it does not know."""
 _LANES = re.compile(r"(?:intra|inter)-node cfg#[0-9]+ +(.*)")
 _ERROR = re.compile(r" UCX +ERROR +(.+)")
 _Expected = TypeVar("_Expected", bound=msgspec.Struct)
@@ -54,7 +60,11 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def check_installed() -> None:
-    """Raises `ReadsFailed` without torch or NIXL, which the children need and only the extra `worker` installs."""
+    """Check that torch and NIXL are there, which the children need and only the extra `worker` installs.
+
+    Raises:
+        ReadsFailed: one is missing.
+    """
     missing = [name for name in ("torch", "nixl") if importlib.util.find_spec(name) is None]
     if missing:
         raise ReadsFailed(f"not installed: {', '.join(missing)}; pip install 'kvferry[worker]'")
@@ -95,14 +105,12 @@ def play(part: Callable[[Pipe], None]) -> int:
         pipe.send(Failed(reason=str(failed), late=failed.late))
         return 1
     except Exception as failure:  # noqa: BLE001 - the command reports it
-        named = str(failure) or type(failure).__name__
-        pipe.send(
-            Failed(
-                reason=named
-                if hasattr(failure, "operation")
-                else f"{type(failure).__name__}: {named}"
-            )
-        )
+        name = type(failure).__name__
+        reason = str(failure) or name
+        # An error of the fabric says by itself what it is about.
+        if not hasattr(failure, "operation"):
+            reason = f"{name}: {reason}"
+        pipe.send(Failed(reason=reason))
         return 1
     return 0
 
@@ -120,28 +128,25 @@ class Child:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
         # A second exporter of NIXL's own telemetry would take an engine's port.
-        kept = {
+        child_environ = {
             name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")
         }
-        logging = {
-            "UCX_LOG_LEVEL": "info",
-            "UCX_LOG_FILE": "stderr",
-            "UCX_WARN_UNUSED_ENV_VARS": "y",
-        }
-        ours, theirs = multiprocessing.Pipe()
-        self._pipe = Pipe(ours)
+        child_environ.update(_UCX_LOG)
+        own_end, child_end = multiprocessing.Pipe()
+        self._pipe = Pipe(own_end)
         self._printed: IO[bytes] = tempfile.TemporaryFile(prefix="kvferry-")  # noqa: SIM115 - until `close`
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, *command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, *command, str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,
-                env={**kept, **logging},
+                env=child_environ,
                 start_new_session=True,
             )
-        atexit.register(self._kill)  # also if the thread that waits for it is given up
+        # Also if the thread that waits for it is given up.
+        atexit.register(self._kill)
 
     def send(self, message: Message) -> None:
         """Send one message; ignored if the child is gone, which `take` reports."""
@@ -158,11 +163,8 @@ class Child:
             message = self._pipe.take(timeout_s)
         except (EOFError, OSError):
             self._end(_LEAVING_S)
-            code = self._process.returncode
-            how = (
-                "no status" if code is None else f"signal {-code}" if code < 0 else f"status {code}"
-            )
-            raise ReadsFailed(f"its NIXL process ended with {how}{self._last_words()}") from None
+            how = f"{self._how_it_ended()}{self._last_line()}"
+            raise ReadsFailed(f"its NIXL process ended with {how}") from None
         if isinstance(message, Failed):
             raise ReadsFailed(f"{message.reason}{self._last_error()}", late=message.late)
         return message
@@ -184,8 +186,10 @@ class Child:
 
     def lanes(self) -> str:
         """The transports to its peer, as UCX names them; empty without a connection."""
-        found = _LANES.findall(self.printed())
-        return " ".join(found[-1].replace("/memory", "").split()) if found else ""
+        configurations = _LANES.findall(self.printed())
+        if not configurations:
+            return ""
+        return " ".join(configurations[-1].replace("/memory", "").split())
 
     def printed(self) -> str:
         """Its output so far, with UCX's log at level info."""
@@ -202,29 +206,48 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=nice_s)
         self._kill()
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # in a driver's call not even a signal ends it
+        # In a driver's call not even a signal ends it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_KILLED_S)
 
     def _kill(self) -> None:
+        # Without a return code it is not reaped yet, so the id is still its own.
         if self._process.returncode is None:
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # not reaped yet, so the id is still its own
+            os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _last_words(self) -> str:
+    def _how_it_ended(self) -> str:
+        status = self._process.returncode
+        if status is None:
+            return "no status"
+        if status < 0:
+            return f"signal {-status}"
+        return f"status {status}"
+
+    def _last_line(self) -> str:
+        """UCX's last error, or what was printed last."""
+        error = self._last_error()
+        if error:
+            return error
         lines = [line for line in self.printed().strip().splitlines() if " UCX  " not in line]
-        return self._last_error() or (f": {lines[-1].strip()[-_LAST_WORDS:]}" if lines else "")
+        if not lines:
+            return ""
+        return f": {lines[-1].strip()[-_MAX_LAST_LINE:]}"
 
     def _last_error(self) -> str:
         errors = _ERROR.findall(self.printed())
-        return f"; UCX says: {errors[-1].strip()}" if errors else ""
+        if not errors:
+            return ""
+        return f"; UCX says: {errors[-1].strip()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results. `host`: the owner's; `lanes`: the transports, as UCX names them."""
+    """The results.
+
+    Attributes:
+        host: the owner's.
+        lanes: the transports, as UCX names them.
+    """
 
     host: str
     lanes: str
@@ -254,21 +277,23 @@ def measure(
     """
     show(CaseProgress(what="loading NIXL"))
     reader.send(task)
-    mine = reader.expect(ReadableAgent, min(start_s, max(0.0, end_s - time.monotonic())))
-    theirs = connect(mine.agent_metadata)
-    reader.send(theirs)
-    received_s = time.monotonic()
-    while not isinstance(message := reader.take(_POLL_S), Measured):
+    own_agent = reader.expect(ReadableAgent, min(start_s, max(0.0, end_s - time.monotonic())))
+    owner = connect(own_agent.agent_metadata)
+    reader.send(owner)
+    progressed_s = time.monotonic()
+    while True:
+        message = reader.take(_POLL_S)
+        if isinstance(message, Measured):
+            return Outcome(owner.host, reader.lanes(), message)
         now_s = time.monotonic()
+        silent_s = now_s - progressed_s
         if now_s > end_s:
-            is_slow = now_s - received_s < _STUCK_S
-            raise ReadsFailed(
-                f"NIXL {'is slow' if is_slow else 'hangs'}: out of time", late=True, is_slow=is_slow
-            )
+            is_slow = silent_s < _STUCK_S
+            how = "is slow" if is_slow else "hangs"
+            raise ReadsFailed(f"NIXL {how}: out of time", late=True, is_slow=is_slow)
         if isinstance(message, CaseProgress):
-            received_s = now_s
+            progressed_s = now_s
             show(message)
-        elif now_s - received_s > task.timeout_s + _GRACE_S:
-            raise ReadsFailed(f"NIXL hangs: no result for {now_s - received_s:.0f} s", late=True)
+        elif silent_s > task.timeout_s + _GRACE_S:
+            raise ReadsFailed(f"NIXL hangs: no result for {silent_s:.0f} s", late=True)
         idle()
-    return Outcome(theirs.host, reader.lanes(), message)

@@ -11,7 +11,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]
-_MOST_REASON = 400
+_MAX_REASON = 400
 
 
 def content(seed: int, length: int) -> Bytes:
@@ -19,14 +19,16 @@ def content(seed: int, length: int) -> Bytes:
 
     The same on every machine and with every numpy, whose raw streams are fixed.
     """
-    return np.random.PCG64(seed).random_raw(length // 8).astype("<u8", copy=False).view(np.uint8)
+    words = np.random.PCG64(seed).random_raw(length // 8)
+    return words.astype("<u8", copy=False).view(np.uint8)
 
 
-def count_wrong(found: Bytes, expected: Bytes) -> tuple[int, int]:
+def count_wrong(read: Bytes, expected: Bytes) -> tuple[int, int]:
     """(bytes that differ, offset of the first of them or -1); the lengths are equal, and multiples of 8."""
-    if np.array_equal(found.view(np.uint64), expected.view(np.uint64)):
+    # By words first, since nearly every read is right.
+    if np.array_equal(read.view(np.uint64), expected.view(np.uint64)):
         return 0, -1
-    differs = found != expected
+    differs = read != expected
     return int(np.count_nonzero(differs)), int(np.argmax(differs))
 
 
@@ -39,10 +41,11 @@ class RegisteredMemory:
     """
 
     def __init__(self, fabric: Fabric, kind: Kind, length: int) -> None:
-        self._bytes = torch.zeros(
-            length, dtype=torch.uint8, device="cuda:0" if kind == "VRAM" else "cpu"
-        )
-        self.kind, self.length, self.address = kind, length, self._bytes.data_ptr()
+        device = "cuda:0" if kind == "VRAM" else "cpu"
+        self._bytes = torch.zeros(length, dtype=torch.uint8, device=device)
+        self.kind = kind
+        self.length = length
+        self.address = self._bytes.data_ptr()
         fabric.register([Region(self.address, length, MemoryKind(kind))])
 
     def write(self, new: Bytes) -> None:
@@ -51,8 +54,8 @@ class RegisteredMemory:
 
     def read(self, length: int) -> Bytes:
         """The first bytes; not a copy if they are in the host."""
-        found: Bytes = self._bytes[:length].cpu().numpy()
-        return found
+        read: Bytes = self._bytes[:length].cpu().numpy()
+        return read
 
 
 def registered_memory(fabric: Fabric, device: Device, length: int) -> RegisteredMemory:
@@ -62,19 +65,23 @@ def registered_memory(fabric: Fabric, device: Device, length: int) -> Registered
         ReadsFailed: there is no GPU memory.
         FabricUnavailable: host memory could not be registered.
     """
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    has_gpu = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not has_gpu):
         return RegisteredMemory(fabric, "DRAM", length)
+    if not has_gpu:
+        raise _no_gpu_memory(f"torch {torch.__version__} sees no CUDA device")
     try:
-        if not torch.cuda.is_available():
-            raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
         return RegisteredMemory(fabric, "VRAM", length)
     except (RuntimeError, KvferryError) as refused:
-        reason = " ".join(str(refused).split())[:_MOST_REASON]
-        raise ReadsFailed(f"no GPU memory here ({reason}); --device cpu does without") from None
+        raise _no_gpu_memory(str(refused)) from None
+
+
+def _no_gpu_memory(why: str) -> ReadsFailed:
+    reason = " ".join(why.split())[:_MAX_REASON]
+    return ReadsFailed(f"no GPU memory here ({reason}); --device cpu does without")
 
 
 def rows_of(kind: Kind, address: int, length: int, run_bytes: int) -> DescriptorRows:
     """`length` bytes at an address, in descriptors of `run_bytes`."""
-    return DescriptorRows.from_tuples(
-        MemoryKind(kind), [(address, run_bytes, 0, run_bytes, length // run_bytes)]
-    )
+    row = (address, run_bytes, 0, run_bytes, length // run_bytes)
+    return DescriptorRows.from_tuples(MemoryKind(kind), [row])

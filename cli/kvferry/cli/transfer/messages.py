@@ -49,7 +49,8 @@ class ReadsFailed(KvferryError):
 
     def __init__(self, reason: str, *, late: bool = False, is_slow: bool = False) -> None:
         super().__init__(reason)
-        self.late, self.is_slow = late, is_slow
+        self.late = late
+        self.is_slow = is_slow
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
@@ -176,12 +177,20 @@ def encode_frame(message: Request | Reply) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    """A frame that a listener received. Raises `InvalidMessage`."""
+    """A frame that a listener received.
+
+    Raises:
+        InvalidMessage: it is none.
+    """
     return decode(frame, _requests, MAX_FRAME_BYTES, InvalidMessage)
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """A reply of a listener. Raises `InvalidMessage`."""
+    """A reply of a listener.
+
+    Raises:
+        InvalidMessage: it is none, or of another version.
+    """
     reply = decode(frame, _replies, MAX_FRAME_BYTES, InvalidMessage)
     if isinstance(reply, ReadableAgent) and reply.version != VERSION:
         raise InvalidMessage("version", reply.version, str(VERSION))
