@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
@@ -18,7 +19,9 @@ from kvferry.trace.chrome import chrome_trace
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge
 
-PAGE, PICTURE, TRACE = "waterfall.html", "waterfall.svg", "trace.json"
+PAGE = "waterfall.html"
+PICTURE = "waterfall.svg"
+TRACE = "trace.json"
 SUFFIXES = (".html", ".svg", ".json")
 ROWS_OF_A_PAGE = 200
 HANDOVERS_OF_A_TRACE = 10_000
@@ -26,8 +29,14 @@ HANDOVERS_OF_A_TRACE = 10_000
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code. Raises `InvalidTrace` and `InvalidArgument`."""
-    gc.disable()  # with millions of live events a collection takes longer than reading them
+    """Run the command; returns the exit code.
+
+    Raises:
+        InvalidTrace: a file is no recording.
+        InvalidArgument: an option is invalid.
+    """
+    # With millions of live events a collection takes longer than reading them.
+    gc.disable()
     try:
         _run(options, whole_option("--slowest", options.slowest, 1, 10_000))
     finally:
@@ -53,41 +62,58 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
         return
     print_listing(reported, slowest)
     if options.out is not None:
-        of = len(reported.timelines)
-        cut = f" (the {HANDOVERS_OF_A_TRACE} slowest of {of} handovers are in the trace)"
-        print(f"\nwritten: {visible(options.out)}{cut if of > HANDOVERS_OF_A_TRACE else ''}")
+        note = ""
+        num_all = len(reported.timelines)
+        if num_all > HANDOVERS_OF_A_TRACE:
+            note = f" (the {HANDOVERS_OF_A_TRACE} slowest of {num_all} handovers are in the trace)"
+        print(f"\nwritten: {visible(options.out)}{note}")
 
 
 def _check_suffix(out: str) -> None:
-    """Refuse `-o x.pdf`, before anything is read: a folder of that name is not what was meant."""
-    suffix, is_folder = Path(out).suffix.lower(), out.endswith("/") or Path(out).is_dir()
-    if not out or (
-        not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) and suffix not in SUFFIXES
-    ):
+    """Refuse `-o x.pdf`, before anything is read: a folder of that name is not what was meant.
+
+    Raises:
+        InvalidArgument: names what is accepted.
+    """
+    suffix = Path(out).suffix.lower()
+    is_folder = out.endswith("/") or Path(out).is_dir()
+    looks_like_file = not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) is not None
+    if not out or (looks_like_file and suffix not in SUFFIXES):
         raise InvalidArgument(
             "-o", out, f"a file {', '.join(SUFFIXES)}, or a folder (with / at its end)"
         )
 
 
 def _write(out: Path, reported: Report, slowest: int) -> None:
-    """Write a folder with all three files, or one file by its suffix."""
-    shown, of_all = reported.timelines[:slowest], len(reported.timelines)
-    content = {
-        TRACE: lambda: chrome_trace(reported.timelines[:HANDOVERS_OF_A_TRACE]),
-        PAGE: lambda: page(reported, max(slowest, ROWS_OF_A_PAGE)),
-        PICTURE: lambda: iter((draw(shown, of_all, reported.notes),)),
-    }
-    of_suffix = [
-        name for name in content if Path(name).suffix == out.suffix.lower() and not out.is_dir()
-    ]
+    """Write a folder with all three files, or one file by its suffix.
+
+    Raises:
+        InvalidArgument: it cannot be written.
+    """
+    paths = {name: out / name for name in (TRACE, PAGE, PICTURE)}
+    is_folder = True
+    if not out.is_dir():
+        for name in paths:
+            if Path(name).suffix == out.suffix.lower():
+                paths = {name: out}
+                is_folder = False
+                break
     try:
-        if not of_suffix:
+        if is_folder:
             out.mkdir(parents=True, exist_ok=True)
-        for name in of_suffix or content:
-            path = out if of_suffix else out / name
+        for name, path in paths.items():
             with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-                file.writelines(content[name]())
+                file.writelines(_content(name, reported, slowest))
     except (OSError, ValueError) as refused:
         raise InvalidArgument(
             "-o", str(out), f"a folder, or a file .json, .html or .svg ({refused})"
         ) from None
+
+
+def _content(name: str, reported: Report, slowest: int) -> Iterable[str]:
+    """The content of one of the three files, in pieces."""
+    if name == TRACE:
+        return chrome_trace(reported.timelines[:HANDOVERS_OF_A_TRACE])
+    if name == PAGE:
+        return page(reported, max(slowest, ROWS_OF_A_PAGE))
+    return [draw(reported.timelines[:slowest], len(reported.timelines), reported.notes)]

@@ -21,7 +21,9 @@ def page(report: Report, shown: int) -> Iterator[str]:
     rows = report.timelines[:shown]
     scale = scale_for(rows)
     phases, bottom = legend(rows, 4)
-    few = f" The {len(rows)} slowest have a row." if len(rows) < len(report.timelines) else ""
+    few = ""
+    if len(rows) < len(report.timelines):
+        few = f" The {len(rows)} slowest have a row."
     yield f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{_POLICY}<title>Handovers</title>\n'
     yield f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}{style()}</style></head><body>\n'
     yield f"<h1>Handovers</h1>\n<p>{plain(report.headline)}.{few}</p>\n"
@@ -29,16 +31,18 @@ def page(report: Report, shown: int) -> Iterator[str]:
     yield _table(("phase", "times", "p50", "p99", "longest", "what it is"), report.phase_rows())
     yield f"<h2>The slowest first</h2>\n<p>{_ABOUT}</p>\n"
     yield f"<header>{_drawing((*phases, *axis(scale, bottom + 20, bottom + 28)), bottom + 28)}</header>\n"
-    for one in rows:
-        drawn = _drawing(row(one, scale, 4), height_of(one) + 8)
-        yield f"<details><summary>{drawn}</summary>\n{_details(one)}</details>\n"
+    for timeline in rows:
+        drawn = _drawing(row(timeline, scale, 4), height_of(timeline) + 8)
+        yield f"<details><summary>{drawn}</summary>\n{_details(timeline)}</details>\n"
     yield "</body></html>\n"
 
 
-def _details(one: Timeline) -> str:
+def _details(timeline: Timeline) -> str:
     """Ids, phases and workers of a handover."""
-    handover = one.handover
-    lease = f"{handover.lease.boot} {handover.lease.epoch}" if handover.lease else ""
+    handover = timeline.handover
+    lease = ""
+    if handover.lease:
+        lease = f"{handover.lease.boot} {handover.lease.epoch}"
     ids = (
         ("producer's", handover.producer_request),
         ("consumer's", handover.consumer_request),
@@ -49,9 +53,9 @@ def _details(one: Timeline) -> str:
         (
             span.phase.label,
             format_time(span.lasted_ns),
-            f"{(span.begun_ns - one.zero_ns) / 1e6:.3f} ms",
+            f"{(span.begun_ns - timeline.zero_ns) / 1e6:.3f} ms",
         )
-        for span in one.spans
+        for span in timeline.spans
     )
     workers = (
         (
@@ -66,7 +70,7 @@ def _details(one: Timeline) -> str:
             str(worker.load.ended.restarts),
             worker.load.ended.reason,
         )
-        for worker in one.workers
+        for worker in timeline.workers
     )
     heads = (
         "worker",
@@ -80,20 +84,22 @@ def _details(one: Timeline) -> str:
         "restarts",
         "failed",
     )
-    return "".join(
-        (
-            _table(("id", ""), (each for each in ids if each[1])),
-            _table(("phase", "lasted", "from"), phases),
-            _table(heads, workers) if one.workers else "",
-        )
-    )
+    known_ids = [(name, value) for name, value in ids if value]
+    tables = [
+        _table(("id", ""), known_ids),
+        _table(("phase", "lasted", "from"), phases),
+    ]
+    if timeline.workers:
+        tables.append(_table(heads, workers))
+    return "".join(tables)
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{plain(cell)}</td>' for cell in cells)}</tr>" for cells in rows
-    )
+    body = ""
+    for row_cells in rows:
+        cells = "".join(f"<td>{plain(cell)}</td>" for cell in row_cells)
+        body += f"<tr>{cells}</tr>"
     return f"<table><tr>{head}</tr>{body}</table>\n"
 
 

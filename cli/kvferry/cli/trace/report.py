@@ -12,12 +12,13 @@ from kvferry.cli.formatting import decimal_bytes, print_line, print_table
 from kvferry.plan.wording import counted
 from kvferry.trace.reading import Recording
 from kvferry.trace.summary import Durations, Merged, durations, named, outcomes
-from kvferry.trace.timeline import Chunk, Span, Timeline
+from kvferry.trace.timeline import Chunk, Span, Timeline, WorkerSpans
 
 SCHEMA = 1
 _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+)$")
 _UUID = re.compile(r"([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
-_MOST_NOTES = 8
+_MAX_NOTES = 8
+"""Of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +42,54 @@ class Report:
     @property
     def headline(self) -> str:
         """The number of handovers, by outcome."""
-        found = ", ".join(f"{number} {outcome}" for outcome, number in self.outcomes.items())
-        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
-        return f"{counted(len(self.timelines), 'handover')} of {processes}: {found or 'none'}"
+        by_outcome = [f"{number} {outcome}" for outcome, number in self.outcomes.items()]
+        processes = "1 process"
+        if self.processes != 1:
+            processes = f"{self.processes} processes"
+        handovers = counted(len(self.timelines), "handover")
+        return f"{handovers} of {processes}: {', '.join(by_outcome) or 'none'}"
 
     def phase_rows(self) -> Iterator[tuple[str, ...]]:
         """The table of phases: name, times, p50, p99, longest, meaning."""
-        for one in self.durations:
-            lasted = map(format_time, (one.p50_ns, one.p99_ns, one.max_ns))
-            yield one.phase.label, str(one.count), *lasted, one.phase.meaning
+        for lasted in self.durations:
+            yield (
+                lasted.phase.label,
+                str(lasted.count),
+                format_time(lasted.p50_ns),
+                format_time(lasted.p99_ns),
+                format_time(lasted.max_ns),
+                lasted.phase.meaning,
+            )
 
 
 def report(recording: Recording, merged: Merged, request: str | None) -> Report:
     """Report on all handovers, or on those of a request, given by a part of any of its ids."""
     timelines = merged.timelines
     if request is not None:
-        timelines = tuple(one for one in timelines if named(one, request))
-    differences = sorted(merged.clocks.differences, key=lambda one: one.at_least_ns, reverse=True)
-    notes = (
-        *_some(differences, "more pairs of clocks"),
-        *_some(recording.damage, "more problems with files"),
+        timelines = tuple(timeline for timeline in timelines if named(timeline, request))
+    differences = sorted(
+        merged.clocks.differences,
+        key=lambda difference: difference.at_least_ns,
+        reverse=True,
     )
+    notes = _notes(differences, "more pairs of clocks")
+    notes += _notes(recording.damage, "more problems with files")
     return Report(
-        timelines, durations(timelines), outcomes(timelines), len(recording.processes), notes
+        timelines=timelines,
+        durations=durations(timelines),
+        outcomes=outcomes(timelines),
+        processes=len(recording.processes),
+        notes=tuple(notes),
     )
 
 
-def _some(found: Sequence[object], more: str) -> list[str]:
-    left = len(found) - _MOST_NOTES
-    return [*map(str, found[:_MOST_NOTES]), *([f"and {left} {more}"] if left > 0 else [])]
+def _notes(problems: Sequence[object], more: str) -> list[str]:
+    """The first problems, and the number of all others."""
+    notes = [str(problem) for problem in problems[:_MAX_NOTES]]
+    num_left = len(problems) - _MAX_NOTES
+    if num_left > 0:
+        notes.append(f"and {num_left} {more}")
+    return notes
 
 
 def format_time(nanoseconds: float) -> str:
@@ -82,57 +102,68 @@ def format_time(nanoseconds: float) -> str:
     return f"{nanoseconds / 60e9:.0f} min"
 
 
-def format_lasted(one: Timeline) -> str:
+def format_lasted(timeline: Timeline) -> str:
     """The duration of a handover, or a dash."""
-    return "–" if one.lasted_ns is None else format_time(one.lasted_ns)
+    if timeline.lasted_ns is None:
+        return "–"
+    return format_time(timeline.lasted_ns)
 
 
-def format_result(one: Timeline) -> str:
+def format_result(timeline: Timeline) -> str:
     """`537 MB at 12.3 GB/s` of a load, `537 MB, 93% early` of one that followed the prefill, else the outcome."""
-    if not one.bytes or not one.is_good:
-        return one.outcome
-    early = f", {100 * one.early_bytes // one.bytes}% early" if one.early_bytes else ""
-    return (
-        decimal_bytes(one.bytes) + early + ("" if one.gb_s is None else f" at {one.gb_s:.3g} GB/s")
-    )
+    if not timeline.bytes or not timeline.is_good:
+        return timeline.outcome
+    result = decimal_bytes(timeline.bytes)
+    if timeline.early_bytes:
+        result += f", {100 * timeline.early_bytes // timeline.bytes}% early"
+    if timeline.gb_s is not None:
+        result += f" at {timeline.gb_s:.3g} GB/s"
+    return result
 
 
-def format_missing(one: Timeline) -> str:
+def format_missing(timeline: Timeline) -> str:
     """`not recorded: …`; empty where everything was."""
-    return f"not recorded: {', '.join(one.missing)}" if one.missing else ""
+    if not timeline.missing:
+        return ""
+    return f"not recorded: {', '.join(timeline.missing)}"
 
 
-def short_id(request: str, longest: int = 34) -> str:
+def short_id(request: str, max_length: int = 34) -> str:
     """The distinctive part of a request id, without the prefix of vLLM's router."""
-    found = _ROUTED.match(request)
-    name = found[1] if found else request
-    return (
-        name
-        if len(name) <= longest
-        else f"{name[: longest // 2 - 1]}…{name[-(longest - longest // 2) :]}"
-    )
+    routed = _ROUTED.match(request)
+    name = routed[1] if routed else request
+    if len(name) <= max_length:
+        return name
+    num_first = max_length // 2 - 1
+    num_last = max_length - max_length // 2
+    return f"{name[:num_first]}…{name[-num_last:]}"
 
 
-def name_of(one: Timeline, longest: int = 34) -> str:
+def name_of(timeline: Timeline, max_length: int = 34) -> str:
     """A request's name in pictures: its id in the producer, else in the consumer."""
-    return short_id(one.handover.producer_request or one.handover.consumer_request or "?", longest)
+    handover = timeline.handover
+    request = handover.producer_request or handover.consumer_request or "?"
+    return short_id(request, max_length)
 
 
-def format_engines(one: Timeline) -> str:
+def format_engines(timeline: Timeline) -> str:
     """`prefill-0 → decode-1`, a UUID by its first part, and `?` for an engine that was not recorded."""
-    named = (
-        _UUID.sub(r"\1", engine or "?") for engine in (one.handover.producer, one.handover.consumer)
-    )
-    return " → ".join(short_id(engine, 20) for engine in named)
+    handover = timeline.handover
+    names = []
+    for engine in (handover.producer, handover.consumer):
+        name = _UUID.sub(r"\1", engine or "?")
+        names.append(short_id(name, 20))
+    return " → ".join(names)
 
 
 def ticks(longest_ns: float, about: int) -> list[int]:
     """About `about` round numbers from 0 to `longest_ns`."""
     if longest_ns <= 0:
         return [0]
-    rough = max(longest_ns / about, 1)
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+    # The next round step, which is 1, 2 or 5 times a power of ten.
+    exact_step = max(longest_ns / about, 1)
+    power = 10 ** math.floor(math.log10(exact_step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= exact_step)
     return [int(step * index) for index in range(int(longest_ns // step) + 1)]
 
 
@@ -144,22 +175,28 @@ def print_listing(report: Report, slowest: int) -> None:
     print("\nthe slowest handovers:\n")
     print_table(
         ("request", "engines", ">tokens", ">handover", "longest phase", "result"),
-        (_row(one) for one in report.timelines[:slowest]),
+        (_row(timeline) for timeline in report.timelines[:slowest]),
     )
     for note in report.notes:
         print()
         print_line(note)
 
 
-def _row(one: Timeline) -> tuple[str, ...]:
-    longest = max(one.path, key=lambda span: span.lasted_ns, default=None)
+def _row(timeline: Timeline) -> tuple[str, ...]:
+    longest_phase = "–"
+    if timeline.path:
+        longest = max(timeline.path, key=lambda span: span.lasted_ns)
+        longest_phase = f"{longest.phase.label} {format_time(longest.lasted_ns)}"
+    result = format_result(timeline)
+    if timeline.missing:
+        result = f"{result}; {format_missing(timeline)}"
     return (
-        name_of(one, 30),
-        format_engines(one),
-        str(one.handover.tokens or "–"),
-        format_lasted(one),
-        f"{longest.phase.label} {format_time(longest.lasted_ns)}" if longest else "–",
-        "; ".join(filter(None, (format_result(one), format_missing(one)))),
+        name_of(timeline, 30),
+        format_engines(timeline),
+        str(timeline.handover.tokens or "–"),
+        format_lasted(timeline),
+        longest_phase,
+        result,
     )
 
 
@@ -171,50 +208,59 @@ def as_json(report: Report, slowest: int) -> dict[str, Any]:
         "handovers": len(report.timelines),
         "outcomes": report.outcomes,
         "phases": {
-            one.phase: {
-                "count": one.count,
-                "p50_ms": one.p50_ns / 1e6,
-                "p99_ms": one.p99_ns / 1e6,
-                "max_ms": one.max_ns / 1e6,
+            lasted.phase: {
+                "count": lasted.count,
+                "p50_ms": lasted.p50_ns / 1e6,
+                "p99_ms": lasted.p99_ns / 1e6,
+                "max_ms": lasted.max_ns / 1e6,
             }
-            for one in report.durations
+            for lasted in report.durations
         },
-        "slowest": [_timeline(one) for one in report.timelines[:slowest]],
+        "slowest": [_timeline(timeline) for timeline in report.timelines[:slowest]],
         "notes": list(report.notes),
     }
 
 
-def _timeline(one: Timeline) -> dict[str, Any]:
-    handover = one.handover
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    handover = timeline.handover
+    zero_ns = timeline.zero_ns
+    lease = None
+    if handover.lease:
+        lease = {"boot": handover.lease.boot, "epoch": handover.lease.epoch}
+    handover_ms = None
+    if timeline.lasted_ns is not None:
+        handover_ms = timeline.lasted_ns / 1e6
+    held = None
+    if timeline.held:
+        held = _span(timeline.held, zero_ns)
     return {
         "producer": handover.producer,
         "producer_request": handover.producer_request,
         "consumer": handover.consumer,
         "consumer_request": handover.consumer_request,
-        "lease": {"boot": handover.lease.boot, "epoch": handover.lease.epoch}
-        if handover.lease
-        else None,
+        "lease": lease,
         "tokens": handover.tokens,
-        "outcome": one.outcome,
-        "missing": list(one.missing),
-        "zero_ns": one.zero_ns,
-        "handover_ms": None if one.lasted_ns is None else one.lasted_ns / 1e6,
-        "bytes": one.bytes,
-        "early_bytes": one.early_bytes,
-        "gb_s": one.gb_s,
-        "steps": [_chunk(step, one.zero_ns) for step in one.steps],
-        "phases": [_span(span, one.zero_ns) for span in (*one.before, *one.path)],
-        "held": _span(one.held, one.zero_ns) if one.held else None,
-        "workers": [
-            {
-                "place": worker.load.process.place,
-                "host": worker.load.process.host,
-                **worker.load.figures,
-                "stages": [_span(span, one.zero_ns) for span in worker.spans],
-                "chunks": [_chunk(chunk, one.zero_ns) for chunk in worker.chunks],
-            }
-            for worker in one.workers
-        ],
+        "outcome": timeline.outcome,
+        "missing": list(timeline.missing),
+        "zero_ns": zero_ns,
+        "handover_ms": handover_ms,
+        "bytes": timeline.bytes,
+        "early_bytes": timeline.early_bytes,
+        "gb_s": timeline.gb_s,
+        "steps": [_chunk(step, zero_ns) for step in timeline.steps],
+        "phases": [_span(span, zero_ns) for span in (*timeline.before, *timeline.path)],
+        "held": held,
+        "workers": [_worker(worker, zero_ns) for worker in timeline.workers],
+    }
+
+
+def _worker(worker: WorkerSpans, zero_ns: int) -> dict[str, Any]:
+    return {
+        "place": worker.load.process.place,
+        "host": worker.load.process.host,
+        **worker.load.figures,
+        "stages": [_span(span, zero_ns) for span in worker.spans],
+        "chunks": [_chunk(chunk, zero_ns) for chunk in worker.chunks],
     }
 
 

@@ -27,8 +27,11 @@ from kvferry.trace.timeline import Chunk, Span, Timeline, WorkerSpans
 
 WIDTH = 1240.0
 RIGHT = 1052.0
-BAR, THIN, HELD, GAP = 17.0, 6.0, 3.0, 2.0
-MOST_WORKERS = 16
+BAR = 17.0
+THIN = 6.0
+HELD = 3.0
+GAP = 2.0
+MAX_WORKERS = 16
 """Most thin bars of one handover: those of the slowest workers."""
 _COLOURS = {
     Phase.PREFILL_QUEUE: "#bccbe4",
@@ -51,10 +54,13 @@ _COLOURS = {
 }
 _DARK = {Phase.PREFILL, Phase.ROUTER, Phase.LOAD, Phase.FENCE, Phase.READING, Phase.HELD}
 """Phases whose colour needs light text."""
-LEFT, ZERO, WIDE_ZERO = 262.0, 432.0, 742.0
-"""The zero is at `WIDE_ZERO` where prefills were read meanwhile: most of their reading is left of it."""
+LEFT = 262.0
+ZERO = 432.0
+WIDE_ZERO = 742.0
+"""The place of the zero where prefills were read meanwhile: most of their reading is left of it."""
 _PAD = 9.0
-_LETTER, _THINNEST = 5.6, 0.75
+_LETTER = 5.6
+_THINNEST = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +79,38 @@ class Scale:
 
     def bar(self, span: Span, zero_ns: int) -> tuple[float, float]:
         """The left edge and the width of a span's bar, which is never too thin to be seen."""
-        begun, ended = self.x(span.begun_ns - zero_ns), self.x(span.ended_ns - zero_ns)
+        begun = self.x(span.begun_ns - zero_ns)
+        ended = self.x(span.ended_ns - zero_ns)
         return begun, max(ended - begun, _THINNEST)
 
 
 def style() -> str:
     """The CSS of a waterfall, in a picture or on a page."""
-    colours = [
-        f".p-{phase}{{fill:{colour}}}.on-{phase}{{fill:{'#ffffff' if phase in _DARK else '#111827'}}}"
-        for phase, colour in _COLOURS.items()
-    ]
-    return "".join((THEME, *colours))
+    rules = [THEME]
+    for phase, colour in _COLOURS.items():
+        ink = "#ffffff" if phase in _DARK else "#111827"
+        rules.append(f".p-{phase}{{fill:{colour}}}.on-{phase}{{fill:{ink}}}")
+    return "".join(rules)
 
 
 def scale_for(timelines: Sequence[Timeline]) -> Scale:
     """A scale that all of these fit on, except for blocks that the producer holds after the handover."""
-    before = max(
-        (one.zero_ns - span.begun_ns for one in timelines for span in one.before), default=0
-    )
-    ends = [
-        span.ended_ns - one.zero_ns for one in timelines for span in (*one.to_load, *one.from_load)
-    ]
-    ends += [worker.ended_ns - one.zero_ns for one in timelines for worker in one.workers]
-    after = max(ends or [one.held.lasted_ns for one in timelines if one.held], default=0)
-    return Scale(
-        max(1, before), max(1, after), WIDE_ZERO if any(map(chunk_rows, timelines)) else ZERO
-    )
+    before_ns = 1
+    ends_ns: list[int] = []
+    held_ns: list[int] = []
+    for timeline in timelines:
+        for span in timeline.before:
+            before_ns = max(before_ns, timeline.zero_ns - span.begun_ns)
+        for span in (*timeline.to_load, *timeline.from_load):
+            ends_ns.append(span.ended_ns - timeline.zero_ns)
+        for worker in timeline.workers:
+            ends_ns.append(worker.ended_ns - timeline.zero_ns)
+        if timeline.held:
+            held_ns.append(timeline.held.lasted_ns)
+    # Held blocks decide only where nothing else is right of the zero.
+    after_ns = max([1, *(ends_ns or held_ns)])
+    zero = WIDE_ZERO if any(chunk_rows(timeline) for timeline in timelines) else ZERO
+    return Scale(before_ns, after_ns, zero)
 
 
 def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) -> str:
@@ -114,14 +126,13 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
     top += 24
     rows: list[str] = []
     bottom = top
-    for one in timelines:
-        rows += row(one, scale, bottom + _PAD)
-        bottom += height_of(one) + 2 * _PAD
+    for timeline in timelines:
+        rows += row(timeline, scale, bottom + _PAD)
+        bottom += height_of(timeline) + 2 * _PAD
     height = bottom + 12 + 16 * len(notes)
-    everything = counted(of_all, "handover")
-    title = (
-        f"The {len(timelines)} slowest of {everything}" if len(timelines) < of_all else everything
-    )
+    title = counted(of_all, "handover")
+    if len(timelines) < of_all:
+        title = f"The {len(timelines)} slowest of {title}"
     about = (
         "0: the prompt is computed. Left of it the prefill, right of it the handover; two scales."
     )
@@ -143,16 +154,22 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
 
 def legend(timelines: Sequence[Timeline], top: float) -> tuple[list[str], float]:
     """The phases that occur, in the order of a handover, and the bottom of the legend."""
-    seen = {span.phase for one in timelines for span in one.spans}
-    seen |= {span.phase for one in timelines for worker in one.workers for span in worker.spans}
-    seen |= {
-        chunk.span.phase for one in timelines for chunks in chunk_rows(one) for chunk in chunks
-    }
-    parts, x = [], 16.0
-    for phase in filter(seen.__contains__, Phase):
+    phases: set[Phase] = set()
+    for timeline in timelines:
+        phases.update(span.phase for span in timeline.spans)
+        for worker in timeline.workers:
+            phases.update(span.phase for span in worker.spans)
+        for chunks in chunk_rows(timeline):
+            phases.update(chunk.span.phase for chunk in chunks)
+    parts = []
+    x = 16.0
+    for phase in Phase:
+        if phase not in phases:
+            continue
         width = 36 + 6.3 * len(phase.label)
         if x + width > WIDTH - 16:
-            x, top = 16.0, top + 18
+            x = 16.0
+            top += 18
         parts.append(
             element(
                 "rect",
@@ -172,62 +189,73 @@ def legend(timelines: Sequence[Timeline], top: float) -> tuple[list[str], float]
 
 def axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
     """Grid lines with their times, on both sides."""
-    before = ticks(scale.before_ns if scale.before_ns > 1 else 0, 2)
-    for sign, times in ((-1, before[1:]), (1, ticks(scale.after_ns, 6))):
-        for at_ns in times:
-            x = scale.x(sign * at_ns)
-            content = f"{'−' if sign < 0 else ''}{format_time(at_ns)}" if at_ns else "0"
-            yield element("line", x1=x, x2=x, y1=top, y2=bottom, class_="grid" if at_ns else "zero")
-            yield text(content, x, top - 5, 10.5, text_anchor="middle", class_="muted")
+    if scale.before_ns > 1:
+        for before_ns in ticks(scale.before_ns, 2)[1:]:
+            yield from _tick(scale.x(-before_ns), f"−{format_time(before_ns)}", top, bottom)
+    yield from _tick(scale.x(0), "0", top, bottom, line="zero")
+    for after_ns in ticks(scale.after_ns, 6)[1:]:
+        yield from _tick(scale.x(after_ns), format_time(after_ns), top, bottom)
 
 
-def height_of(one: Timeline) -> float:
+def _tick(x: float, label: str, top: float, bottom: float, *, line: str = "grid") -> Iterator[str]:
+    yield element("line", x1=x, x2=x, y1=top, y2=bottom, class_=line)
+    yield text(label, x, top - 5, 10.5, text_anchor="middle", class_="muted")
+
+
+def height_of(timeline: Timeline) -> float:
     """The height of a row."""
-    texts = 41 if one.missing else 29
-    return max(
-        texts, BAR + GAP + HELD + 1 + (len(chunk_rows(one)) + len(shown_workers(one))) * (THIN + 1)
-    )
+    texts = 41 if timeline.missing else 29
+    thin_bars = len(chunk_rows(timeline)) + len(shown_workers(timeline))
+    bars = BAR + GAP + HELD + 1 + thin_bars * (THIN + 1)
+    return max(texts, bars)
 
 
-def row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
+def row(timeline: Timeline, scale: Scale, top: float) -> Iterator[str]:
     """The elements of one row, from `top` on."""
-    handover, right = one.handover, RIGHT + 14
-    ids = (
-        f"producer {handover.producer_request or '?'}\nconsumer {handover.consumer_request or '?'}"
-    )
-    tokens = f" · {handover.tokens} tokens" if handover.tokens else ""
-    yield text(name_of(one), 16, top + 12, 12.5, class_="ink", font_weight=600, hint=ids)
-    yield text(f"{format_engines(one)}{tokens}"[:48], 16, top + 27, 10.5, class_="muted")
-    yield from segments((*one.before, *one.path), one.zero_ns, scale, top, BAR)
-    if one.held is not None:
-        yield from _held(one.held, one.zero_ns, scale, top + BAR + GAP)
+    handover = timeline.handover
+    zero_ns = timeline.zero_ns
+    producer_request = handover.producer_request or "?"
+    consumer_request = handover.consumer_request or "?"
+    ids = f"producer {producer_request}\nconsumer {consumer_request}"
+    about = format_engines(timeline)
+    if handover.tokens:
+        about += f" · {handover.tokens} tokens"
+    yield text(name_of(timeline), 16, top + 12, 12.5, class_="ink", font_weight=600, hint=ids)
+    yield text(about[:48], 16, top + 27, 10.5, class_="muted")
+    yield from segments((*timeline.before, *timeline.path), zero_ns, scale, top, BAR)
+    if timeline.held is not None:
+        yield from _held(timeline.held, zero_ns, scale, top + BAR + GAP)
     y = top + BAR + GAP + HELD + 1
-    for chunks in chunk_rows(one):
-        yield from _chunks(chunks, one.zero_ns, scale, y)
+    for chunks in chunk_rows(timeline):
+        yield from _chunks(chunks, zero_ns, scale, y)
         y += THIN + 1
-    for worker in shown_workers(one):
-        yield from segments(
-            worker.spans, one.zero_ns, scale, y, THIN, f"{worker.load.process.place} "
-        )
+    for worker in shown_workers(timeline):
+        whose = f"{worker.load.process.place} "
+        yield from segments(worker.spans, zero_ns, scale, y, THIN, whose)
         y += THIN + 1
-    yield text(format_lasted(one), right, top + 12, 13, class_="ink", font_weight=650)
-    yield text(
-        format_result(one)[:34], right, top + 27, 10.5, class_="muted" if one.is_good else "bad"
-    )
-    yield text(format_missing(one)[:34], right, top + 39, 9.5, class_="muted")
+    right = RIGHT + 14
+    ink = "muted" if timeline.is_good else "bad"
+    yield text(format_lasted(timeline), right, top + 12, 13, class_="ink", font_weight=650)
+    yield text(format_result(timeline)[:34], right, top + 27, 10.5, class_=ink)
+    yield text(format_missing(timeline)[:34], right, top + 39, 9.5, class_="muted")
 
 
-def chunk_rows(one: Timeline) -> list[tuple[Chunk, ...]]:
+def chunk_rows(timeline: Timeline) -> list[tuple[Chunk, ...]]:
     """The steps of a prefill that was read meanwhile, and the reads of the worker that ended last."""
-    return [chunks for chunks in (one.steps, one.last.chunks if one.last else ()) if chunks]
+    rows = []
+    if timeline.steps:
+        rows.append(timeline.steps)
+    if timeline.last and timeline.last.chunks:
+        rows.append(timeline.last.chunks)
+    return rows
 
 
-def shown_workers(one: Timeline) -> tuple[WorkerSpans, ...]:
-    """The slowest `MOST_WORKERS`, in the order of their places; none where there is only one."""
-    if len(one.workers) < 2:
+def shown_workers(timeline: Timeline) -> tuple[WorkerSpans, ...]:
+    """The slowest `MAX_WORKERS`, in the order of their places; none where there is only one."""
+    if len(timeline.workers) < 2:
         return ()
-    kept = sorted(one.workers, key=lambda worker: worker.ended_ns)[-MOST_WORKERS:]
-    return tuple(worker for worker in one.workers if worker in kept)
+    slowest = sorted(timeline.workers, key=lambda worker: worker.ended_ns)[-MAX_WORKERS:]
+    return tuple(worker for worker in timeline.workers if worker in slowest)
 
 
 def segments(
@@ -235,7 +263,8 @@ def segments(
 ) -> Iterator[str]:
     """Phases with tooltips, and with names where there is space; `whose` begins the tooltips."""
     for span in spans:
-        phase, lasted = span.phase, format_time(span.lasted_ns)
+        phase = span.phase
+        lasted = format_time(span.lasted_ns)
         begun, width = scale.bar(span, zero_ns)
         if not span.lasted_ns and width == _THINNEST:
             continue
@@ -243,29 +272,38 @@ def segments(
         yield element(
             "rect", x=begun, y=y, width=width, height=height, class_=f"p-{phase}", hint=hint
         )
-        name = next(
-            (
-                name
-                for name in (f"{phase.label} {lasted}", phase.label)
-                if len(name) * _LETTER + 6 <= width
-            ),
-            "",
-        )
-        if name and height >= BAR:
-            at = (begun + width / 2, y + height / 2 + 3.7)
-            yield text(
-                name, *at, 10.5, text_anchor="middle", class_=f"on-{phase}", pointer_events="none"
-            )
+        if height < BAR:
+            continue
+        # The longer name that fits into the bar.
+        for name in (f"{phase.label} {lasted}", phase.label):
+            if len(name) * _LETTER + 6 <= width:
+                yield text(
+                    name,
+                    begun + width / 2,
+                    y + height / 2 + 3.7,
+                    10.5,
+                    text_anchor="middle",
+                    class_=f"on-{phase}",
+                    pointer_events="none",
+                )
+                break
 
 
 def _chunks(chunks: Iterable[Chunk], zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
     """A row of thin bars, every second one paler, since steps touch one another."""
     for index, chunk in enumerate(chunks):
-        span, (x, width) = chunk.span, scale.bar(chunk.span, zero_ns)
-        hint = f"{span.phase.label} to token {chunk.stop_token}: {format_time(span.lasted_ns)} – {span.phase.meaning}"
-        shape = {"x": x, "y": y, "width": width, "height": THIN}
+        span = chunk.span
+        x, width = scale.bar(span, zero_ns)
+        what = f"{span.phase.label} to token {chunk.stop_token}: {format_time(span.lasted_ns)}"
         yield element(
-            "rect", hint=hint, class_=f"p-{span.phase}", opacity=1 - index % 2 * 0.4, **shape
+            "rect",
+            hint=f"{what} – {span.phase.meaning}",
+            class_=f"p-{span.phase}",
+            opacity=0.6 if index % 2 else 1,
+            x=x,
+            y=y,
+            width=width,
+            height=THIN,
         )
 
 
