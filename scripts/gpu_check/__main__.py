@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import socket
@@ -30,7 +31,9 @@ KVFERRY_DEVICE=cpu puts the CPU in the GPUs' place; CUDA_VISIBLE_DEVICES and LOG
 Exit status: 0 all is well, 1 something is wrong, 2 an option is wrong, 130 stopped.
 """
 _SAID_S = 30.0
-_SCHEMA = 2
+_SHORTEST_S = 10.0
+"""With less time left of a limit no part begins."""
+_SCHEMA = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="another model for the accuracy test; repeat it",
     )
     parser.add_argument(
+        "--random-models",
+        action="store_true",
+        help="the accuracy test with random weights in the default model's place",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        metavar="SECONDS",
+        help="end after this time: what runs then is FAILED, what has not begun is skipped",
+    )
+    parser.add_argument(
         "--list",
         action="store_true",
         help="say what would run here, and what not and why; then stop",
@@ -61,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="check the options and print the device, then stop"
     )
     chosen = parser.parse_args(arguments)
+    if chosen.limit_s is not None and not chosen.limit_s > 0:
+        parser.error(f"--limit-s {chosen.limit_s:g}: expected more than 0")
     try:
         device, log_dir = (VARIABLES[name].read(os.environ) for name in ("device", "log_dir"))
     except BadSetting as error:
@@ -69,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("no GPU was found by nvidia-smi; KVFERRY_DEVICE=cpu puts the CPU in its place")
     device = "cuda" if device == "auto" else device
     gpus = find_gpus(device, os.environ)
-    parts = parts_for(device, quick=chosen.quick, models=chosen.model)
+    parts = parts_for(
+        device, quick=chosen.quick, models=chosen.model, random_models=chosen.random_models
+    )
     planned = plan(parts, gpus, quick=chosen.quick, only=chosen.only)
     if not planned:
         parser.error(
@@ -83,11 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(device)
         return 0
     folder = log_dir / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
-    return _run(planned, gpus, device, folder, quick=chosen.quick)
+    limit_s = math.inf if chosen.limit_s is None else chosen.limit_s
+    return _run(planned, gpus, device, folder, quick=chosen.quick, limit_s=limit_s)
 
 
 def _run(
-    planned: Sequence[Planned], gpus: Sequence[Gpu], device: str, folder: Path, *, quick: bool
+    planned: Sequence[Planned],
+    gpus: Sequence[Gpu],
+    device: str,
+    folder: Path,
+    *,
+    quick: bool,
+    limit_s: float,
 ) -> int:
     from scripts.gpu_check.running import Done, adopt_orphans, run_part
 
@@ -101,6 +126,10 @@ def _run(
         if one.skipped or stopped:
             done.append(Done(name, "skipped", one.skipped or "stopped before it"))
             continue
+        left_s = limit_s - progress.elapsed_s
+        if left_s < _SHORTEST_S:
+            done.append(Done(name, "skipped", f"no time left of {limit_s:g} s"))
+            continue
         progress.say(f"{number}/{len(planned)} {name}")
         said_s = 0.0
 
@@ -111,7 +140,7 @@ def _run(
                 progress.say(f"  {name}, for {elapsed_s:.0f} s: {last_line[:90]}")
 
         try:
-            done.append(run_part(one, device, folder / f"{number:02}", on_progress))
+            done.append(run_part(one, device, folder / f"{number:02}", on_progress, left_s))
         except KeyboardInterrupt:
             stopped = True
             done.append(Done(name, "skipped", "stopped while it ran"))
@@ -153,7 +182,9 @@ def report_of(
 
     It is passed when a part was run and none failed.
     """
-    from bench.provenance import checkout, circumstances
+    from bench.provenance import circumstances
+
+    from scripts.gpu_check.pins import not_as_pinned
 
     marks = {one.mark for one in done}
     report = {
@@ -161,7 +192,8 @@ def report_of(
         "passed": bool(marks - {"skipped"}) and "FAILED" not in marks,
         "device": device,
         "quick": quick,
-        **circumstances(str(checkout())),
+        **circumstances(_commit()),
+        "not_as_pinned": not_as_pinned("vllm"),
         "gpus": {gpu.name: gpu.about for gpu in gpus},
         "parts": [asdict(one) for one in done],
     }
@@ -173,6 +205,17 @@ def report_of(
         re.sub(rf"{begin}{re.escape(socket.gethostname())}\b", "HOST", text)
     )
     return anonymous
+
+
+def _commit() -> str:
+    """Of git, or of a bundle that was made of a commit."""
+    from bench.provenance import checkout
+
+    found = checkout()
+    bundled = ROOT / "COMMIT"
+    if not found.commit and bundled.is_file():
+        return bundled.read_text().strip()
+    return str(found)
 
 
 def markdown_of(report: dict[str, Any]) -> str:
@@ -200,6 +243,7 @@ def markdown_of(report: dict[str, Any]) -> str:
             if report["device"] == "cuda"
         ),
         f"- {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
+        *(f"- not as vLLM pins it: {line}" for line in report["not_as_pinned"]),
         "",
         markdown.table("part | result | found | MiB in use before, most, after | s", rows),
     ]

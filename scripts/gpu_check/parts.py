@@ -24,6 +24,8 @@ _SLOW_READS = r"^GPU +4 MiB +1 +[0-9]+ +[0-9](?:\.[0-9]+)? .*$"
 """Below 10 GB/s: through host memory. The transports that UCX names are the same over CUDA IPC."""
 _NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 """For hybrids: with prefix caching vLLM's own CPU engine ends with a repeated prompt."""
+_TRITON_GDN = '--additional-config,{"gdn_prefill_backend":"triton"}'
+"""On Hopper vLLM takes flashinfer for the prefill of gated delta nets without looking whether it is installed."""
 _PLAIN_ROTATION = '--compilation-config,{"custom_ops":["-rotary_embedding"]}'
 """For MLA on a CPU: vLLM's kernel rotates the keys of a prefill wrongly (docs/compatibility.md, model kinds)."""
 _CACHE_BYTES = f"--kv-cache-memory-bytes,{2 << 30}"
@@ -68,11 +70,14 @@ class Planned:
     skipped: str = ""
 
 
-def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[Part]:
+def parts_for(
+    device: str, *, quick: bool, models: Sequence[str] = (), random_models: bool = False
+) -> list[Part]:
     """All parts for a device, `cuda` or `cpu`, in the order in which they run: what takes little comes first.
 
     Args:
         models: more models for the accuracy test, by their names on a hub or folders.
+        random_models: the accuracy test uses no model but those with random weights.
     """
     gpu = device == "cuda"
     small = quick or not gpu
@@ -127,7 +132,7 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
             look=missed,
         ),
     ]
-    parts += _accuracy_parts(device, quick, models)
+    parts += _accuracy_parts(device, quick, models, random_models)
     serve = f"python -m bench.serve --device {device} --quick"
     look = f"{_OTHER_ENDED}|{_MISSED}" if gpu else _OTHER_ENDED
     gib = 32 if gpu else 6
@@ -147,7 +152,9 @@ def parts_for(device: str, *, quick: bool, models: Sequence[str] = ()) -> list[P
     ]
 
 
-def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Part]:
+def _accuracy_parts(
+    device: str, quick: bool, models: Sequence[str], random_models: bool
+) -> list[Part]:
     gpu = device == "cuda"
 
     def part(
@@ -162,6 +169,8 @@ def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Par
             arguments = [_CACHE_BYTES, variables.get("VLLM_SERVE_EXTRA_ARGS", "")]
             variables = {**variables, "VLLM_SERVE_EXTRA_ARGS": ",".join(filter(None, arguments))}
             variables["GPU_MEMORY_UTILIZATION"] = _UTILIZATION
+        if random_models:
+            variables = {**tiny, **variables}
         assigned = "".join(
             f"{variable}={shlex.quote(value)} " for variable, value in variables.items()
         )
@@ -177,6 +186,7 @@ def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Par
         else {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
     )
     plain = {"VLLM_SERVE_EXTRA_ARGS": _NO_PREFIX_CACHING}
+    gdn = {"VLLM_SERVE_EXTRA_ARGS": f"{_NO_PREFIX_CACHING},{_TRITON_GDN}"} if gpu else plain
     on_cpu = {
         "ATTENTION_BACKEND": "CPU_MLA",
         "VLLM_SERVE_EXTRA_ARGS": f"{_NO_PREFIX_CACHING},{_PLAIN_ROTATION}",
@@ -199,7 +209,7 @@ def _accuracy_parts(device: str, quick: bool, models: Sequence[str]) -> list[Par
         *(layouts if gpu else ()),  # vLLM's CPU attention has one layout
         part("MLA", {"MODEL_NAMES": "small-mla", **(plain if gpu else on_cpu)}),
         part("Mamba-2", {"MODEL_NAMES": "small-mamba2-hybrid", **plain}),
-        part("gated delta net", {"MODEL_NAMES": "small-gdn-hybrid", "DTYPE": "bfloat16", **plain}),
+        part("gated delta net", {"MODEL_NAMES": "small-gdn-hybrid", "DTYPE": "bfloat16", **gdn}),
         *(part(name, {"MODEL_NAMES": name}) for name in models),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,12 +86,17 @@ def end_all() -> None:
 
 
 def run_part(
-    planned: Planned, device: str, folder: Path, on_progress: Callable[[float, str], None]
+    planned: Planned,
+    device: str,
+    folder: Path,
+    on_progress: Callable[[float, str], None],
+    limit_s: float = math.inf,
 ) -> Done:
     """Run one part in `folder` and judge it. Whatever it started has ended when this returns or raises.
 
     Args:
         on_progress: gets the seconds since the start and the last line of the log, all the time.
+        limit_s: its deadline, if that is earlier than the part's own.
     """
     part = planned.part
     log = folder / "log"
@@ -100,12 +106,11 @@ def run_part(
     memory = MemorySeen()
     memory.look(device)
     started_s = looked_s = time.monotonic()
+    deadline_s = started_s + min(60 * part.minutes, limit_s)
     status: int | None = None
     try:
         process.start()
-        while (
-            status := process.poll()
-        ) is None and time.monotonic() - started_s < 60 * part.minutes:
+        while (status := process.poll()) is None and time.monotonic() < deadline_s:
             if time.monotonic() - looked_s >= _LOOK_S:
                 memory.look(device)
                 looked_s = time.monotonic()

@@ -8,17 +8,21 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import provenance
 
 from scripts.accuracy import devices
 from scripts.accuracy.settings import ROOT, read_settings
+from scripts.gpu_check import __main__ as check
 from scripts.gpu_check import gpus as gpus_module
 from scripts.gpu_check.__main__ import main, markdown_of, report_of
 from scripts.gpu_check.gpus import Gpu, MemorySeen, find_gpus
 from scripts.gpu_check.parts import Planned, parts_for, plan
+from scripts.gpu_check.pins import not_as_pinned
 from scripts.gpu_check.running import Done, environment_of, judge
 
 SMI = {
@@ -72,6 +76,18 @@ def test_the_quick_form_says_what_it_leaves_out_and_parts_are_chosen_by_how_they
     assert quick["beside NixlConnector"].skipped == "not in the quick form"
     wanted = plan(parts_for("cuda", quick=False), gpus(79), quick=False, only=["relayout", "reads"])
     assert [one.part.name for one in wanted] == ["relayout: bytes", "relayout: bandwidth", "reads"]
+
+
+def test_without_the_default_models_weights_the_accuracy_test_has_random_ones() -> None:
+    parts = parts_for("cuda", quick=False, random_models=True)
+    runs = [part for part in parts if "scripts.accuracy" in part.command]
+    models = [re.findall(r"MODEL_NAMES=(\S+)", part.command) for part in runs]
+    assert {name for (name,) in models} == {
+        "tiny-llama",
+        "small-mla",
+        "small-mamba2-hybrid",
+        "small-gdn-hybrid",
+    }
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -258,6 +274,40 @@ def test_the_report_has_all_that_was_found_and_no_names_of_the_machine() -> None
         assert name not in text + json.dumps(report)
 
 
+def test_the_report_names_what_is_not_as_vllm_pins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.11.0+cu130", "numpy": "2.3.5", "six": "1.0"}
+    required = [
+        "torch==2.13.0",
+        "numpy>=2",
+        "tilelang==0.1.12",
+        'six>=1.16; python_version < "3"',
+        'six>=9; extra == "audio"',
+    ]
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "requires", lambda _name: required)
+    monkeypatch.setattr(metadata, "version", version)
+    lines = ["tilelang ==0.1.12: not installed", "torch ==2.13.0: 2.11.0+cu130"]
+    assert not_as_pinned("vllm") == lines
+    report = report_of([done("ok")], [], "cuda", quick=True)
+    assert report["not_as_pinned"] == lines
+    assert "\n- not as vLLM pins it: torch ==2.13.0: 2.11.0+cu130\n" in markdown_of(report)
+
+
+def test_a_check_out_of_a_bundle_says_the_commit_that_it_was_made_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "COMMIT").write_text("0123456789ab\n")
+    monkeypatch.setattr(provenance, "checkout", lambda: provenance.Checkout(""))
+    assert report_of([done("ok")], [], "cpu", quick=True)["commit"] == "unknown"
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert report_of([done("ok")], [], "cpu", quick=True)["commit"] == "0123456789ab"
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "status", "said"),
     [
@@ -271,6 +321,7 @@ def test_the_report_has_all_that_was_found_and_no_names_of_the_machine() -> None
         ),
         (["--list"], {"KVFERRY_DEVICE": "auto"}, 2, "no GPU was found by nvidia-smi"),
         (["--only", "nothing"], {"KVFERRY_DEVICE": "cpu"}, 2, "there are doctor; relayout: bytes"),
+        (["--limit-s", "0"], {"KVFERRY_DEVICE": "cpu"}, 2, "--limit-s 0: expected more than 0"),
         ([], {"KVFERRY_DEVICE": "tpu"}, 2, "KVFERRY_DEVICE='tpu'"),
     ],
 )
