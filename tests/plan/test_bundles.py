@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.run_merger import bundle
+from kvferry.plan.run_merger import merge
 from kvferry.plan.runs import Bundle, TensorSlice
 from kvferry.plan.tokens import map_tokens
 from kvferry.protocol.geometry import PagedTensor, Range
@@ -74,7 +74,7 @@ def check(
     *parts: TensorSlice, here: tuple[int, int] = (1, 0), there: tuple[int, int] = (2, 0)
 ) -> tuple[Bundle, ...]:
     """The bundles, whose descriptors of one unit move every byte of it once, from its own place."""
-    found = bundle(parts)
+    found = merge(parts)
     moved = [
         (to + byte, source + byte)
         for to, source, length in runs_of(found, here, there)
@@ -216,7 +216,7 @@ def test_a_joined_run_never_crosses_into_another_allocation(blocks: int, apart: 
     here, there = (
         chance if apart in (side, "on both sides") else inside for side in ("here", "there")
     )
-    (found,) = bundle([part(local, remote) for local, remote in zip(here, there, strict=True)])
+    (found,) = merge([part(local, remote) for local, remote in zip(here, there, strict=True)])
     assert found.run_bytes == 64
     assert found.bases == tuple(
         (local.base, remote.base) for local, remote in zip(here, there, strict=True)

@@ -117,7 +117,7 @@ def test_a_plan_is_described_in_one_line(kind: str) -> None:
 
 
 def test_a_worker_that_needs_nothing_says_so() -> None:
-    shape = EngineShape.of(sharded(tp=2))
+    shape = EngineShape.from_engine(sharded(tp=2))
     plan = TransferPlan("P", Place(tp=1), 1, (), (shape, shape))
     assert plan.describe() == f"plan producer=P tp1 of [{shape}] from [{shape}]: needs nothing"
 

@@ -17,16 +17,16 @@ from kvferry.protocol.geometry import Interleave, Range
 from kvferry.protocol.handshake import WorkerDescription
 
 Name = tuple[str, str]
+"""The layer and the kind of a tensor."""
 
+# A description is input: it may claim that the tokens are divided among tens of thousands of ranks,
+# and each rank without a worker would be a lack of every tensor; or thousands of workers whose heads
+# all overlap differently.
 MAX_LACKS = 1024
-"""Lacks after which the search for more ends: the pair is refused anyway. A description may claim that the tokens are
-divided among tens of thousands of ranks, and each rank without a worker would be a lack of every tensor.
-"""
+"""Lacks after which the search for more ends: the pair is refused anyway."""
 
 MAX_STEPS = 1 << 23
-"""Steps after which a pair is refused: some seconds. Engines of 512 ranks take a quarter of them; a description may
-claim thousands of workers whose heads all overlap differently.
-"""
+"""Steps after which a pair is refused: some seconds. Engines of 512 ranks take a quarter of them."""
 
 
 class Holding(NamedTuple):
@@ -35,6 +35,10 @@ class Holding(NamedTuple):
     worker: int
     heads: Range
     share: Interleave
+
+    def has(self, segment: Range) -> bool:
+        """True if all heads of a segment are held."""
+        return self.heads.start <= segment.start and segment.stop <= self.heads.stop
 
 
 class ReadSource(NamedTuple):
@@ -68,37 +72,47 @@ class Assignment:
 
     def expected(self, producer: int) -> int:
         """The number of consumer workers that report `done` to a producer worker."""
-        return sum(
-            producer in read or producer in reported
-            for read, reported in zip(self.sources, self.released, strict=True)
-        )
+        count = 0
+        for read, released in zip(self.sources, self.released, strict=True):
+            if producer in read or producer in released:
+                count += 1
+        return count
 
 
 @dataclass(slots=True)
-class _Ledger:
-    """The assignment so far: bytes per producer worker, each consumer worker's sources, and steps taken."""
+class _Search:
+    """The assignment so far.
+
+    Attributes:
+        load: bytes to be sent, per producer worker.
+        sources: per consumer worker its reads, by producer worker.
+        steps: taken so far.
+    """
 
     load: list[int]
     sources: list[dict[int, list[ReadSource]]]
     lacks: list[Lack] = field(default_factory=list)
     steps: int = 0
 
-    def take(self, steps: int) -> None:
-        """Count the steps of a part of the search.
+    def count(self, steps: int) -> None:
+        """Count the steps of a part of the search, before it is made.
 
         Raises:
-            PlanRefused: the search has taken more than `MAX_STEPS`.
+            PlanRefused: the search takes more than `MAX_STEPS`.
         """
         self.steps += steps
-        if self.steps > MAX_STEPS:
-            change = "shard the cache in fewer different ways"
-            raise PlanRefused(
-                [
-                    Reason(
-                        "workers", "too many overlapping head ranges", f"{MAX_STEPS} steps", change
-                    )
-                ]
-            )
+        if self.steps <= MAX_STEPS:
+            return
+        reason = Reason(
+            field="workers",
+            producer="too many overlapping head ranges",
+            consumer=f"{MAX_STEPS} steps",
+            change="shard the cache in fewer different ways",
+        )
+        raise PlanRefused([reason])
+
+    def has_lacks_enough(self) -> bool:
+        return len(self.lacks) >= MAX_LACKS
 
 
 def assign(
@@ -106,11 +120,14 @@ def assign(
 ) -> Assignment:
     """Choose for every (tensor, head, share of the tokens) that a consumer needs exactly one producer that holds it.
 
-    Of several holders each serves as many readers of this head and share as the others, or one more. Within that, as
-    many readers as possible get a holder that they read from already, since each further one costs a route: its
-    descriptors, a fence and a notification. What has the fewest holders is shared out first, and the rest follows it.
-    Of equal holders the one with the fewest bytes to send so far is chosen, then the first. Each producer worker
-    without a reader is notified by the consumer worker with the fewest routes.
+    The rules, the earlier before the later:
+
+    1. Of several holders each serves as many readers of this head and share as the others, or one more.
+    2. As many readers as possible get a holder that they read from already, since each further one costs a route: its
+       descriptors, a fence and a notification.
+    3. Of equal holders the one with the fewest bytes to send so far is chosen, then the first.
+
+    Each producer worker without a reader is notified by the consumer worker with the fewest routes.
 
     An example: a state divided among two producer workers, an MLA latent that both have, four consumer workers.
 
@@ -120,200 +137,279 @@ def assign(
     Raises:
         PlanRefused: the search takes more than `MAX_STEPS`.
     """
-    wanted, held = _holdings(consumers), _holdings(producers)
-    patterns: dict[
-        tuple[tuple[int, ...], tuple[int, ...]], list[Name]
-    ] = {}  # equal holdings are one object
-    for name, wants in wanted.items():
-        patterns.setdefault((tuple(map(id, wants)), tuple(map(id, held.get(name, ())))), []).append(
-            name
-        )
-    cells = {tensor.name: tensor.cell_bytes for worker in consumers for tensor in worker.tensors}
-    ledger = _Ledger([0] * len(producers), [{} for _ in consumers])
-    for names in sorted(patterns.values(), key=lambda names: _copies(held.get(names[0], ()))):
-        readers, holders = wanted[names[0]], held.get(names[0], ())
-        _share_out(readers, holders, names, sum(cells[name] for name in names), ledger)
-    del ledger.lacks[MAX_LACKS:]
+    wanted = _holdings(consumers)
+    held = _holdings(producers)
+    search = _Search([0] * len(producers), [{} for _ in consumers])
+    for pattern in _patterns(consumers, wanted, held):
+        _share_out(pattern, search)
+    # One part of a pattern adds many lacks at once.
+    del search.lacks[MAX_LACKS:]
     sources = tuple(
-        {worker: tuple(given) for worker, given in sorted(of.items())} for of in ledger.sources
+        {producer: tuple(reads) for producer, reads in sorted(by_producer.items())}
+        for by_producer in search.sources
     )
-    return Assignment(sources, _release_rest(sources, len(producers)), tuple(ledger.lacks))
+    return Assignment(sources, _release_rest(sources, len(producers)), tuple(search.lacks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Tensors that are sharded alike on both sides.
+
+    Attributes:
+        wants: what the consumer workers need.
+        holds: what the producer workers hold.
+        head_bytes: the size of a head of all these tensors.
+    """
+
+    names: Sequence[Name]
+    wants: Sequence[Holding]
+    holds: Sequence[Holding]
+    head_bytes: int
+
+
+def _patterns(
+    consumers: Sequence[WorkerDescription],
+    wanted: Mapping[Name, Sequence[Holding]],
+    held: Mapping[Name, Sequence[Holding]],
+) -> list[_Pattern]:
+    """The patterns, in the order in which they are shared out."""
+    cell_bytes = {
+        tensor.name: tensor.cell_bytes for worker in consumers for tensor in worker.tensors
+    }
+    # By identity, which is fast: equal holdings are one object.
+    names_by_shards: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Name]] = {}
+    for name, wants in wanted.items():
+        holds = held.get(name, ())
+        shards = (tuple(map(id, wants)), tuple(map(id, holds)))
+        names_by_shards.setdefault(shards, []).append(name)
+    patterns = [
+        _Pattern(
+            names=names,
+            wants=wanted[names[0]],
+            holds=held.get(names[0], ()),
+            head_bytes=sum(cell_bytes[name] for name in names),
+        )
+        for names in names_by_shards.values()
+    ]
+    # What has the fewest holders is shared out first, and the rest follows it: replicas that were
+    # given out in turn, whatever else a worker read, took up to 1.9 times the routes.
+    patterns.sort(key=_mean_holders)
+    return patterns
+
+
+def _mean_holders(pattern: _Pattern) -> float:
+    """By how many workers each part is held, on average. What has one holder leaves no choice."""
+    parts = {(holding.heads, holding.share) for holding in pattern.holds}
+    return len(pattern.holds) / max(1, len(parts))
 
 
 def _holdings(workers: Iterable[WorkerDescription]) -> dict[Name, list[Holding]]:
     """The holdings of each tensor; equal holdings are one object."""
-    found: dict[Name, list[Holding]] = {}
+    holdings: dict[Name, list[Holding]] = {}
     for index, worker in enumerate(workers):
-        known: dict[tuple[Range, Interleave], Holding] = {}
-        equal: dict[Holding, Holding] = {}
+        # By value too, because different interleaves may be the same share.
+        by_fields: dict[tuple[Range, Interleave], Holding] = {}
+        by_value: dict[Holding, Holding] = {}
         for tensor in worker.tensors:
             heads = tensor.heads
             if heads.stop <= heads.start:
                 continue
-            held = known.get((heads, tensor.interleave))
-            if held is None:
-                made = Holding(index, heads, share_of(tensor))
-                held = known[heads, tensor.interleave] = equal.setdefault(made, made)
-            found.setdefault((tensor.layer, tensor.kind), []).append(held)
-    return found
+            key = (heads, tensor.interleave)
+            holding = by_fields.get(key)
+            if holding is None:
+                holding = Holding(index, heads, share_of(tensor))
+                holding = by_value.setdefault(holding, holding)
+                by_fields[key] = holding
+            holdings.setdefault((tensor.layer, tensor.kind), []).append(holding)
+    return holdings
 
 
-def _share_out(
-    wants: Sequence[Holding],
-    holds: Sequence[Holding],
-    names: Sequence[Name],
-    head_bytes: int,
-    ledger: _Ledger,
-) -> None:
-    """Assign the sources of one pattern; `head_bytes` is the size of a head of all its tensors."""
-    if len(ledger.lacks) >= MAX_LACKS:
+def _share_out(pattern: _Pattern, search: _Search) -> None:
+    """Assign the sources of one pattern."""
+    if search.has_lacks_enough():
         return
-    edges = sorted({edge for one in (*wants, *holds) for edge in (one.heads.start, one.heads.stop)})
-    segments = [Range(start, stop) for start, stop in itertools.pairwise(edges)]
-    shares = _complete_shares(holds)
-    for segment in segments:
-        ledger.take(len(wants))
-        readers = [
-            one
-            for one in wants
-            if one.heads.start <= segment.start and segment.stop <= one.heads.stop
-        ]
+    shares = _complete_shares(pattern.holds)
+    for segment in _segments(pattern):
+        search.count(len(pattern.wants))
+        readers = [holding for holding in pattern.wants if holding.has(segment)]
         if not readers:
             continue
-        ledger.take(len(holds))
-        owners: dict[Interleave, list[int]] = {}
-        for one in holds:
-            if one.heads.start <= segment.start and segment.stop <= one.heads.stop:
-                owners.setdefault(one.share, []).append(one.worker)
+        search.count(len(pattern.holds))
+        holders: dict[Interleave, list[int]] = {}
+        for holding in pattern.holds:
+            if holding.has(segment):
+                holders.setdefault(holding.share, []).append(holding.worker)
         for share in shares:
-            if len(ledger.lacks) >= MAX_LACKS:
+            if search.has_lacks_enough():
                 return
-            ledger.take(len(readers))
+            search.count(len(readers))
             meeting = [reader.worker for reader in readers if shares_meet(reader.share, share)]
-            holders = list(dict.fromkeys(owners.get(share, ())))
-            if not holders:
-                ledger.lacks += [Lack(name, segment, share) for name in names] * len(meeting)
-                continue
-            ledger.take(len(meeting) * (len(holders) + len(names)))
-            num_bytes = len(segment) * head_bytes // share.ranks
-            for reader, chosen in zip(
-                meeting, _choose(meeting, holders, num_bytes, ledger), strict=True
-            ):
-                _add(ledger.sources[reader].setdefault(chosen, []), names, segment)
+            _share_out_part(pattern, segment, share, meeting, holders.get(share, ()), search)
         if not shares:
-            ledger.lacks += [Lack(name, segment, Interleave()) for name in names]
+            search.lacks += [Lack(name, segment, Interleave()) for name in pattern.names]
 
 
-def _copies(holds: Sequence[Holding]) -> float:
-    """By how many workers each part is held, on average. What has one holder leaves no choice."""
-    return len(holds) / max(1, len({(one.heads, one.share) for one in holds}))
+def _segments(pattern: _Pattern) -> list[Range]:
+    """The head ranges between the edges of all shards: a worker has all heads of a segment, or none."""
+    edges: set[int] = set()
+    for holding in (*pattern.wants, *pattern.holds):
+        edges.add(holding.heads.start)
+        edges.add(holding.heads.stop)
+    return [Range(start, stop) for start, stop in itertools.pairwise(sorted(edges))]
+
+
+def _share_out_part(
+    pattern: _Pattern,
+    segment: Range,
+    share: Interleave,
+    readers: Sequence[int],
+    holding_workers: Sequence[int],
+    search: _Search,
+) -> None:
+    """Assign one share of a segment to its readers, which are consumer workers."""
+    holders = list(dict.fromkeys(holding_workers))
+    if not holders:
+        lacks = [Lack(name, segment, share) for name in pattern.names]
+        search.lacks += lacks * len(readers)
+        return
+    search.count(len(readers) * (len(holders) + len(pattern.names)))
+    num_bytes = len(segment) * pattern.head_bytes // share.ranks
+    chosen = _choose(readers, holders, num_bytes, search)
+    for reader, holder in zip(readers, chosen, strict=True):
+        reads = search.sources[reader].setdefault(holder, [])
+        _add(reads, pattern.names, segment)
 
 
 def _choose(
-    readers: Sequence[int], holders: Sequence[int], num_bytes: int, ledger: _Ledger
+    readers: Sequence[int], holders: Sequence[int], num_bytes: int, search: _Search
 ) -> list[int]:
     """The holder of each reader; adds `num_bytes` to the holder's load for each."""
-    least, more = divmod(len(readers), len(holders))
-    by_load = sorted(holders, key=lambda worker: (ledger.load[worker], worker))
+    readers_each, one_more = divmod(len(readers), len(holders))
+    by_load = sorted(holders, key=lambda worker: (search.load[worker], worker))
     known = [
-        [holder for holder in by_load if holder in ledger.sources[reader]] for reader in readers
+        [holder for holder in by_load if holder in search.sources[reader]] for reader in readers
     ]
-    given = _matched(known, least, more, ledger)
+    matched = _Matching(known, search).match(readers_each, one_more)
     times = dict.fromkeys(holders, 0)
-    for matched in given:
-        if matched is not None:
-            times[matched] += 1
-            ledger.load[matched] += num_bytes
-    chosen = []
-    for matched in given:
-        holder = matched
-        if holder is None:
-            holder = min(times, key=lambda worker: (times[worker], ledger.load[worker], worker))
+    for holder in matched:
+        if holder is not None:
             times[holder] += 1
-            ledger.load[holder] += num_bytes
+            search.load[holder] += num_bytes
+    chosen: list[int] = []
+    for holder in matched:
+        if holder is None:
+            holder = min(times, key=lambda worker: (times[worker], search.load[worker], worker))
+            times[holder] += 1
+            search.load[holder] += num_bytes
         chosen.append(holder)
     return chosen
 
 
-def _matched(
-    known: Sequence[Sequence[int]], least: int, more: int, ledger: _Ledger
-) -> list[int | None]:
-    """Give as many readers as possible one of the holders that they know: a matching by augmenting paths.
+class _Matching:
+    """Gives as many readers as possible one of the holders that they know: a matching by augmenting paths.
+
+    Trying the holders in turn is not enough: a reader that knows two may take the only one that another knows.
 
     Args:
-        known: by reader.
-        least, more: each holder serves `least` readers, and `more` of the holders one more.
-
-    Returns:
-        The holder of each reader; None for a reader without.
+        known: by reader the holders that it knows, the preferred ones first.
     """
-    given: list[int | None] = [None] * len(known)
-    served: dict[int, list[int]] = {holder: [] for holders in known for holder in holders}
 
-    def give(first: int, room: int) -> bool:
-        """Give the reader a holder, if need be by giving other readers other ones. Not recursive: a description may
-        claim thousands of workers."""
+    def __init__(self, known: Sequence[Sequence[int]], search: _Search) -> None:
+        self._known = known
+        self._search = search
+        self._holder_of: list[int | None] = [None] * len(known)
+        self._served: dict[int, list[int]] = {holder: [] for holders in known for holder in holders}
+
+    def match(self, readers_each: int, one_more: int) -> list[int | None]:
+        """Match the readers.
+
+        Args:
+            readers_each: readers that each holder serves.
+            one_more: holders that serve one more.
+
+        Returns:
+            The holder of each reader; None for a reader without.
+        """
+        unmatched: list[int] = []
+        for reader, holders in enumerate(self._known):
+            if holders and not self._try_match(reader, readers_each):
+                unmatched.append(reader)
+        for reader in unmatched:
+            if one_more and self._try_match(reader, readers_each + 1):
+                one_more -= 1
+        return self._holder_of
+
+    def _try_match(self, reader: int, room: int) -> bool:
+        """Give the reader a holder, if need be by giving other readers other ones.
+
+        Args:
+            room: readers that a holder may serve.
+        """
         asked_by: dict[int, int] = {}
-        asking = deque([first])
+        # Breadth first and not recursive: a description may claim thousands of workers.
+        asking = deque([reader])
         while asking:
-            reader = asking.popleft()
-            for holder in known[reader]:
+            asker = asking.popleft()
+            for holder in self._known[asker]:
                 if holder in asked_by:
                     continue
-                asked_by[holder] = reader
-                ledger.take(1 + len(served[holder]))
-                if len(served[holder]) >= room:
-                    asking.extend(served[holder])
-                    continue
-                at: int | None = holder
-                while (
-                    at is not None
-                ):  # back along the path, every reader moves on to the holder that it asked
-                    moved = asked_by[at]
-                    before = given[moved]
-                    given[moved] = at
-                    served[at].append(moved)
-                    if before is not None:
-                        served[before].remove(moved)
-                    at = before
-                return True
+                asked_by[holder] = asker
+                served = self._served[holder]
+                self._search.count(1 + len(served))
+                if len(served) < room:
+                    self._move_along(asked_by, holder)
+                    return True
+                # A full holder is free again if one of its readers finds another one.
+                asking.extend(served)
         return False
 
-    waiting = [reader for reader in range(len(known)) if known[reader] and not give(reader, least)]
-    for reader in waiting:
-        if more and give(reader, least + 1):
-            more -= 1
-    return given
+    def _move_along(self, asked_by: dict[int, int], last_holder: int) -> None:
+        """Go back along the path: every reader moves on to the holder that it asked."""
+        holder: int | None = last_holder
+        while holder is not None:
+            reader = asked_by[holder]
+            former = self._holder_of[reader]
+            self._holder_of[reader] = holder
+            self._served[holder].append(reader)
+            if former is not None:
+                self._served[former].remove(reader)
+            holder = former
 
 
 def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
     """The shares of the producers' division of the tokens, which together are all tokens."""
-    kinds = {(one.share.ranks, one.share.run_tokens) for one in holds}
-    ranks, run = min(kinds, default=(0, 0))
-    return [Interleave(ranks=ranks, rank=rank, run_tokens=run) for rank in range(ranks)]
+    divisions = {(holding.share.ranks, holding.share.run_tokens) for holding in holds}
+    ranks, run_tokens = min(divisions, default=(0, 0))
+    return [Interleave(ranks=ranks, rank=rank, run_tokens=run_tokens) for rank in range(ranks)]
 
 
-def _add(sources: list[ReadSource], names: Sequence[Name], segment: Range) -> None:
+def _add(reads: list[ReadSource], names: Sequence[Name], segment: Range) -> None:
     """Add a segment for every name of a pattern, joined to the previous one if they are adjacent."""
-    last = sources[-len(names) :]
-    if [one.name for one in last] == list(names) and last[0].heads.stop == segment.start:
-        sources[-len(names) :] = [
-            one._replace(heads=Range(one.heads.start, segment.stop)) for one in last
+    last = reads[-len(names) :]
+    is_same_pattern = [read.name for read in last] == list(names)
+    if is_same_pattern and last[0].heads.stop == segment.start:
+        reads[-len(names) :] = [
+            read._replace(heads=Range(read.heads.start, segment.stop)) for read in last
         ]
     else:
-        sources += [ReadSource(name, segment) for name in names]
+        reads += [ReadSource(name, segment) for name in names]
 
 
 def _release_rest(
     sources: Sequence[Mapping[int, object]], producers: int
 ) -> tuple[tuple[int, ...], ...]:
-    reported: list[list[int]] = [[] for _ in sources]
-    read = {worker for of in sources for worker in of}
-    for worker in range(producers):
-        if worker not in read:
-            fewest = min(
-                range(len(sources)),
-                key=lambda index: (len(sources[index]) + len(reported[index]), index),
-            )
-            reported[fewest].append(worker)
-    return tuple(tuple(of) for of in reported)
+    """Per consumer worker the producer workers that it notifies but does not read from.
+
+    Every producer worker holds its copy of the request until somebody reports it.
+    """
+    released: list[list[int]] = [[] for _ in sources]
+    routes = [len(by_producer) for by_producer in sources]
+    read: set[int] = set()
+    read.update(*sources)
+    for producer in range(producers):
+        if producer in read:
+            continue
+        consumer = routes.index(min(routes))
+        released[consumer].append(producer)
+        routes[consumer] += 1
+    return tuple(tuple(producers) for producers in released)

@@ -48,7 +48,7 @@ class UnitPairs:
 
     Attributes:
         local_block, remote_block: kernel blocks, int64 `[n]`.
-        local_position, remote_position: positions in them, int64 `[n]`.
+        local_position, remote_position: positions in them, in units, int64 `[n]`.
         first_slot: local slot of the first unit's first token, counted from the request's first; 0 without units.
     """
 
@@ -94,13 +94,17 @@ def pair_request(
             tokens = bundle.tokens
             if tokens in pairs:
                 continue
-            here, there = local_groups[tokens.group], remote_groups[tokens.group]
-            pairs[tokens] = pair_units(tokens, here, there, request) if wanted(here) else _NO_PAIRS
+            local_group = local_groups[tokens.group]
+            if wanted(local_group):
+                remote_group = remote_groups[tokens.group]
+                pairs[tokens] = pair_units(tokens, local_group, remote_group, request)
+            else:
+                pairs[tokens] = _NO_PAIRS
     return pairs
 
 
 def pair_units(
-    tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: RequestBlocks
+    tokens: TokenMap, local_group: CacheGroup, remote_group: CacheGroup, request: RequestBlocks
 ) -> UnitPairs:
     """Pair the units that hold the tokens to load; see `RequestBlocks` for the meaning of the ids.
 
@@ -114,65 +118,88 @@ def pair_units(
     local_ids = np.asarray(request.local[index], dtype=np.int64)
     remote_ids = np.asarray(request.remote[index], dtype=np.int64)
     if request.stop_token > request.num_tokens:
-        text = f"at most the {request.num_tokens} tokens that are held"
-        raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
+        expected = f"at most the {request.num_tokens} tokens that are held"
+        raise InvalidParams(field, f"tokens up to {request.stop_token}", expected)
     if tokens.is_state:
         return _pair_states(tokens, field, local_ids, remote_ids, request)
-    slots_here, slots_there = _wanted_slots(tokens, request.first_token, request.stop_token)
-    block, inside = np.divmod(slots_here, here.block_tokens)
-    if len(block) and block[-1] >= len(local_ids):
-        text = f"no more than {len(local_ids)} local blocks of {here.block_tokens} tokens"
-        raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
-    held = local_ids[block] != NULL_BLOCK
-    slots_here, slots_there, block, inside = (
-        array[held] for array in (slots_here, slots_there, block, inside)
-    )
-    total = -(-request.num_tokens // (there.block_tokens * tokens.remote.share.ranks))
-    if len(remote_ids) > total:
-        text = f"at most {total} blocks for {request.num_tokens} tokens"
-        raise InvalidParams(field, f"{len(remote_ids)} blocks", text)
-    source, inside_source = np.divmod(slots_there, there.block_tokens)
-    source -= total - len(remote_ids)
-    found = source >= 0
-    found[found] = remote_ids[source[found]] != NULL_BLOCK
-    if not found.all():
-        _check_left_out(field, tokens, here, slots_here[~found], request, len(remote_ids))
-        slots_here = slots_here[found]
-        block, inside, source, inside_source = (
-            array[found] for array in (block, inside, source, inside_source)
+
+    local_slots, remote_slots = _wanted_slots(tokens, request.first_token, request.stop_token)
+    local_index, local_inside = np.divmod(local_slots, local_group.block_tokens)
+    if len(local_index) and local_index[-1] >= len(local_ids):
+        expected = (
+            f"no more than {len(local_ids)} local blocks of {local_group.block_tokens} tokens"
         )
-    local = _kernel_units(tokens, tokens.local, here, local_ids[block], inside)
-    remote = _kernel_units(tokens, tokens.remote, there, remote_ids[source], inside_source)
-    _check_bounds(field, tokens.remote, there, remote[0])
-    _check_bounds(f"local_blocks[{index}]", tokens.local, here, local[0])
-    return UnitPairs(*local, *remote, first_slot=int(slots_here[0]) if len(slots_here) else 0)
+        raise InvalidParams(field, f"tokens up to {request.stop_token}", expected)
+    # Null blocks stand where the consumer's own window does not reach.
+    is_held = local_ids[local_index] != NULL_BLOCK
+    local_slots = local_slots[is_held]
+    local_index = local_index[is_held]
+    local_inside = local_inside[is_held]
+    remote_slots = remote_slots[is_held]
+
+    remote_span = remote_group.block_tokens * tokens.remote.share.ranks
+    all_remote_blocks = -(-request.num_tokens // remote_span)
+    if len(remote_ids) > all_remote_blocks:
+        expected = f"at most {all_remote_blocks} blocks for {request.num_tokens} tokens"
+        raise InvalidParams(field, f"{len(remote_ids)} blocks", expected)
+    # The remote ids are the last blocks of the sequence.
+    remote_index, remote_inside = np.divmod(remote_slots, remote_group.block_tokens)
+    remote_index -= all_remote_blocks - len(remote_ids)
+    is_present = remote_index >= 0
+    is_present[is_present] = remote_ids[remote_index[is_present]] != NULL_BLOCK
+    if not is_present.all():
+        absent = local_slots[~is_present]
+        _check_left_out(field, tokens, local_group, absent, request, len(remote_ids))
+        local_slots = local_slots[is_present]
+        local_index = local_index[is_present]
+        local_inside = local_inside[is_present]
+        remote_index = remote_index[is_present]
+        remote_inside = remote_inside[is_present]
+
+    local_block, local_position = _kernel_units(
+        tokens, tokens.local, local_group, local_ids[local_index], local_inside
+    )
+    remote_block, remote_position = _kernel_units(
+        tokens, tokens.remote, remote_group, remote_ids[remote_index], remote_inside
+    )
+    _check_bounds(field, tokens.remote, remote_group, remote_block)
+    _check_bounds(f"local_blocks[{index}]", tokens.local, local_group, local_block)
+    first_slot = 0
+    if len(local_slots):
+        first_slot = int(local_slots[0])
+    return UnitPairs(local_block, local_position, remote_block, remote_position, first_slot)
 
 
 def _wanted_slots(tokens: TokenMap, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     """First local and first remote slot of every unit that holds wanted tokens, ascending."""
-    unit, here, there = tokens.unit_tokens, tokens.local.share, tokens.remote.share
-    if here == there:  # the same tokens in the same slots, for any interleave
-        low, high = slots_before(here, first), slots_before(here, stop)
-        slots = _unit_starts(low, high, unit)
+    local_share = tokens.local.share
+    remote_share = tokens.remote.share
+    # With equal shares the same tokens are in the same slots, for any interleave. Then a unit may
+    # be longer than a run of the interleave, and is found by slots, not by tokens.
+    if local_share == remote_share:
+        first_slot = slots_before(local_share, first)
+        stop_slot = slots_before(local_share, stop)
+        slots = _unit_starts(first_slot, stop_slot, tokens.unit_tokens)
         return slots, slots.copy()
-    starts = _unit_starts(first, stop, unit)
-    starts = starts[in_share(here, starts) & in_share(there, starts)]
-    return slot_of(here, starts), slot_of(there, starts)
+    starts = _unit_starts(first, stop, tokens.unit_tokens)
+    starts = starts[in_share(local_share, starts) & in_share(remote_share, starts)]
+    return slot_of(local_share, starts), slot_of(remote_share, starts)
 
 
 def _unit_starts(low: int, high: int, unit: int) -> np.ndarray:
     """The starts of the units that overlap `[low, high)`; none for an empty range."""
-    stop = -(-high // unit) if high > low else low // unit
-    return np.arange(low // unit, stop, dtype=np.int64) * unit
+    if high <= low:
+        return np.empty(0, dtype=np.int64)
+    return np.arange(low // unit, -(-high // unit), dtype=np.int64) * unit
 
 
 def _kernel_units(
     tokens: TokenMap, side: TokenSide, group: CacheGroup, ids: np.ndarray, inside: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Kernel blocks and positions of units that are `inside` slots into the scheduler blocks `ids`."""
-    ratio = group.block_tokens // side.block_tokens
-    kernel, rest = np.divmod(inside, side.block_tokens)
-    return ids * ratio + kernel, rest // tokens.unit_tokens
+    kernel_blocks = group.block_tokens // side.block_tokens
+    kernel_block, rest = np.divmod(inside, side.block_tokens)
+    return ids * kernel_blocks + kernel_block, rest // tokens.unit_tokens
 
 
 def _pair_states(
@@ -184,42 +211,58 @@ def _pair_states(
 ) -> UnitPairs:
     """Pair the state after the last token: the last block of each side."""
     if request.stop_token != request.num_tokens:
-        text = f"all {request.num_tokens} tokens, or none: a recurrent state cannot be divided"
-        raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
-    local_ids, remote_ids = local_ids[local_ids != NULL_BLOCK], remote_ids[remote_ids != NULL_BLOCK]
-    if not len(local_ids) or not len(remote_ids):
+        expected = f"all {request.num_tokens} tokens, or none: a recurrent state cannot be divided"
+        raise InvalidParams(field, f"tokens up to {request.stop_token}", expected)
+    held_local_ids = local_ids[local_ids != NULL_BLOCK]
+    held_remote_ids = remote_ids[remote_ids != NULL_BLOCK]
+    if not len(held_local_ids) or not len(held_remote_ids):
         raise InvalidParams(
-            field, f"{len(remote_ids)} blocks", "a block with the state on both sides"
+            field, f"{len(held_remote_ids)} blocks", "a block with the state on both sides"
         )
-    for name, ids, side in (
-        (field, remote_ids, tokens.remote),
-        ("local_blocks", local_ids, tokens.local),
-    ):
-        if not 0 <= ids[-1] < side.blocks:
-            raise InvalidParams(name, int(ids[-1]), f"block ids up to {side.blocks - 1}")
+    local_block = held_local_ids[-1:]
+    remote_block = held_remote_ids[-1:]
+    _check_state_block(field, tokens.remote, int(remote_block[0]))
+    _check_state_block("local_blocks", tokens.local, int(local_block[0]))
     zero = np.zeros(1, dtype=np.int64)
-    return UnitPairs(local_ids[-1:], zero, remote_ids[-1:], zero)
+    return UnitPairs(local_block, zero, remote_block, zero)
+
+
+def _check_state_block(field: str, side: TokenSide, block: int) -> None:
+    if not 0 <= block < side.blocks:
+        raise InvalidParams(field, block, f"block ids up to {side.blocks - 1}")
 
 
 def _check_left_out(
     field: str,
     tokens: TokenMap,
-    here: CacheGroup,
+    group: CacheGroup,
     slots: np.ndarray,
     request: RequestBlocks,
     reported: int,
 ) -> None:
-    """Check that absent units are before the window or chunk, where no later token attends to them."""
-    last = token_of(tokens.local.share, slots + tokens.unit_tokens - 1)
-    needed_from = first_needed(here, request.stop_token)
-    if int(last.max()) >= needed_from:
-        text = f"blocks for all tokens from {max(request.first_token, needed_from)} to {request.stop_token}"
-        raise InvalidParams(field, f"{reported} blocks", text)
+    """Check that absent units are before the window or chunk, where no later token attends to them.
+
+    Args:
+        slots: the first local slots of the absent units.
+        reported: number of remote ids.
+    """
+    last_tokens = token_of(tokens.local.share, slots + tokens.unit_tokens - 1)
+    needed_from = first_needed(group, request.stop_token)
+    if int(last_tokens.max()) >= needed_from:
+        first = max(request.first_token, needed_from)
+        expected = f"blocks for all tokens from {first} to {request.stop_token}"
+        raise InvalidParams(field, f"{reported} blocks", expected)
 
 
 def _check_bounds(field: str, side: TokenSide, group: CacheGroup, blocks: np.ndarray) -> None:
-    if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < side.blocks:
-        ratio = group.block_tokens // side.block_tokens
+    """Check kernel blocks, which clients can name; the error names scheduler blocks, as the ids do."""
+    if not len(blocks):
+        return
+    largest = int(blocks.max())
+    if int(blocks.min()) < 0 or largest >= side.blocks:
+        kernel_blocks = group.block_tokens // side.block_tokens
         raise InvalidParams(
-            field, int(blocks.max()) // ratio, f"block ids up to {side.blocks // ratio - 1}"
+            field,
+            largest // kernel_blocks,
+            f"block ids up to {side.blocks // kernel_blocks - 1}",
         )

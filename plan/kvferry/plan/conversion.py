@@ -11,6 +11,9 @@ from typing import NamedTuple
 from kvferry.protocol.geometry import Format, PagedTensor
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+"""Bytes of an element of each dtype that can be converted."""
+
+# By the bytes of an element. Of float8 only with static scales: dynamic ones are in no description.
 _QUANTIZATION = {1: "fp8_per_tensor", 2: "none", 4: "none"}
 
 
@@ -32,46 +35,51 @@ class DtypeConversion(NamedTuple):
 
 
 def needs_conversion(local: PagedTensor, remote: PagedTensor) -> bool:
-    """Whether the same bytes have different values on the two sides."""
-    return local.format != remote.format or (local.scales or (1.0,)) != (remote.scales or (1.0,))
+    """True if the same bytes have different values on the two sides."""
+    if local.format != remote.format:
+        return True
+    # No scales are a scale of 1.
+    return (local.scales or (1.0,)) != (remote.scales or (1.0,))
 
 
 def is_convertible(local: PagedTensor, remote: PagedTensor) -> bool:
-    """Whether the remote tensor can be converted to the local one."""
-    if not all(
-        _is_known(tensor.format) and _is_made_of_items(tensor) for tensor in (local, remote)
-    ):
-        return False
+    """True if the remote tensor can be converted to the local one."""
+    for tensor in (local, remote):
+        if not _is_known(tensor.format) or not _is_made_of_items(tensor):
+            return False
     return _elements(local) == _elements(remote)
 
 
 def lacks_scales(tensor: PagedTensor) -> bool:
-    """Whether a tensor is quantised by scales that its engine does not describe."""
+    """True if a tensor is quantised by scales that its engine does not describe."""
     return tensor.format.quantization != "none" and not tensor.scales
 
 
 def conversion_of(local: PagedTensor, remote: PagedTensor, head: int) -> DtypeConversion:
     """The conversion of one global head of two convertible tensors."""
     return DtypeConversion(
-        remote.format.dtype, local.format.dtype, _scale(remote, head), _scale(local, head)
+        remote_dtype=remote.format.dtype,
+        local_dtype=local.format.dtype,
+        remote_scale=_scale(remote, head),
+        local_scale=_scale(local, head),
     )
 
 
 def has_scales_by_head(tensor: PagedTensor) -> bool:
-    """Whether heads have scales of their own."""
+    """True if heads have scales of their own."""
     return len(tensor.scales) > 1
 
 
-def _is_known(found: Format) -> bool:
-    item = ITEM_BYTES.get(found.dtype)
-    return (
-        item is not None and found.packing == "plain" and found.quantization == _QUANTIZATION[item]
-    )
+def _is_known(tensor_format: Format) -> bool:
+    item_bytes = ITEM_BYTES.get(tensor_format.dtype)
+    if item_bytes is None or tensor_format.packing != "plain":
+        return False
+    return tensor_format.quantization == _QUANTIZATION[item_bytes]
 
 
 def _is_made_of_items(tensor: PagedTensor) -> bool:
-    item = ITEM_BYTES[tensor.format.dtype]
-    return tensor.element_bytes in (0, item) and tensor.cell_bytes % item == 0
+    item_bytes = ITEM_BYTES[tensor.format.dtype]
+    return tensor.element_bytes in (0, item_bytes) and tensor.cell_bytes % item_bytes == 0
 
 
 def _elements(tensor: PagedTensor) -> int:
@@ -81,4 +89,6 @@ def _elements(tensor: PagedTensor) -> int:
 def _scale(tensor: PagedTensor, head: int) -> float:
     if not tensor.scales:
         return 1.0
-    return tensor.scales[head - tensor.heads.start if has_scales_by_head(tensor) else 0]
+    if has_scales_by_head(tensor):
+        return tensor.scales[head - tensor.heads.start]
+    return tensor.scales[0]

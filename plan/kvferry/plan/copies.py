@@ -31,24 +31,27 @@ class Copies:
 
 def route_copies(route: Route, units: Mapping[TokenMap, UnitPairs]) -> tuple[Copies, ...]:
     """The copies of a route, one value per placing and table; staged copies go directly to their final place."""
-    found = []
+    copies: list[Copies] = []
     for placing in Placing:
-        for table in route_tables(route, 0, 0, placing):
-            pairs = descriptor_pairs(table, units)
-            found.append(Copies(*_expand(table, pairs.local, pairs.remote), placing))
-    return tuple(found)
+        tables = route_tables(route, 0, 0, placing)
+        copies += [_table_copies(table, units, placing) for table in tables]
+    return tuple(copies)
 
 
-def _expand(
-    table: DescriptorTable, local: np.ndarray, remote: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    dst, lengths = _addresses(table.local_rows, local)
-    src, _ = _addresses(table.remote_rows, remote)
-    return src, dst, lengths
+def _table_copies(
+    table: DescriptorTable, units: Mapping[TokenMap, UnitPairs], placing: Placing
+) -> Copies:
+    pairs = descriptor_pairs(table, units)
+    dst, num_bytes = _addresses(table.local_rows, pairs.local)
+    src, _ = _addresses(table.remote_rows, pairs.remote)
+    return Copies(src, dst, num_bytes, placing)
 
 
 def _addresses(rows: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Address and length of descriptors: row by row, `count` of each, `stride` apart."""
-    firsts = np.cumsum(rows[:, 4]) - rows[:, 4]
-    row = np.searchsorted(firsts, indices, side="right") - 1
-    return rows[row, 0] + (indices - firsts[row]) * rows[row, 3], rows[row, 1]
+    """Address and length of descriptors."""
+    address, length, _, stride, count = rows.T
+    # Descriptors are numbered row by row, `count` of each, `stride` apart.
+    first_of_row = np.cumsum(count) - count
+    row = np.searchsorted(first_of_row, indices, side="right") - 1
+    number_in_row = indices - first_of_row[row]
+    return address[row] + number_in_row * stride[row], length[row]

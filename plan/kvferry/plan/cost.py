@@ -21,7 +21,7 @@ class Costs:
         link_gb_s: bandwidth of the link, GB/s.
         relayout_gb_s: bandwidth of the relayout, bytes read and written, GB/s.
         staged_run_bytes: longest run that the staging pool takes; 0 without a pool.
-        reaches_caches: whether the fabric reaches the consumer's caches; if not, everything is staged.
+        reaches_caches: the fabric reaches the consumer's caches; if not, everything is staged.
     """
 
     direct_min_bytes: int = DIRECT_MIN_BYTES
@@ -67,25 +67,26 @@ class Choice:
 def choose(
     costs: Costs, num_bytes: float, descriptors: float, read_options: Sequence[ReadOption]
 ) -> Choice:
-    """Choose between reading `num_bytes` in place with `descriptors` and the options in the producer's shape.
-
-    Runs of `direct_min_bytes` and more are never staged: their descriptors cost less than their bytes.
-    """
-    length = num_bytes / descriptors
-    if length >= costs.direct_min_bytes:
+    """Choose between reading `num_bytes` in place with `descriptors` and the options in the producer's shape."""
+    run_bytes = num_bytes / descriptors
+    # Such descriptors cost less than their bytes: staging could save only the smaller part, and
+    # would move every byte twice more.
+    if run_bytes >= costs.direct_min_bytes:
         return Choice(
             None,
-            f"runs of {length:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap",
+            f"runs of {run_bytes:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap",
         )
+    no_better_runs = Choice(None, f"runs of {run_bytes:.0f} B, and no better ones on the producer")
     best = cheapest(costs, read_options)
-    option = read_options[best] if best is not None else None
-    direct_s, relayout_s = costs.read_s(num_bytes, descriptors), costs.relayout_s(num_bytes)
-    if (
-        option is None
-        or costs.read_s(option.read_bytes, option.descriptors) + relayout_s >= direct_s
-    ):
-        return Choice(None, f"runs of {length:.0f} B, and no better ones on the producer")
-    reason = f"runs of {length:.0f} B, but of {option.read_bytes / option.descriptors:.0f} B on the producer"
+    if best is None:
+        return no_better_runs
+    option = read_options[best]
+    direct_s = costs.read_s(num_bytes, descriptors)
+    staged_s = costs.read_s(option.read_bytes, option.descriptors) + costs.relayout_s(num_bytes)
+    if staged_s >= direct_s:
+        return no_better_runs
+    producer_run_bytes = option.read_bytes / option.descriptors
+    reason = f"runs of {run_bytes:.0f} B, but of {producer_run_bytes:.0f} B on the producer"
     if option.read_bytes > num_bytes:
         reason += f", where {option.read_bytes / num_bytes:.3g} times the bytes are read"
     return Choice(best, reason)
@@ -93,5 +94,7 @@ def choose(
 
 def cheapest(costs: Costs, read_options: Sequence[ReadOption]) -> int | None:
     """The index of the fastest option; the first of equals."""
-    times = [costs.read_s(option.read_bytes, option.descriptors) for option in read_options]
-    return min(range(len(read_options)), key=times.__getitem__, default=None)
+    if not read_options:
+        return None
+    times_s = [costs.read_s(option.read_bytes, option.descriptors) for option in read_options]
+    return times_s.index(min(times_s))

@@ -53,8 +53,10 @@ class DescriptorTable:
     @property
     def num_bytes(self) -> int:
         """Size of the table in memory."""
-        starts = sum(one.local_starts.nbytes + one.remote_starts.nbytes for one in self.indices)
-        return self.local_rows.nbytes + self.remote_rows.nbytes + starts
+        num_bytes = self.local_rows.nbytes + self.remote_rows.nbytes
+        for index in self.indices:
+            num_bytes += index.local_starts.nbytes + index.remote_starts.nbytes
+        return num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,81 +76,86 @@ def route_tables(
     Args:
         placing: of the bundles to include; None for all of them, as if everything were direct.
     """
-    tables = []
-    for bundles in _portions(
-        [one for one in route.bundles if placing in (None, route.placing_of(one))]
-    ):
-        local, remote = RowBuilder(local_device), RowBuilder(remote_device)
-        indices = []
-        for bundle in bundles:
-            local_starts, local_step = local.add(bundle, local_side(bundle))
-            remote_starts, remote_step = remote.add(bundle, remote_side(bundle))
-            indices.append(
-                BundleIndex(
-                    bundle.tokens,
-                    bundle.run_bytes,
-                    local_starts,
-                    remote_starts,
-                    local_step,
-                    remote_step,
-                )
-            )
-        tables.append(DescriptorTable(local.array(), remote.array(), tuple(indices)))
-    return tuple(tables)
+    bundles = [bundle for bundle in route.bundles if placing in (None, route.placing_of(bundle))]
+    return tuple(_table(portion, local_device, remote_device) for portion in _portions(bundles))
+
+
+def _table(bundles: Sequence[Bundle], local_device: int, remote_device: int) -> DescriptorTable:
+    local = RowBuilder(local_device)
+    remote = RowBuilder(remote_device)
+    indices: list[BundleIndex] = []
+    for bundle in bundles:
+        local_starts, local_step = local.add(bundle, local_side(bundle))
+        remote_starts, remote_step = remote.add(bundle, remote_side(bundle))
+        index = BundleIndex(
+            tokens=bundle.tokens,
+            run_bytes=bundle.run_bytes,
+            local_starts=local_starts,
+            remote_starts=remote_starts,
+            local_step=local_step,
+            remote_step=remote_step,
+        )
+        indices.append(index)
+    return DescriptorTable(local.array(), remote.array(), tuple(indices))
 
 
 def descriptor_pairs(
     table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
 ) -> DescriptorPairs:
-    """The index arrays of one request.
-
-    In each run the units ascend on the remote side, because NIXL merges only indices that are ascending and adjacent on
-    both sides.
-    """
+    """The index arrays of one request."""
     local: list[np.ndarray] = []
     remote: list[np.ndarray] = []
     num_bytes = 0
-    for one in table.indices:
-        pairs = units.get(one.tokens)
+    for index in table.indices:
+        pairs = units.get(index.tokens)
         if pairs is None or not len(pairs):
             continue
-        order = _order(one, pairs)
-        local.append(
-            row_indices(
-                one.local_starts,
-                one.local_step,
-                pairs.local_block[order],
-                pairs.local_position[order],
-            )
+        order = _order(index, pairs)
+        local_indices = row_indices(
+            index.local_starts,
+            index.local_step,
+            pairs.local_block[order],
+            pairs.local_position[order],
         )
-        remote.append(
-            row_indices(
-                one.remote_starts,
-                one.remote_step,
-                pairs.remote_block[order],
-                pairs.remote_position[order],
-            )
+        remote_indices = row_indices(
+            index.remote_starts,
+            index.remote_step,
+            pairs.remote_block[order],
+            pairs.remote_position[order],
         )
-        num_bytes += len(local[-1]) * one.run_bytes
+        local.append(local_indices)
+        remote.append(remote_indices)
+        num_bytes += len(local_indices) * index.run_bytes
     if not local:
         empty = np.empty(0, dtype=np.int32)
         return DescriptorPairs(empty, empty, 0)
     return DescriptorPairs(np.concatenate(local), np.concatenate(remote), num_bytes)
 
 
-def _order(one: BundleIndex, pairs: UnitPairs) -> np.ndarray:
-    if one.remote_step > 1 or one.remote_starts.shape[1] == 1:
-        return np.argsort(
-            pairs.remote_block * one.remote_starts.shape[1] + pairs.remote_position, kind="stable"
-        )
+def _order(index: BundleIndex, pairs: UnitPairs) -> np.ndarray:
+    """The order in which a run's descriptors ascend on the remote side.
+
+    NIXL merges only indices that are ascending and adjacent on both sides: 1,000 neighbours of 4 KiB took 280 to 330 µs
+    merged and 1,600 not merged.
+    """
+    positions = index.remote_starts.shape[1]
+    are_positions_inside_blocks = index.remote_step > 1 or positions == 1
+    if are_positions_inside_blocks:
+        return np.argsort(pairs.remote_block * positions + pairs.remote_position, kind="stable")
+    # Each position has rows of its own: its blocks are neighbours.
     return np.asarray(np.lexsort((pairs.remote_block, pairs.remote_position)))
 
 
 def row_indices(
     starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.ndarray
 ) -> np.ndarray:
-    """The descriptors of units, run by run, int32; `starts` is `[runs, positions]`, the first descriptor of each."""
+    """The descriptors of units, run by run, int32.
+
+    Args:
+        starts: `[runs, positions]`, the first descriptor of each.
+    """
     inside = (blocks * step).astype(np.int32)
+    # One position is the usual case, and needs no indexing.
     if starts.shape[1] == 1:
         return np.asarray((starts + inside[None, :]).ravel())
     return np.asarray((starts[:, positions] + inside[None, :]).ravel())
@@ -190,15 +197,20 @@ class _Fold(NamedTuple):
 
 def _fold(axes: Sequence[RunAxis], side: BundleSide) -> _Fold | None:
     """The axis that continues from block to block at a constant stride, if any: it needs no rows of its own."""
-    unit_stride, positions = side.unit_stride, side.positions
-    if positions * unit_stride.position_stride == unit_stride.block_stride or positions == 1:
-        reach = unit_stride.position_stride if positions > 1 else unit_stride.block_stride
-        for index, axis in enumerate(axes):
-            if axis.steps * side.strides[index] == reach:
-                return _Fold(index, axis.steps, axis.steps * positions)
-        if positions > 1:
-            return _Fold(None, 1, positions)
-    return None
+    block_stride, position_stride, _ = side.unit_stride
+    positions = side.positions
+    if positions == 1:
+        reach = block_stride
+    elif positions * position_stride == block_stride:
+        reach = position_stride
+    else:
+        return None
+    for index, axis in enumerate(axes):
+        if axis.steps * side.strides[index] == reach:
+            return _Fold(index, axis.steps, axis.steps * positions)
+    if positions == 1:
+        return None
+    return _Fold(None, 1, positions)
 
 
 class RowBuilder:
@@ -219,85 +231,118 @@ class RowBuilder:
         Returns:
             int32 `[bases × runs, positions]`, the first descriptor of each; and the descriptors per block.
         """
-        unit_stride, positions = side.unit_stride, side.positions
-        every = grid([axis.steps for axis in bundle.axes])
-        strides = np.array(side.strides, dtype=np.int64)
-        at = np.arange(positions, dtype=np.int64)
-        fold = _fold(bundle.axes, side)
-        if fold is None:
-            step = 1
-            row_of = (np.arange(every.shape[1], dtype=np.int64) * positions)[:, None] + at
-            inside = np.zeros_like(row_of)
-            offsets = ((strides @ every)[:, None] + at * unit_stride.position_stride).ravel()
-        else:
-            step = fold.steps
-            others = [index for index in range(len(bundle.axes)) if index != fold.axis]
-            shape = [bundle.axes[index].steps for index in others]
-            none = np.zeros(every.shape[1], dtype=np.int64)
-            row = np.ravel_multi_index(tuple(every[others]), shape) if shape else none
-            row_of = np.repeat(row[:, None], positions, axis=1)
-            inner = every[fold.axis] if fold.axis is not None else none
-            inside = inner[:, None] + at * fold.axis_steps
-            offsets = np.asarray(strides[others] @ grid(shape))
-        per_row = unit_stride.blocks * step
-        first_rows = np.arange(len(side.bases), dtype=np.int64)[:, None, None] * len(offsets)
-        starts = self._descriptors + (first_rows + row_of) * per_row + inside
-        rows = np.empty((len(side.bases), len(offsets), 5), dtype=np.int64)
-        rows[:, :, 0] = side.bases[:, None] + offsets
-        rows[:, :, 1:] = (side.run_bytes, self._device, unit_stride.block_stride // step, per_row)
+        bases = len(side.bases)
+        layout = _row_layout(bundle, side)
+        rows_per_base = len(layout.offsets)
+        descriptors_per_row = side.unit_stride.blocks * layout.step
+        # Of every base its rows follow one another.
+        first_row = np.arange(bases, dtype=np.int64)[:, None, None] * rows_per_base
+        row_starts = (first_row + layout.row) * descriptors_per_row
+        starts = self._descriptors + row_starts + layout.number_in_row
+        stride = side.unit_stride.block_stride // layout.step
+        rows = np.empty((bases, rows_per_base, 5), dtype=np.int64)
+        rows[:, :, 0] = side.bases[:, None] + layout.offsets
+        rows[:, :, 1:] = (side.run_bytes, self._device, stride, descriptors_per_row)
         self._rows.append(rows.reshape(-1, 5))
-        self._descriptors += len(side.bases) * len(offsets) * per_row
-        return starts.reshape(-1, positions).astype(np.int32), step
+        self._descriptors += bases * rows_per_base * descriptors_per_row
+        return starts.reshape(-1, side.positions).astype(np.int32), layout.step
+
+
+class _RowLayout(NamedTuple):
+    """Where the runs of one base are in its rows.
+
+    Attributes:
+        offsets: per row, bytes from the base.
+        row: `[runs, positions]`, the row.
+        number_in_row: `[runs, positions]`, the descriptor in it, in block 0.
+        step: descriptors per block in a row.
+    """
+
+    offsets: np.ndarray
+    row: np.ndarray
+    number_in_row: np.ndarray
+    step: int
+
+
+def _row_layout(bundle: Bundle, side: BundleSide) -> _RowLayout:
+    combinations = grid([axis.steps for axis in bundle.axes])
+    strides = np.array(side.strides, dtype=np.int64)
+    runs = combinations.shape[1]
+    positions = np.arange(side.positions, dtype=np.int64)
+    fold = _fold(bundle.axes, side)
+    if fold is None:
+        # A row for every run and position.
+        row = np.arange(runs, dtype=np.int64)[:, None] * side.positions + positions
+        run_offsets = (strides @ combinations)[:, None]
+        offsets = run_offsets + positions * side.unit_stride.position_stride
+        return _RowLayout(offsets.ravel(), row, np.zeros_like(row), step=1)
+    # A row for every combination of the axes that are not folded.
+    other_axes = [index for index in range(len(bundle.axes)) if index != fold.axis]
+    shape = [bundle.axes[index].steps for index in other_axes]
+    row_of_run = np.zeros(runs, dtype=np.int64)
+    if shape:
+        row_of_run = np.asarray(np.ravel_multi_index(tuple(combinations[other_axes]), shape))
+    step_of_run = np.zeros(runs, dtype=np.int64)
+    if fold.axis is not None:
+        step_of_run = combinations[fold.axis]
+    return _RowLayout(
+        offsets=np.asarray(strides[other_axes] @ grid(shape)),
+        row=np.repeat(row_of_run[:, None], side.positions, axis=1),
+        number_in_row=step_of_run[:, None] + positions * fold.axis_steps,
+        step=fold.steps,
+    )
 
 
 def _portions(bundles: Sequence[Bundle]) -> Iterator[list[Bundle]]:
     """The bundles, divided so that neither side of a portion has too many descriptors."""
     portion: list[Bundle] = []
     used = 0
-    for bundle in map(_countable, bundles):
-        each = bundle.runs_per_place * _most_units(bundle.tokens)
-        first = 0
-        while first < len(bundle.bases):
-            if portion and used + each > MAX_DESCRIPTORS:
+    for whole in bundles:
+        bundle = _unrolled(whole)
+        descriptors_each = bundle.runs_per_place * _max_units(bundle.tokens)
+        start = 0
+        while start < len(bundle.bases):
+            if portion and used + descriptors_each > MAX_DESCRIPTORS:
                 yield portion
-                portion, used = [], 0
-            fit = max(1, min((MAX_DESCRIPTORS - used) // each, len(bundle.bases) - first))
-            stop = first + fit
-            portion.append(
-                replace(
-                    bundle,
-                    bases=bundle.bases[first:stop],
-                    members=bundle.members[first:stop],
-                    conversions=bundle.conversions[first:stop],
-                )
+                portion = []
+                used = 0
+            room = (MAX_DESCRIPTORS - used) // descriptors_each
+            # At least one, so that this ends whatever a place has.
+            places = max(1, min(room, len(bundle.bases) - start))
+            stop = start + places
+            part = replace(
+                bundle,
+                bases=bundle.bases[start:stop],
+                members=bundle.members[start:stop],
+                conversions=bundle.conversions[start:stop],
             )
-            used += fit * each
-            first = stop
+            portion.append(part)
+            used += places * descriptors_each
+            start = stop
     if portion:
         yield portion
 
 
-def _most_units(tokens: TokenMap) -> int:
+def _max_units(tokens: TokenMap) -> int:
     """Units of the larger cache: the descriptors of one run."""
     return max(tokens.positions(side) * side.blocks for side in (tokens.local, tokens.remote))
 
 
-def _countable(bundle: Bundle) -> Bundle:
+def _unrolled(bundle: Bundle) -> Bundle:
     """The bundle with axes unrolled into places until the descriptors of one place fit into an index."""
-    units = _most_units(bundle.tokens)
+    units = _max_units(bundle.tokens)
     while bundle.axes and bundle.runs_per_place * units > MAX_DESCRIPTORS:
         axis, *axes = bundle.axes
+        steps = range(axis.steps)
         bundle = replace(
             bundle,
             axes=tuple(axes),
             bases=tuple(
                 (local + step * axis.local_stride, remote + step * axis.remote_stride)
                 for local, remote in bundle.bases
-                for step in range(axis.steps)
+                for step in steps
             ),
-            members=tuple(members for members in bundle.members for _ in range(axis.steps)),
-            conversions=tuple(
-                conversion for conversion in bundle.conversions for _ in range(axis.steps)
-            ),
+            members=tuple(members for members in bundle.members for _ in steps),
+            conversions=tuple(conversion for conversion in bundle.conversions for _ in steps),
         )
     return bundle

@@ -27,18 +27,19 @@ class EngineShape:
     groups: tuple[CacheGroup, ...]
 
     @classmethod
-    def of(cls, engine: EngineDescription) -> EngineShape:
+    def from_engine(cls, engine: EngineDescription) -> EngineShape:
         """The shape of a whole engine."""
         tensors = [
             tensor for worker in engine.workers for tensor in worker.tensors if len(tensor.heads)
         ]
         attention = [tensor for tensor in tensors if engine.groups[tensor.group].policy != "state"]
-        # A convolution's heads are its channels.
+        # A convolution's heads are its channels, thousands of them: they are no heads to a reader.
         states = [tensor for tensor in tensors if not tensor.kind.startswith("conv")]
+        counted_tensors = attention or states or tensors
         return cls(
             topology=engine.topology,
             layers=len(layer_order(engine)),
-            heads=max((tensor.heads.stop for tensor in attention or states or tensors), default=0),
+            heads=max((tensor.heads.stop for tensor in counted_tensors), default=0),
             dtypes=tuple(sorted({tensor.format.dtype for tensor in tensors})),
             groups=engine.groups,
         )
@@ -52,18 +53,21 @@ class EngineShape:
 
 def format_topology(topology: Topology) -> str:
     """`TP 4 · PP 2`: the tensor-parallel size, and the other parallel sizes above 1."""
-    named = (("PP", topology.pp), ("PCP", topology.pcp), ("DCP", topology.dcp))
-    return " · ".join(
-        [f"TP {topology.tp}", *(f"{name} {size}" for name, size in named if size > 1)]
-    )
+    parts = [f"TP {topology.tp}"]
+    for name, size in (("PP", topology.pp), ("PCP", topology.pcp), ("DCP", topology.dcp)):
+        if size > 1:
+            parts.append(f"{name} {size}")
+    return " · ".join(parts)
 
 
 def format_group(group: CacheGroup) -> str:
     """`full, blocks of 16 tokens`."""
     if group.policy == "state":
         return "state"
-    window = f" of {group.window_tokens}" if group.window_tokens else ""
-    return f"{group.policy}{window}, blocks of {counted(group.block_tokens, 'token')}"
+    policy: str = group.policy
+    if group.window_tokens:
+        policy += f" of {group.window_tokens}"
+    return f"{policy}, blocks of {counted(group.block_tokens, 'token')}"
 
 
 def layer_order(engine: EngineDescription) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvferry.plan.conversion import conversion_of, has_scales_by_head, needs_conversion
 from kvferry.plan.cost import Choice, Costs, ReadOption, cheapest, choose
@@ -21,163 +21,203 @@ def parts_of(
     """One part, or one part per head if heads are converted with scales of their own."""
     if not needs_conversion(local, remote):
         yield TensorSlice(local, remote, heads, tokens)
-    elif has_scales_by_head(local) or has_scales_by_head(remote):
-        for head in range(heads.start, heads.stop):
-            yield TensorSlice(
-                local, remote, Range(head, head + 1), tokens, conversion_of(local, remote, head)
-            )
-    else:
+        return
+    if not has_scales_by_head(local) and not has_scales_by_head(remote):
         yield TensorSlice(local, remote, heads, tokens, conversion_of(local, remote, heads.start))
+        return
+    for head in range(heads.start, heads.stop):
+        conversion = conversion_of(local, remote, head)
+        yield TensorSlice(local, remote, Range(head, head + 1), tokens, conversion)
 
 
 class TokenMaps:
-    """Cache of token maps; equal ones are one object."""
+    """Cache of token maps. Equal ones are one object: runs are grouped by their identity."""
 
     def __init__(self, consumer: EngineDescription) -> None:
         self._policies = [group.policy for group in consumer.groups]
-        self._found: dict[tuple[object, ...], TokenMap] = {}
+        self._maps: dict[tuple[object, ...], TokenMap] = {}
 
-    def of(self, local: PagedTensor, remote: PagedTensor) -> TokenMap:
+    def between(self, local: PagedTensor, remote: PagedTensor) -> TokenMap:
         """The token map of two tensors."""
-        sides = (
+        key = (
+            local.group,
             local.block_tokens,
             local.blocks,
             local.interleave,
             remote.block_tokens,
             remote.blocks,
+            remote.interleave,
         )
-        key = (local.group, *sides, remote.interleave)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = map_tokens(
-                local.group, self._policies[local.group], local, remote
-            )
-        return found
+        tokens = self._maps.get(key)
+        if tokens is None:
+            tokens = map_tokens(local.group, self._policies[local.group], local, remote)
+            self._maps[key] = tokens
+        return tokens
 
 
 def place(
     parts: Sequence[TensorSlice], bundles: Sequence[Bundle], costs: Costs
 ) -> tuple[tuple[Slice, ...], tuple[StagedSource, ...]]:
-    """Decide for every bundle how it is placed."""
-    short = [
-        index
-        for one in bundles
-        if one.run_bytes < costs.direct_min_bytes or one.conversions or not costs.reaches_caches
-        for of in one.members
-        for index in of
-    ]
-    readings = [
-        reading for reading in Reading if any(differs(parts[index], reading) for index in short)
-    ]
-    possible = [read_options(parts, short, reading, costs.staged_run_bytes) for reading in readings]
+    """Decide for every bundle how it is placed.
+
+    Raises:
+        PlanRefused: a bundle must be staged and cannot be.
+    """
+    possible = _possible_readings(parts, bundles, costs)
+    # What was chosen and then turned out to be impossible. It grows in each round, so this ends.
     banned: set[tuple[int, Reading]] = set()
     while True:
         choices: list[Choice] = []
-        chosen: dict[int, Reading] = {}
-        for index, one in enumerate(bundles):
-            members = _members(one)
-            usable = [
-                (of, reading)
-                for of, reading in zip(possible, readings, strict=True)
-                if of.keys() >= set(members) and (index, reading) not in banned
-            ]
-            offered = [
-                ReadOption(
-                    sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members)
-                )
-                for of, _ in usable
-            ]
-            if one.conversions or not costs.reaches_caches:
-                choices.append(_must_stage(parts[min(members)], costs, offered))
-            else:
-                choices.append(choose(costs, one.unit_bytes, one.unit_runs, offered))
-            option = choices[-1].option
-            if option is not None:
-                chosen.update(dict.fromkeys(members, usable[option][1]))
-        lost = _lost(parts, bundles, chosen, costs)
+        reading_of_part: dict[int, Reading] = {}
+        for index, bundle in enumerate(bundles):
+            usable = {
+                reading: options
+                for reading, options in possible.items()
+                if (index, reading) not in banned
+            }
+            choice, reading = _choose_reading(parts, bundle, usable, costs)
+            choices.append(choice)
+            if reading is not None:
+                reading_of_part.update(dict.fromkeys(_members(bundle), reading))
+        lost = _lost(parts, bundles, reading_of_part, costs)
         if not lost:
             try:
-                return _slices(parts, bundles, choices), sources(parts, bundles, chosen)
+                return (
+                    _slices(parts, bundles, choices),
+                    sources(parts, bundles, reading_of_part),
+                )
             except Unplaceable:
+                # Cells overlap on the producer, so no reading in its shape can be placed.
                 lost = {(index, reading) for index in range(len(bundles)) for reading in Reading}
         banned |= lost
+
+
+def _must_be_staged(bundle: Bundle, costs: Costs) -> bool:
+    return bool(bundle.conversions) or not costs.reaches_caches
+
+
+def _possible_readings(
+    parts: Sequence[TensorSlice], bundles: Sequence[Bundle], costs: Costs
+) -> dict[Reading, Mapping[int, ReadOption]]:
+    """The readings of parts that may be staged, each with its cost per part."""
+    candidates: list[int] = []
+    for bundle in bundles:
+        if bundle.run_bytes < costs.direct_min_bytes or _must_be_staged(bundle, costs):
+            candidates += _members(bundle)
+    return {
+        reading: read_options(parts, candidates, reading, costs.staged_run_bytes)
+        for reading in Reading
+        if any(differs(parts[index], reading) for index in candidates)
+    }
+
+
+def _choose_reading(
+    parts: Sequence[TensorSlice],
+    bundle: Bundle,
+    readings: Mapping[Reading, Mapping[int, ReadOption]],
+    costs: Costs,
+) -> tuple[Choice, Reading | None]:
+    """The choice for one bundle, and the reading in the producer's shape; None if it is read in place."""
+    members = _members(bundle)
+    usable: list[Reading] = []
+    options: list[ReadOption] = []
+    for reading, by_part in readings.items():
+        if not by_part.keys() >= set(members):
+            continue
+        usable.append(reading)
+        options.append(
+            ReadOption(
+                read_bytes=sum(by_part[member].read_bytes for member in members),
+                descriptors=sum(by_part[member].descriptors for member in members),
+            )
+        )
+    if _must_be_staged(bundle, costs):
+        choice = _choose_staged(parts[min(members)], costs, options)
+    else:
+        choice = choose(costs, bundle.unit_bytes, bundle.unit_runs, options)
+    if choice.option is None:
+        return choice, None
+    return choice, usable[choice.option]
 
 
 def _slices(
     parts: Sequence[TensorSlice], bundles: Sequence[Bundle], choices: Sequence[Choice]
 ) -> tuple[Slice, ...]:
     slices: dict[int, Slice] = {}
-    for one, choice in zip(bundles, choices, strict=True):
-        for of_place in one.members:
-            for member in of_place:
+    for bundle, choice in zip(bundles, choices, strict=True):
+        placing = Placing.STAGED
+        if choice.option is None:
+            placing = Placing.DIRECT
+        for members in bundle.members:
+            for member in members:
                 part = parts[member]
                 slices[member] = Slice(
                     local=part.local,
                     remote=part.remote,
                     heads=part.heads,
                     tokens=part.tokens,
-                    placing=Placing.DIRECT if choice.option is None else Placing.STAGED,
+                    placing=placing,
                     reason=choice.reason,
-                    run_bytes=one.run_bytes,
-                    unit_runs=one.runs_per_place / len(of_place),
+                    run_bytes=bundle.run_bytes,
+                    unit_runs=bundle.runs_per_place / len(members),
                 )
     return tuple(slices[index] for index in range(len(parts)))
 
 
-def _members(one: Bundle) -> list[int]:
-    return [member for of_place in one.members for member in of_place]
+def _members(bundle: Bundle) -> list[int]:
+    """The parts of a bundle, of all its places."""
+    return [member for members in bundle.members for member in members]
 
 
 def _lost(
     parts: Sequence[TensorSlice],
     bundles: Sequence[Bundle],
-    chosen: dict[int, Reading],
+    reading_of_part: Mapping[int, Reading],
     costs: Costs,
 ) -> set[tuple[int, Reading]]:
-    """The bundles that cannot be read as chosen: runs may be shorter when not all parts are read alike."""
+    """The bundles that cannot be read as chosen."""
+    # Costs were asked for with all parts read alike. Where some are not, the others' runs may be
+    # shorter, and then too many, or the surplus no longer lies inside of them.
     lost: set[tuple[int, Reading]] = set()
-    for reading in set(chosen.values()):
-        members = [index for index in chosen if chosen[index] is reading]
-        still = read_options(parts, members, reading, costs.staged_run_bytes)
-        for index, one in enumerate(bundles):
-            own = _members(one)
-            if chosen.get(own[0]) is reading and not still.keys() >= set(own):
+    for reading in set(reading_of_part.values()):
+        members = [part for part, chosen in reading_of_part.items() if chosen is reading]
+        options = read_options(parts, members, reading, costs.staged_run_bytes)
+        for index, bundle in enumerate(bundles):
+            own = _members(bundle)
+            is_chosen = reading_of_part.get(own[0]) is reading
+            if is_chosen and not options.keys() >= set(own):
                 lost.add((index, reading))
     return lost
 
 
-def _must_stage(part: TensorSlice, costs: Costs, read_options: Sequence[ReadOption]) -> Choice:
+def _choose_staged(part: TensorSlice, costs: Costs, options: Sequence[ReadOption]) -> Choice:
     """The choice for a part that is converted, or that the fabric does not reach: the pool, at any cost.
 
     Raises:
         PlanRefused: there is no pool, or it is too small.
     """
-    if not read_options:
-        change, where = (
-            "raise staging_pool_bytes on the consumer",
-            f"{part.local.layer}/{part.local.kind}",
+    if not options:
+        raise PlanRefused([_why_not_staged(part, costs)])
+    reason = "the fabric does not reach the device"
+    if part.conversion is not None:
+        reason = str(part.conversion)
+    return Choice(cheapest(costs, options), reason)
+
+
+def _why_not_staged(part: TensorSlice, costs: Costs) -> Reason:
+    name = f"{part.local.layer}/{part.local.kind}"
+    pool = f"a staging pool for runs of up to {costs.staged_run_bytes} B"
+    change = "raise staging_pool_bytes on the consumer"
+    if part.conversion is not None:
+        return Reason(
+            field=f"{name}.format",
+            producer=part.remote.format.dtype,
+            consumer=f"{part.local.format.dtype} and {pool}",
+            change=f"{change}, or use the same --kv-cache-dtype on both sides",
         )
-        pool = f"a staging pool for runs of up to {costs.staged_run_bytes} B"
-        if part.conversion is not None:
-            change += ", or use the same --kv-cache-dtype on both sides"
-            expected = f"{part.local.format.dtype} and {pool}"
-            raise PlanRefused(
-                [Reason(f"{where}.format", part.remote.format.dtype, expected, change)]
-            )
-        change += ", or use no kv_buffer_device: cpu there"
-        raise PlanRefused(
-            [
-                Reason(
-                    where,
-                    f"cells of {part.remote.cell_bytes} B",
-                    f"no host buffer, or {pool}",
-                    change,
-                )
-            ]
-        )
-    why = (
-        str(part.conversion)
-        if part.conversion is not None
-        else "the fabric does not reach the device"
+    return Reason(
+        field=name,
+        producer=f"cells of {part.remote.cell_bytes} B",
+        consumer=f"no host buffer, or {pool}",
+        change=f"{change}, or use no kv_buffer_device: cpu there",
     )
-    return Choice(cheapest(costs, read_options), why)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.plan.tokens import share_of
 from kvferry.protocol.errors import InvalidMessage, KvferryError
@@ -38,13 +39,12 @@ class PlanRefused(KvferryError):
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)
-        super().__init__(
-            "; ".join(f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1))
-        )
+        numbered = [f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1)]
+        super().__init__("; ".join(numbered))
 
 
 MAX_BLOCK_TOKENS = 65536
-"""Most tokens of a block that is divided into kernel blocks."""
+"""Tokens of a block that is divided into kernel blocks, at most."""
 
 
 def check_description(engine: EngineDescription) -> None:
@@ -63,51 +63,67 @@ def check_description(engine: EngineDescription) -> None:
             raise InvalidMessage(
                 f"groups[{index}].block_tokens", group.block_tokens, f"at most {MAX_BLOCK_TOKENS}"
             )
-    for index, worker in enumerate(engine.workers):
-        names = [tensor.name for tensor in worker.tensors]
-        if len(set(names)) != len(names):
+    for index in range(len(engine.workers)):
+        _check_worker(engine, index)
+
+
+class _GroupBlocks(NamedTuple):
+    """The blocks that a worker's tensors of one group have."""
+
+    blocks: int
+    block_tokens: int
+    share: Interleave
+
+    def __str__(self) -> str:
+        text = f"{self.blocks} blocks of {self.block_tokens} tokens"
+        if self.share.ranks > 1:
+            text += (
+                f" on rank {self.share.rank} of {self.share.ranks}, runs of {self.share.run_tokens}"
+            )
+        return text
+
+
+def _check_worker(engine: EngineDescription, index: int) -> None:
+    worker = engine.workers[index]
+    names = {tensor.name for tensor in worker.tensors}
+    if len(names) != len(worker.tensors):
+        raise InvalidMessage(
+            f"workers[{index}].tensors", f"{len(worker.tensors)} tensors", "distinct names"
+        )
+    reaches: dict[tuple[object, ...], int] = {}
+    blocks_of_group: dict[int, _GroupBlocks] = {}
+    for tensor in worker.tensors:
+        # Layers usually have one shape, and need only one check; addresses differ.
+        shape = (
+            *tensor.shape,
+            tensor.group,
+            tensor.heads,
+            tensor.interleave,
+            len(tensor.scales),
+        )
+        reach = reaches.get(shape)
+        if reach is not None and tensor.base + reach <= 1 << 63:
+            continue
+        where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
+        reaches[shape] = _check_base(where, tensor)
+        _check_tensor(engine, where, tensor)
+        # One list of blocks addresses every tensor of a group.
+        blocks = _GroupBlocks(tensor.blocks, tensor.block_tokens, share_of(tensor))
+        expected = blocks_of_group.setdefault(tensor.group, blocks)
+        if blocks != expected:
             raise InvalidMessage(
-                f"workers[{index}].tensors", f"{len(names)} tensors", "distinct names"
+                f"{where}.blocks", str(blocks), f"{expected}, like its group's other tensors"
             )
-        reaches: dict[tuple[object, ...], int] = {}
-        blocks_of: dict[int, tuple[int, int, Interleave]] = {}
-        for tensor in worker.tensors:
-            shape = (
-                *tensor.shape,
-                tensor.group,
-                tensor.heads,
-                tensor.interleave,
-                len(tensor.scales),
-            )
-            reach = reaches.get(shape)
-            if reach is not None and tensor.base + reach <= 1 << 63:
-                continue  # the same shape as a checked layer
-            where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
-            reaches[shape] = _check_base(where, tensor)
-            _check_tensor(engine, where, tensor)
-            # One list of blocks addresses every tensor of a group.
-            found = (tensor.blocks, tensor.block_tokens, share_of(tensor))
-            if blocks_of.setdefault(tensor.group, found) != found:
-                raise InvalidMessage(
-                    f"{where}.blocks",
-                    _blocks(found),
-                    f"{_blocks(blocks_of[tensor.group])}, like its group's other tensors",
-                )
-
-
-def _blocks(found: tuple[int, int, Interleave]) -> str:
-    blocks, tokens, share = found
-    rank = (
-        f" on rank {share.rank} of {share.ranks}, runs of {share.run_tokens}"
-        if share.ranks > 1
-        else ""
-    )
-    return f"{blocks} blocks of {tokens} tokens{rank}"
 
 
 def _check_base(where: str, tensor: PagedTensor) -> int:
-    """Check a tensor's base and return the bytes from there to its end."""
-    if tensor.blocks * tensor.tiles >= 1 << 31:  # NIXL counts the descriptors of a run in int32
+    """Check a tensor's base.
+
+    Returns:
+        The bytes from there to its end.
+    """
+    # NIXL counts the descriptors of a run in int32.
+    if tensor.blocks * tensor.tiles >= 1 << 31:
         raise InvalidMessage(
             f"{where}.blocks",
             tensor.blocks,
@@ -136,12 +152,17 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
         raise InvalidMessage(
             f"{where}.interleave.rank", tensor.interleave.rank, f"below {tensor.interleave.ranks}"
         )
-    element = tensor.element_bytes
-    if element and (element & (element - 1) or tensor.cell_bytes % element):
-        divisor = f"0, or a power of two that divides {tensor.cell_bytes}"
-        raise InvalidMessage(f"{where}.element_bytes", element, divisor)
-    pieces = tensor.cell_bytes // element if element else 1
-    if len(tensor.heads) * tensor.tiles * pieces > 1 << 24:
+    # Elements of both sides must divide one another, as powers of two do (`run_merger`).
+    element_bytes = tensor.element_bytes
+    elements = 1
+    if element_bytes:
+        is_power_of_two = element_bytes & (element_bytes - 1) == 0
+        if not is_power_of_two or tensor.cell_bytes % element_bytes:
+            expected = f"0, or a power of two that divides {tensor.cell_bytes}"
+            raise InvalidMessage(f"{where}.element_bytes", element_bytes, expected)
+        elements = tensor.cell_bytes // element_bytes
+    # The planner may unroll a block into its pieces: their number bounds its memory.
+    if len(tensor.heads) * tensor.tiles * elements > 1 << 24:
         raise InvalidMessage(
             f"{where}.heads", tensor.heads, "at most 2**24 pieces of cells in a block"
         )
@@ -149,13 +170,15 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
         expected = f"none, one, or one for each of {len(tensor.heads)} heads"
         raise InvalidMessage(f"{where}.scales", f"{len(tensor.scales)} scales", expected)
     group = engine.groups[tensor.group]
-    if group.policy != "state" and group.block_tokens % tensor.block_tokens:
+    if group.policy == "state":
+        return
+    if group.block_tokens % tensor.block_tokens:
         raise InvalidMessage(
             f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}"
         )
+    # Otherwise the number of blocks would not determine how many slots a rank has filled.
     share = tensor.interleave
-    if group.policy != "state" and share.ranks > 1 and group.block_tokens % share.run_tokens:
-        # Otherwise the number of blocks would not determine how many slots a rank has filled.
+    if share.ranks > 1 and group.block_tokens % share.run_tokens:
         raise InvalidMessage(
             f"{where}.interleave.run_tokens", share.run_tokens, f"a divisor of {group.block_tokens}"
         )

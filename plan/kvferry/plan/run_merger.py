@@ -17,7 +17,7 @@ from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor
 
 
-def bundle(parts: Sequence[TensorSlice]) -> tuple[Bundle, ...]:
+def merge(parts: Sequence[TensorSlice]) -> tuple[Bundle, ...]:
     """Merge parts into bundles; the indices of `members` are those of `parts`.
 
     Example: K and V of one layer, 2 heads, units of 4 tokens, cells of 8 bytes. If both sides have head stride 64,
@@ -26,48 +26,46 @@ def bundle(parts: Sequence[TensorSlice]) -> tuple[Bundle, ...]:
     """
     merger = _RunMerger()
     strided_runs = [merger.strided_run(index, part) for index, part in enumerate(parts)]
+    # A longer run may make another axis continue it, and a longer run may touch the next tensor's.
     while True:
-        joined = [
-            strided
-            for alike in _grouped(strided_runs, lambda strided: id(strided.loops))
-            for strided in _join(alike)
-        ]
-        settled = len(joined) == len(strided_runs)
+        joined: list[_StridedRun] = []
+        for alike in _grouped(strided_runs, _loops_of):
+            joined += _join(alike)
+        is_settled = len(joined) == len(strided_runs)
         strided_runs = [merger.grow(strided) for strided in joined]
-        if settled:
+        if is_settled:
             break
-    return tuple(
-        Bundle(
-            tokens=alike[0].loops.tokens,
-            run=alike[0].run,
-            axes=alike[0].loops.axes,
-            local_unit_stride=alike[0].loops.local_unit_stride,
-            remote_unit_stride=alike[0].loops.remote_unit_stride,
-            bases=tuple((strided.local_base, strided.remote_base) for strided in alike),
-            members=tuple(strided.members for strided in alike),
-            conversions=tuple(
-                strided.conversion for strided in alike if strided.conversion is not None
-            ),
-        )
-        for alike in _grouped(
-            strided_runs,
-            lambda strided: (
-                id(strided.loops),
-                strided.run,
-                strided.conversion and strided.conversion[:2],
-            ),
-        )
+    return tuple(_bundle(alike) for alike in _grouped(strided_runs, _loops_run_and_dtypes))
+
+
+def _bundle(alike: Sequence[_StridedRun]) -> Bundle:
+    loops = alike[0].loops
+    return Bundle(
+        tokens=loops.tokens,
+        run=alike[0].run,
+        axes=loops.axes,
+        local_unit_stride=loops.local_unit_stride,
+        remote_unit_stride=loops.remote_unit_stride,
+        bases=tuple((strided.local_base, strided.remote_base) for strided in alike),
+        members=tuple(strided.members for strided in alike),
+        conversions=tuple(
+            strided.conversion for strided in alike if strided.conversion is not None
+        ),
     )
 
 
 def producer_runs(parts: Sequence[TensorSlice], reading: Reading) -> tuple[Bundle, ...]:
     """The producer's own runs; both sides of these bundles describe the producer."""
     maps: dict[int, TokenMap] = {}
-    return bundle([_producer_part(part, reading, maps) for part in parts])
+    return merge([_producer_part(part, reading, maps) for part in parts])
 
 
 class _Loops(NamedTuple):
-    """Loop structure without the run."""
+    """Loop structure without the run.
+
+    Attributes:
+        items: bytes of an element, local and remote, if there is a conversion; else 1.
+    """
 
     tokens: TokenMap
     axes: tuple[RunAxis, ...]
@@ -77,12 +75,26 @@ class _Loops(NamedTuple):
 
 
 class _StridedRun(NamedTuple):
+    """The bytes of one unit of some parts."""
+
     loops: _Loops
     run: int
     local_base: int
     remote_base: int
     members: tuple[int, ...]
     conversion: DtypeConversion | None
+
+
+def _loops_of(strided: _StridedRun) -> int:
+    # Equal loops are one object (`_RunMerger`).
+    return id(strided.loops)
+
+
+def _loops_run_and_dtypes(strided: _StridedRun) -> tuple[object, ...]:
+    dtypes = None
+    if strided.conversion is not None:
+        dtypes = strided.conversion[:2]
+    return (id(strided.loops), strided.run, dtypes)
 
 
 class _RunMerger:
@@ -96,117 +108,168 @@ class _RunMerger:
     def strided_run(self, index: int, part: TensorSlice) -> _StridedRun:
         """The strided run of one part."""
         local, remote, heads, tokens, conversion = part
-        shape = (local.shape, remote.shape, len(heads), id(tokens), conversion and conversion[:2])
-        found = self._by_shape.get(shape)
-        if found is None:
-            found = self._by_shape[shape] = self._loops(part)
+        dtypes = None
+        if conversion is not None:
+            dtypes = conversion[:2]
+        shape = (local.shape, remote.shape, len(heads), id(tokens), dtypes)
+        loops_and_run = self._by_shape.get(shape)
+        if loops_and_run is None:
+            loops_and_run = self._loops(part)
+            self._by_shape[shape] = loops_and_run
+        loops, run = loops_and_run
+        local_offset = (heads.start - local.heads.start) * local.head_stride
+        remote_offset = (heads.start - remote.heads.start) * remote.head_stride
         return _StridedRun(
-            *found,
-            local.base + (heads.start - local.heads.start) * local.head_stride,
-            remote.base + (heads.start - remote.heads.start) * remote.head_stride,
-            (index,),
-            conversion,
+            loops=loops,
+            run=run,
+            local_base=local.base + local_offset,
+            remote_base=remote.base + remote_offset,
+            members=(index,),
+            conversion=conversion,
         )
 
     def grow(self, strided: _StridedRun) -> _StridedRun:
         """The strided run after absorbing every axis that continues its run."""
         key = (id(strided.loops), strided.run)
-        found = self._grown.get(key)
-        if found is None:
+        grown = self._grown.get(key)
+        if grown is None:
             axes, run = _absorb(strided.loops.axes, strided.run, strided.loops.items)
-            found = self._grown[key] = (self._one(strided.loops._replace(axes=axes)), run)
-        return (
-            strided if found[1] == strided.run else strided._replace(loops=found[0], run=found[1])
-        )
+            grown = (self._one_object(strided.loops._replace(axes=axes)), run)
+            self._grown[key] = grown
+        loops, run = grown
+        if run == strided.run:
+            return strided
+        return strided._replace(loops=loops, run=run)
 
     def _loops(self, part: TensorSlice) -> tuple[_Loops, int]:
+        """The loops of a part, and the run that they are around."""
         local, remote, heads, tokens, conversion = part
-        tiles = local.tiles if tokens.is_state else tokens.unit_tokens // local.tile_tokens
-        items = conversion.items if conversion is not None else (1, 1)
-        elements, contiguous = (
-            _elements(local, remote) if conversion is None else _items(local, remote, items)
+        tiles = local.tiles
+        if not tokens.is_state:
+            tiles = tokens.unit_tokens // local.tile_tokens
+        if conversion is None:
+            items = (1, 1)
+            element_axes, run = _elements(local, remote)
+        else:
+            items = conversion.items
+            element_axes, run = _items(local, remote, items)
+        axes, run = _absorb(
+            [
+                RunAxis(len(heads), local.head_stride, remote.head_stride),
+                RunAxis(tiles, local.tile_stride, remote.tile_stride),
+                *element_axes,
+            ],
+            run,
+            items,
         )
-        axes = [
-            RunAxis(len(heads), local.head_stride, remote.head_stride),
-            RunAxis(tiles, local.tile_stride, remote.tile_stride),
-            *elements,
-        ]
-        merged, run = _absorb(axes, contiguous, items)
-        local_unit_stride = _unit_stride(local, tiles, tokens.positions(tokens.local))
-        remote_unit_stride = _unit_stride(remote, tiles, tokens.positions(tokens.remote))
-        return self._one(_Loops(tokens, merged, local_unit_stride, remote_unit_stride, items)), run
+        loops = _Loops(
+            tokens=tokens,
+            axes=axes,
+            local_unit_stride=_unit_stride(local, tiles, tokens.positions(tokens.local)),
+            remote_unit_stride=_unit_stride(remote, tiles, tokens.positions(tokens.remote)),
+            items=items,
+        )
+        return self._one_object(loops), run
 
-    def _one(self, loops: _Loops) -> _Loops:
+    def _one_object(self, loops: _Loops) -> _Loops:
         return self._equal.setdefault(loops, loops)
 
 
 def _unit_stride(tensor: PagedTensor, tiles: int, positions: int) -> UnitStride:
-    """The unit stride of one side; 0 within a block that is one unit, so that tensors with another order of
-    tokens (K as [D, N] beside V as [N, D]) can merge."""
-    return UnitStride(
-        tensor.block_stride, tiles * tensor.tile_stride if positions > 1 else 0, tensor.blocks
-    )
+    # 0 within a block that is one unit, so that tensors with another order of tokens (K as [D, N]
+    # beside V as [N, D]) can merge.
+    position_stride = 0
+    if positions > 1:
+        position_stride = tiles * tensor.tile_stride
+    return UnitStride(tensor.block_stride, position_stride, tensor.blocks)
 
 
 def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[RunAxis], int]:
-    """The axes inside a cell, and the bytes that are contiguous on both sides with any strides.
+    """The axes inside a cell, and the bytes that are contiguous on both sides with any strides."""
+    cell_bytes = local.cell_bytes
+    local_bytes = local.element_bytes or cell_bytes
+    remote_bytes = remote.element_bytes or cell_bytes
+    if local_bytes == remote_bytes == cell_bytes:
+        return [], cell_bytes
+    # Element sizes are powers of two, so the smaller one divides the larger: elements of `large`
+    # bytes, around pieces of `small`.
+    small = min(local_bytes, remote_bytes)
+    large = max(local_bytes, remote_bytes)
+    local_outer, local_inner = _element_strides(local, small, large)
+    remote_outer, remote_inner = _element_strides(remote, small, large)
+    outer = RunAxis(cell_bytes // large, local_outer, remote_outer)
+    inner = RunAxis(large // small, local_inner, remote_inner)
+    return [outer, inner], small
 
-    Element sizes are powers of two, so the smaller one divides the larger.
-    """
-    cell = local.cell_bytes
-    here, there = local.element_bytes or cell, remote.element_bytes or cell
-    if here == there == cell:
-        return [], cell
-    small, large = min(here, there), max(here, there)
-    strides = [
-        (tensor.element_stride if tensor.element_bytes else cell, tensor.element_bytes or cell)
-        for tensor in (local, remote)
-    ]
-    # Elements of `large` bytes around pieces of `small`: each side's own stride where its elements are that small.
-    outer = [stride if size == large else stride * (large // size) for stride, size in strides]
-    inner = [stride if size == small else small for stride, size in strides]
-    return [
-        RunAxis(cell // large, outer[0], outer[1]),
-        RunAxis(large // small, inner[0], inner[1]),
-    ], small
+
+def _element_strides(tensor: PagedTensor, small: int, large: int) -> tuple[int, int]:
+    """The strides of elements of `large` bytes, and of pieces of `small` bytes inside of them."""
+    stride = tensor.cell_bytes
+    size = tensor.cell_bytes
+    if tensor.element_bytes:
+        stride = tensor.element_stride
+        size = tensor.element_bytes
+    outer = stride
+    if size != large:
+        outer = stride * (large // size)
+    inner = stride
+    if size != small:
+        # Larger elements are contiguous inside.
+        inner = small
+    return outer, inner
 
 
 def _items(
     local: PagedTensor, remote: PagedTensor, items: tuple[int, int]
 ) -> tuple[list[RunAxis], int]:
     """The axis of the elements of a converted cell, and a run of one element."""
-    strides = [
-        tensor.element_stride if tensor.element_bytes else item
-        for tensor, item in zip((local, remote), items, strict=True)
-    ]
-    return [RunAxis(local.cell_bytes // items[0], strides[0], strides[1])], 1
+    local_item, remote_item = items
+    local_stride = local_item
+    if local.element_bytes:
+        local_stride = local.element_stride
+    remote_stride = remote_item
+    if remote.element_bytes:
+        remote_stride = remote.element_stride
+    return [RunAxis(local.cell_bytes // local_item, local_stride, remote_stride)], 1
 
 
 def _absorb(
     axes: Iterable[RunAxis], run: int, items: tuple[int, int]
 ) -> tuple[tuple[RunAxis, ...], int]:
     """Grow the run by every axis that continues it on both sides; drop axes of one step."""
-    left = [axis for axis in axes if axis.steps > 1]
-    while True:
-        for axis in left:
-            if (axis.local_stride, axis.remote_stride) == (run * items[0], run * items[1]):
-                run *= axis.steps
-                left.remove(axis)
-                break
-        else:
-            left.sort(key=lambda axis: (-axis.remote_stride, -axis.local_stride, axis.steps))
-            return tuple(left), run
+    remaining = [axis for axis in axes if axis.steps > 1]
+    continuing = _continuing(remaining, run, items)
+    while continuing is not None:
+        run *= continuing.steps
+        remaining.remove(continuing)
+        continuing = _continuing(remaining, run, items)
+    # The outermost of the producer first, so that equal axes in another order are equal loops.
+    remaining.sort(key=lambda axis: (-axis.remote_stride, -axis.local_stride, axis.steps))
+    return tuple(remaining), run
+
+
+def _continuing(axes: Iterable[RunAxis], run: int, items: tuple[int, int]) -> RunAxis | None:
+    """An axis that continues a run on both sides."""
+    local_item, remote_item = items
+    for axis in axes:
+        if axis.local_stride == run * local_item and axis.remote_stride == run * remote_item:
+            return axis
+    return None
 
 
 def _producer_part(part: TensorSlice, reading: Reading, maps: dict[int, TokenMap]) -> TensorSlice:
     """The part with the producer's side on both sides; `maps` caches the producer's token maps."""
-    remote, heads, tokens = part.remote, part.heads, part.tokens
-    whole = reading is not Reading.UNITS and not tokens.is_state
-    unit = remote.block_tokens if whole else tokens.unit_tokens
-    tokens = maps.setdefault(id(tokens), TokenMap(tokens.group, unit, tokens.remote, tokens.remote))
-    return TensorSlice(
-        remote, remote, remote.heads if reading is Reading.ALL_HEADS else heads, tokens
-    )
+    remote = part.remote
+    tokens = part.tokens
+    unit_tokens = tokens.unit_tokens
+    if reading is not Reading.UNITS and not tokens.is_state:
+        unit_tokens = remote.block_tokens
+    heads = part.heads
+    if reading is Reading.ALL_HEADS:
+        heads = remote.heads
+    producer_map = TokenMap(tokens.group, unit_tokens, tokens.remote, tokens.remote)
+    producer_map = maps.setdefault(id(tokens), producer_map)
+    return TensorSlice(remote, remote, heads, producer_map)
 
 
 def _grouped(
@@ -220,15 +283,11 @@ def _grouped(
 
 
 def _join(alike: list[_StridedRun]) -> list[_StridedRun]:
-    """Join strided runs whose runs are adjacent on both sides.
-
-    A joined run stays within the stride of a block: beyond it is another block, or another allocation that happens to
-    be adjacent, and no descriptor may cross that border. Converted runs are never joined: each has its own scales.
-    """
+    """Join strided runs whose runs are adjacent on both sides."""
     joined: list[_StridedRun] = []
     for strided in sorted(alike, key=lambda strided: strided.local_base):
-        last = joined[-1] if joined else None
-        if last is not None and _adjacent(last, strided):
+        if joined and _may_join(joined[-1], strided):
+            last = joined[-1]
             joined[-1] = last._replace(
                 run=last.run + strided.run, members=last.members + strided.members
             )
@@ -237,14 +296,18 @@ def _join(alike: list[_StridedRun]) -> list[_StridedRun]:
     return joined
 
 
-def _adjacent(last: _StridedRun, strided: _StridedRun) -> bool:
-    length = last.run + strided.run
+def _may_join(last: _StridedRun, strided: _StridedRun) -> bool:
+    # Converted runs are never joined: each has its own scales.
+    if last.conversion is not None or strided.conversion is not None:
+        return False
+    if strided.local_base - last.local_base != last.run:
+        return False
+    if strided.remote_base - last.remote_base != last.run:
+        return False
+    # A joined run stays within the stride of a block: beyond it is another block, or another
+    # allocation that happens to be adjacent, and no descriptor may cross that border.
+    run = last.run + strided.run
     return (
-        last.conversion is None
-        and strided.conversion is None
-        and strided.local_base - last.local_base
-        == last.run
-        == strided.remote_base - last.remote_base
-        and length <= last.loops.local_unit_stride.block_stride
-        and length <= last.loops.remote_unit_stride.block_stride
+        run <= last.loops.local_unit_stride.block_stride
+        and run <= last.loops.remote_unit_stride.block_stride
     )

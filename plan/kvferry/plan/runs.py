@@ -60,12 +60,22 @@ class Bundle:
     @property
     def run_bytes(self) -> int:
         """Bytes of one run on the producer, which is one descriptor."""
-        return self.run * (self.conversions[0].items[1] if self.conversions else 1)
+        _, remote_item = self._items
+        return self.run * remote_item
 
     @property
     def local_run_bytes(self) -> int:
         """Bytes of one run in the consumer's cache."""
-        return self.run * (self.conversions[0].items[0] if self.conversions else 1)
+        local_item, _ = self._items
+        return self.run * local_item
+
+    @property
+    def _items(self) -> tuple[int, int]:
+        """Bytes of an item of `run`, local and remote."""
+        # The conversions of all places have the same dtypes; their scales may differ.
+        if self.conversions:
+            return self.conversions[0].items
+        return 1, 1
 
     @property
     def runs_per_place(self) -> int:

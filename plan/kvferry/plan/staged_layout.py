@@ -86,169 +86,200 @@ class StagedSource:
     @property
     def unit_descriptors(self) -> float:
         """Descriptors of one unit; if whole blocks are read, its portion of a block's."""
-        return self.bundle.unit_runs / (
-            self.tokens.positions(self.tokens.remote) if self.whole_blocks else 1
-        )
+        if not self.whole_blocks:
+            return self.bundle.unit_runs
+        return self.bundle.unit_runs / self.tokens.positions(self.tokens.remote)
 
 
 def differs(part: TensorSlice, reading: Reading) -> bool:
-    """Whether this reading of a part differs from those before it in `Reading`."""
+    """True if this reading of a part differs from those before it in `Reading`."""
+    if reading is Reading.UNITS:
+        return True
     if reading is Reading.BLOCKS:
         return not part.tokens.is_state and part.tokens.unit_tokens < part.remote.block_tokens
-    return reading is Reading.UNITS or len(part.heads) < len(part.remote.heads)
+    return len(part.heads) < len(part.remote.heads)
 
 
 MAX_RUNS = 8192
-"""Most runs of a source: the relayout of a wave has a table with a row for every piece."""
+"""Runs of a source, at most: the relayout of a wave has a table with a row for every piece."""
 
 
 def read_options(
-    parts: Sequence[TensorSlice], indices: Sequence[int], reading: Reading, most_bytes: int
+    parts: Sequence[TensorSlice], indices: Sequence[int], reading: Reading, max_run_bytes: int
 ) -> Mapping[int, ReadOption]:
     """The cost of reading each of the parts with these indices in the producer's shape, for one unit of its token map.
 
-    Parts that cannot be read this way, or only in runs of more than `most_bytes`, or in more runs or descriptors than
-    `MAX_RUNS` and `MAX_DESCRIPTORS`, are left out.
+    Parts that cannot be read this way, or only in runs of more than `max_run_bytes`, or in more runs or descriptors
+    than `MAX_RUNS` and `MAX_DESCRIPTORS`, are left out.
     """
-    found: dict[int, ReadOption] = {}
-    for one in producer_runs([parts[index] for index in indices], reading):
-        if (
-            one.run_bytes > most_bytes
-            or one.unit_runs > MAX_RUNS
-            or _descriptors(one) > MAX_DESCRIPTORS
-        ):
+    options: dict[int, ReadOption] = {}
+    for bundle in producer_runs([parts[index] for index in indices], reading):
+        if bundle.run_bytes > max_run_bytes or bundle.unit_runs > MAX_RUNS:
             continue
-        for places in one.members:
-            members = [indices[place] for place in places]
-            if not all(_fits(parts[member], one, reading) for member in members):
+        if _descriptors(bundle) > MAX_DESCRIPTORS:
+            continue
+        for positions in bundle.members:
+            members = [indices[position] for position in positions]
+            if not all(_has_surplus_inside(parts[member], bundle, reading) for member in members):
                 continue
             for member in members:
-                runs = one.runs_per_place / len(members) / _units_of_block(parts[member], reading)
-                found[member] = ReadOption(runs * one.run_bytes, runs)
-    return found
+                units = _needed_units_of_block(parts[member], reading)
+                runs = bundle.runs_per_place / len(members) / units
+                options[member] = ReadOption(runs * bundle.run_bytes, runs)
+    return options
 
 
 def sources(
-    parts: Sequence[TensorSlice], bundles: Sequence[Bundle], chosen: Mapping[int, Reading]
+    parts: Sequence[TensorSlice],
+    bundles: Sequence[Bundle],
+    reading_of_part: Mapping[int, Reading],
 ) -> tuple[StagedSource, ...]:
     """The sources of the parts that are staged.
 
     Args:
         bundles: the parts as they are merged for both sides; their members index `parts`.
-        chosen: per staged part its reading: the same for all parts of a bundle, and one that `read_options` returned.
+        reading_of_part: of the staged parts: the same for all parts of a bundle, and one that `read_options` returned.
+
+    Raises:
+        Unplaceable: the producer's cells overlap.
     """
-    found: list[StagedSource] = []
+    staged: list[StagedSource] = []
     for reading in Reading:
-        members = [index for index in range(len(parts)) if chosen.get(index) is reading]
-        for one in producer_runs([parts[index] for index in members], reading):
-            places = {
-                members[member]: place for place, of in enumerate(one.members) for member in of
-            }
-            for tokens in dict.fromkeys(parts[member].tokens for member in places):
+        indices = [index for index in range(len(parts)) if reading_of_part.get(index) is reading]
+        for source_bundle in producer_runs([parts[index] for index in indices], reading):
+            place_of_part: dict[int, int] = {}
+            for place, positions in enumerate(source_bundle.members):
+                for position in positions:
+                    place_of_part[indices[position]] = place
+            # Parts whose tokens correspond in different ways may be alike on the producer: their
+            # units differ, so each correspondence is a source of its own.
+            for tokens in dict.fromkeys(parts[part].tokens for part in place_of_part):
                 own = {
-                    member: place
-                    for member, place in places.items()
-                    if parts[member].tokens == tokens
+                    part: place
+                    for part, place in place_of_part.items()
+                    if parts[part].tokens == tokens
                 }
-                found.append(
-                    StagedSource(tokens, reading, one, _placements(bundles, one, own, reading))
-                )
-    return tuple(found)
+                placements = _placements(bundles, source_bundle, own, reading)
+                staged.append(StagedSource(tokens, reading, source_bundle, placements))
+    return tuple(staged)
 
 
-def _descriptors(one: Bundle) -> int:
+def _descriptors(bundle: Bundle) -> int:
     """Descriptors of the producer's rows, all blocks."""
-    return one.unit_runs * one.tokens.positions(one.tokens.remote) * one.remote_unit_stride.blocks
+    positions = bundle.tokens.positions(bundle.tokens.remote)
+    return bundle.unit_runs * positions * bundle.remote_unit_stride.blocks
 
 
-def _fits(part: TensorSlice, one: Bundle, reading: Reading) -> bool:
-    """Whether the surplus bytes are inside the producer's runs; elsewhere they would only add runs."""
+def _has_surplus_inside(part: TensorSlice, bundle: Bundle, reading: Reading) -> bool:
+    """True if the surplus bytes are inside the producer's runs; elsewhere they would only add runs."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return True
-    outside, remote = {(axis.steps, axis.remote_stride) for axis in one.axes}, part.remote
-    if (remote.tiles, remote.tile_stride) in outside and remote.tiles > 1:
+    remote = part.remote
+    outer_loops = {(axis.steps, axis.remote_stride) for axis in bundle.axes}
+    if remote.tiles > 1 and (remote.tiles, remote.tile_stride) in outer_loops:
         return False
-    all_heads = (len(remote.heads), remote.head_stride)
-    return reading is Reading.BLOCKS or len(remote.heads) == 1 or all_heads not in outside
+    if reading is Reading.BLOCKS or len(remote.heads) == 1:
+        return True
+    return (len(remote.heads), remote.head_stride) not in outer_loops
 
 
-def _units_of_block(part: TensorSlice, reading: Reading) -> float:
+def _needed_units_of_block(part: TensorSlice, reading: Reading) -> float:
     """Needed units of a producer's block, which share the cost of reading it."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return 1.0
-    here, there = part.tokens.local.share, part.tokens.remote.share
-    return part.tokens.positions(part.tokens.remote) / (
-        1 if here.ranks == 1 or here == there else here.ranks
-    )
+    units = part.tokens.positions(part.tokens.remote)
+    local_share = part.tokens.local.share
+    if local_share == part.tokens.remote.share:
+        return units
+    # Of a producer's block this worker needs the tokens of its own rank.
+    return units / local_share.ranks
 
 
 def _placements(
-    bundles: Sequence[Bundle], source: Bundle, places: Mapping[int, int], reading: Reading
+    bundles: Sequence[Bundle], source: Bundle, place_of_part: Mapping[int, int], reading: Reading
 ) -> tuple[Placement, ...]:
-    """The placements of a source; `places` is the place of each part in the source."""
-    found = []
-    for one in bundles:
-        if not any(members[0] in places for members in one.members):
+    """The placements of a source.
+
+    Args:
+        place_of_part: the place of each part in the source.
+    """
+    placements: list[Placement] = []
+    for bundle in bundles:
+        if not any(members[0] in place_of_part for members in bundle.members):
             continue
-        across = _across(source.axes, one.axes)
-        combinations = grid([axis.steps for axis in across]).T
-        steps = np.array([axis.local_stride for axis in across], dtype=np.int64)
-        pieces = []
-        for index, ((local_base, remote_base), members) in enumerate(
-            zip(one.bases, one.members, strict=True)
-        ):
-            if members[0] not in places:
-                continue
-            place = places[members[0]]
-            offset = remote_base - source.bases[place][1]
-            scales = one.conversions[index][2:] if one.conversions else (1.0, 1.0)
-            pieces += [
-                Piece(
-                    place * source.runs_per_place + number,
-                    offset,
-                    local_base + int(steps @ combination),
-                    scales,
-                )
-                for number, combination in enumerate(combinations)
-            ]
-        if pieces:
-            whole = reading is not Reading.UNITS and not one.tokens.is_state
-            placement = Placement(
-                run=one.run,
-                axes=tuple(axis for axis in one.axes if axis not in across),
-                block_stride=one.local_unit_stride.block_stride,
-                position_stride=one.local_unit_stride.position_stride,
-                source_position_stride=one.remote_unit_stride.position_stride if whole else 0,
-                pieces=tuple(pieces),
-                dtypes=one.conversions[0][:2] if one.conversions else None,
-            )
-            found.append(placement)
-    return tuple(found)
+        outer_axes = _axes_of_runs(source.axes, bundle.axes)
+        dtypes = None
+        if bundle.conversions:
+            dtypes = bundle.conversions[0][:2]
+        source_position_stride = 0
+        if reading is not Reading.UNITS and not bundle.tokens.is_state:
+            source_position_stride = bundle.remote_unit_stride.position_stride
+        placement = Placement(
+            run=bundle.run,
+            axes=tuple(axis for axis in bundle.axes if axis not in outer_axes),
+            block_stride=bundle.local_unit_stride.block_stride,
+            position_stride=bundle.local_unit_stride.position_stride,
+            source_position_stride=source_position_stride,
+            pieces=tuple(_pieces(bundle, source, outer_axes, place_of_part)),
+            dtypes=dtypes,
+        )
+        placements.append(placement)
+    return tuple(placements)
 
 
-def _across(of_source: Sequence[RunAxis], of_places: Sequence[RunAxis]) -> list[RunAxis]:
+def _pieces(
+    bundle: Bundle,
+    source: Bundle,
+    outer_axes: Sequence[RunAxis],
+    place_of_part: Mapping[int, int],
+) -> list[Piece]:
+    """The pieces of one bundle in a source: one for each place and each run of the source there."""
+    combinations = grid([axis.steps for axis in outer_axes]).T
+    strides = np.array([axis.local_stride for axis in outer_axes], dtype=np.int64)
+    run_offsets = [int(strides @ combination) for combination in combinations]
+    pieces: list[Piece] = []
+    for index, members in enumerate(bundle.members):
+        place = place_of_part.get(members[0])
+        if place is None:
+            continue
+        local_base, remote_base = bundle.bases[index]
+        _, source_base = source.bases[place]
+        scales = (1.0, 1.0)
+        if bundle.conversions:
+            conversion = bundle.conversions[index]
+            scales = (conversion.remote_scale, conversion.local_scale)
+        first_run = place * source.runs_per_place
+        pieces += [
+            Piece(first_run + number, remote_base - source_base, local_base + run_offset, scales)
+            for number, run_offset in enumerate(run_offsets)
+        ]
+    return pieces
+
+
+def _axes_of_runs(of_source: Sequence[RunAxis], of_places: Sequence[RunAxis]) -> list[RunAxis]:
     """The axes of a source's runs, as the places have them; their combinations are numbered as those of the runs.
-
-    One axis of the source may be two axes of the places, if their elements are longer: 4 elements 6 bytes apart are
-    2 pairs 12 bytes apart, of 2 elements each.
 
     Raises:
         Unplaceable: the places do not have an axis.
     """
-    found: list[RunAxis] = []
+    axes: list[RunAxis] = []
     for steps, _, stride in of_source:
-        whole = [
-            (axis,) for axis in of_places if (axis.steps, axis.remote_stride) == (steps, stride)
-        ]
-        halves = [
-            (outer, inner)
-            for inner in of_places
-            for outer in of_places
-            if (inner.remote_stride, outer.remote_stride) == (stride, stride * inner.steps)
-            and outer.steps * inner.steps == steps
-        ]
-        same = [*whole, *halves]
-        if not same:
-            raise Unplaceable
-        found += same[0]
-    return found
+        axes += _equal_axes(steps, stride, of_places)
+    return axes
+
+
+def _equal_axes(steps: int, stride: int, of_places: Sequence[RunAxis]) -> list[RunAxis]:
+    """The one or two axes of the places that are this axis on the producer, the outer one first."""
+    for axis in of_places:
+        if axis.steps == steps and axis.remote_stride == stride:
+            return [axis]
+    # One axis of the source may be two axes of the places, if their elements are longer: 4 elements
+    # 6 bytes apart are 2 pairs 12 bytes apart, of 2 elements each.
+    for inner in of_places:
+        for outer in of_places:
+            continues = outer.remote_stride == stride * inner.steps
+            if inner.remote_stride != stride or not continues:
+                continue
+            if outer.steps * inner.steps == steps:
+                return [outer, inner]
+    raise Unplaceable

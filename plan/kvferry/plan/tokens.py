@@ -36,7 +36,7 @@ class TokenSide:
     share: Interleave
 
     @classmethod
-    def of(cls, tensor: PagedTensor) -> TokenSide:
+    def from_tensor(cls, tensor: PagedTensor) -> TokenSide:
         """The side of a tensor."""
         return cls(tensor.block_tokens, tensor.blocks, share_of(tensor))
 
@@ -61,55 +61,60 @@ class TokenMap:
 
     def positions(self, side: TokenSide) -> int:
         """Units per kernel block of a side."""
-        return 1 if self.is_state else side.block_tokens // self.unit_tokens
+        if self.is_state:
+            return 1
+        return side.block_tokens // self.unit_tokens
 
 
 def share_of(tensor: PagedTensor) -> Interleave:
     """A tensor's interleave in normal form: with one rank, which holds everything, the run length is ignored."""
-    return tensor.interleave if tensor.interleave.ranks > 1 else EVERYTHING
+    if tensor.interleave.ranks > 1:
+        return tensor.interleave
+    return EVERYTHING
 
 
 def map_tokens(group: int, policy: str, local: PagedTensor, remote: PagedTensor) -> TokenMap:
     """The token map of two tensors; see the module's docstring for the unit."""
-    here, there = TokenSide.of(local), TokenSide.of(remote)
+    local_side = TokenSide.from_tensor(local)
+    remote_side = TokenSide.from_tensor(remote)
     if policy == "state":
-        return TokenMap(group, 0, here, there)
-    unit = math.gcd(here.block_tokens, there.block_tokens)
-    if here.share != there.share:
-        for share in (here.share, there.share):
-            unit = math.gcd(unit, share.run_tokens if share.ranks > 1 else 0)
-    return TokenMap(group, unit, here, there)
+        return TokenMap(group, 0, local_side, remote_side)
+    unit = math.gcd(local_side.block_tokens, remote_side.block_tokens)
+    # With equal shares the runs of the interleave do not matter: the same tokens are in the same
+    # slots.
+    if local_side.share != remote_side.share:
+        for share in (local_side.share, remote_side.share):
+            if share.ranks > 1:
+                unit = math.gcd(unit, share.run_tokens)
+    return TokenMap(group, unit, local_side, remote_side)
 
 
-def shares_meet(one: Interleave, other: Interleave) -> bool:
-    """Whether any token is in both shares.
-
-    A share is the tokens with `t mod (ranks·run)` in `[rank·run, rank·run + run)`. Two such sets meet if and only
-    if the intervals do modulo the gcd of their periods.
-    """
-    period = math.gcd(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
-    gap = (other.rank * other.run_tokens - one.rank * one.run_tokens) % period
-    return gap < one.run_tokens or period - gap < other.run_tokens
+def shares_meet(share: Interleave, other: Interleave) -> bool:
+    """True if any token is in both shares."""
+    # A share is the tokens with `t mod (ranks·run)` in `[rank·run, rank·run + run)`. Two such sets
+    # meet if and only if the intervals do modulo the gcd of their periods.
+    period = math.gcd(share.ranks * share.run_tokens, other.ranks * other.run_tokens)
+    gap = (other.rank * other.run_tokens - share.rank * share.run_tokens) % period
+    return gap < share.run_tokens or period - gap < other.run_tokens
 
 
-def shared_part(one: Interleave, other: Interleave) -> float:
+def shared_part(share: Interleave, other: Interleave) -> float:
     """The fraction of all tokens that is in both shares; estimated if the pattern has more than 2**16 runs."""
-    if one == other:
-        return 1.0 / one.ranks
-    period = math.lcm(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
-    step = math.gcd(one.run_tokens, other.run_tokens)
+    if share == other:
+        return 1.0 / share.ranks
+    period = math.lcm(share.ranks * share.run_tokens, other.ranks * other.run_tokens)
+    step = math.gcd(share.run_tokens, other.run_tokens)
     if period // step > 1 << 16:
-        return 1.0 / (one.ranks * other.ranks)
+        return 1.0 / (share.ranks * other.ranks)
     tokens = np.arange(0, period, step, dtype=np.int64)
-    return float((in_share(one, tokens) & in_share(other, tokens)).mean())
+    return float((in_share(share, tokens) & in_share(other, tokens)).mean())
 
 
 def slots_before(share: Interleave, token: int) -> int:
     """The number of tokens in `[0, token)` that are in a share: the local slot of the next one."""
-    whole, rest = divmod(token, share.ranks * share.run_tokens)
-    return whole * share.run_tokens + min(
-        max(rest - share.rank * share.run_tokens, 0), share.run_tokens
-    )
+    whole_rounds, rest = divmod(token, share.ranks * share.run_tokens)
+    rest_after_run_start = max(rest - share.rank * share.run_tokens, 0)
+    return whole_rounds * share.run_tokens + min(rest_after_run_start, share.run_tokens)
 
 
 def slot_of(share: Interleave, tokens: np.ndarray) -> np.ndarray:
@@ -136,7 +141,8 @@ def held_from(block_span: int, num_blocks: int, num_tokens: int) -> int:
         block_span: tokens that one block covers on all ranks together: its local slots × the ranks that the tokens are
             divided among.
     """
-    return max(0, -(-num_tokens // block_span) - num_blocks) * block_span
+    all_blocks = -(-num_tokens // block_span)
+    return max(0, all_blocks - num_blocks) * block_span
 
 
 def first_needed(group: CacheGroup, next_token: int) -> int:
@@ -155,13 +161,7 @@ def first_needed(group: CacheGroup, next_token: int) -> int:
 def reaches_back(
     group: CacheGroup, block_span: int, first_held: int, num_tokens: int, prompt_tokens: int
 ) -> bool:
-    """Whether an engine can continue a sequence from the tokens `[first_held, num_tokens)` that a producer holds.
-
-    Two things can be missing. If the sequence is the whole prompt, vLLM computes the prompt's last token again for its
-    logits: its window begins one token earlier, perhaps in a block that one of the two engines has freed already, and a
-    recurrent state already includes it. And the first block that vLLM keeps of the sequence must be complete: vLLM uses
-    it as the cache of all of its tokens, also for other prompts with the same prefix. A window of one token needs no
-    token before its own, so only the blocks that vLLM keeps must be held.
+    """True if an engine can continue a sequence from the tokens `[first_held, num_tokens)` that a producer holds.
 
     Args:
         block_span: tokens of a scheduler block of the engine that continues, see `held_from`.
@@ -172,9 +172,21 @@ def reaches_back(
     """
     if group.holds_every_token:
         return True
+    is_whole_prompt = prompt_tokens <= num_tokens
     if group.policy == "state":
-        return prompt_tokens > num_tokens
-    next_token = num_tokens if prompt_tokens > num_tokens else num_tokens - 1
+        # The state already includes the prompt's last token, which vLLM computes again.
+        return not is_whole_prompt
+    # Of a whole prompt vLLM computes the last token again for its logits: that token's window begins
+    # one token earlier, perhaps in a block that one of the two engines has freed already.
+    next_token = num_tokens
+    if is_whole_prompt:
+        next_token = num_tokens - 1
     needed = range(first_needed(group, next_token), next_token)
-    kept = range(first_needed(group, num_tokens) // block_span * block_span, num_tokens)
-    return (not kept or first_held <= kept.start) and (not needed or kept.start <= needed.start)
+    # The first block that vLLM keeps of the sequence must be complete: vLLM uses it as the cache of
+    # all of its tokens, also for other prompts with the same prefix.
+    first_kept = first_needed(group, num_tokens) // block_span * block_span
+    kept = range(first_kept, num_tokens)
+    holds_what_is_kept = not kept or first_held <= first_kept
+    # A window of one token needs no token before its own.
+    keeps_what_is_needed = not needed or first_kept <= needed.start
+    return holds_what_is_kept and keeps_what_is_needed

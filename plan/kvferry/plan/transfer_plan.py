@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.plan.engine_shape import EngineShape
@@ -16,9 +16,10 @@ from kvferry.protocol.geometry import PagedTensor, Place, Range
 
 MAX_LINE = 800
 """Characters of a plan's line in the log; what does not fit follows at DEBUG."""
-_MOST_UNITS = 4
-_MOST_RANKS_NAMED = 4
-_NAMED_A_LINE = 16
+
+_MAX_UNITS_NAMED = 4
+_MAX_RANKS_NAMED = 4
+_NAMED_PER_LINE = 16
 
 
 class Placing(str, enum.Enum):
@@ -63,11 +64,9 @@ class Slice:
     @property
     def state_bytes(self) -> int:
         """Bytes per request of a recurrent state; 0 for everything else."""
-        return (
-            len(self.heads) * self.local.tiles * self.local.cell_bytes
-            if self.tokens.is_state
-            else 0
-        )
+        if not self.tokens.is_state:
+            return 0
+        return len(self.heads) * self.local.tiles * self.local.cell_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,51 +96,58 @@ class Route:
     @property
     def unit_descriptors(self) -> float:
         """Descriptors for one unit of every group; those of whole blocks are divided by their units."""
-        direct = sum(
-            one.unit_runs for one in self.bundles if self.placing_of(one) is Placing.DIRECT
-        )
-        return direct + sum(source.unit_descriptors for source in self.sources)
+        descriptors: float = 0
+        for bundle in self.bundles:
+            if self.placing_of(bundle) is Placing.DIRECT:
+                descriptors += bundle.unit_runs
+        return descriptors + sum(source.unit_descriptors for source in self.sources)
 
     @property
     def heads(self) -> Range | None:
         """The first to the last head that is read of attention, `[start, stop)`; None without attention."""
-        held = [item.heads for item in self.slices if not item.tokens.is_state]
-        return (
-            Range(min(heads.start for heads in held), max(heads.stop for heads in held))
-            if held
-            else None
-        )
+        ranges = [one_slice.heads for one_slice in self.slices if not one_slice.tokens.is_state]
+        if not ranges:
+            return None
+        start = min(heads.start for heads in ranges)
+        stop = max(heads.stop for heads in ranges)
+        return Range(start, stop)
 
     def phrases(self) -> tuple[str, ...]:
         """The reads without place and heads: tensors, bytes, placing, runs; empty for a release."""
         if not self.slices:
             return ()
         phrases = [f"{len(self.slices)} tensors"]
-        token_bytes = sum(item.token_bytes for item in self.slices)
-        state_bytes = sum(item.state_bytes for item in self.slices)
+        token_bytes = sum(one_slice.token_bytes for one_slice in self.slices)
         if token_bytes:
             phrases.append(f"{token_bytes:g} B/token")
+        state_bytes = sum(one_slice.state_bytes for one_slice in self.slices)
         if state_bytes:
             phrases.append(f"{state_bytes} B/request")
-        placings = "+".join(sorted({item.placing.value for item in self.slices}))
-        reasons = "; ".join(self._reasons_for_staging())
-        phrases.append(f"{placings} ({reasons})" if reasons else placings)
-        runs = f"runs of {_lengths(bundle.run_bytes for bundle in self.bundles)} B"
+        phrases.append(self._placing_phrase())
+        runs = f"runs of {_lengths([bundle.run_bytes for bundle in self.bundles])} B"
         if self.sources:
-            runs += (
-                f" read in runs of {_lengths(source.bundle.run_bytes for source in self.sources)} B"
-            )
+            source_runs = [source.bundle.run_bytes for source in self.sources]
+            runs += f" read in runs of {_lengths(source_runs)} B"
         phrases.append(runs)
-        units = sorted(
-            {bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state}
-        )
+        units = {bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state}
         if units:
-            phrases.append(f"units of {'/'.join(str(unit) for unit in units[:_MOST_UNITS])} tokens")
-        return (*phrases, f"{self.unit_descriptors:g} descriptors a unit")
+            named = [str(unit) for unit in sorted(units)[:_MAX_UNITS_NAMED]]
+            phrases.append(f"units of {'/'.join(named)} tokens")
+        phrases.append(f"{self.unit_descriptors:g} descriptors a unit")
+        return tuple(phrases)
 
-    def _reasons_for_staging(self) -> list[str]:
-        reasons = [item.reason for item in self.slices if item.placing is Placing.STAGED]
-        return list(dict.fromkeys(reasons))
+    def _placing_phrase(self) -> str:
+        placings = {one_slice.placing.value for one_slice in self.slices}
+        phrase = "+".join(sorted(placings))
+        # Why something is staged decides what an operator can change; that reads in place are cheap
+        # need not be said.
+        reasons: dict[str, None] = {}
+        for one_slice in self.slices:
+            if one_slice.placing is Placing.STAGED:
+                reasons[one_slice.reason] = None
+        if reasons:
+            phrase += f" ({'; '.join(reasons)})"
+        return phrase
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,105 +177,113 @@ class TransferPlan:
 
         Workers that are read alike, but for their heads, are one kind of reads.
         """
-        here, there = self.shapes
+        consumer, producer = self.shapes
         start = f"plan producer={self.producer} {self.place}"
-        line = f"{start} of [{here}] from [{there}]: "
+        line = f"{start} of [{consumer}] from [{producer}]: "
         if not self.routes:
             return (f"{line}needs nothing",)
         alike: dict[tuple[str, ...], list[Route]] = {}
         for route in self.routes:
             alike.setdefault(route.phrases(), []).append(route)
-        told: list[str] = []
-        more: list[str] = []
+        texts: list[str] = []
+        more_lines: list[str] = []
         for phrases, routes in alike.items():
-            text, rest = _describe(phrases, routes)
-            if len(line) + len("; ".join([*told, text])) > MAX_LINE and told:
-                more += [text, *rest]
-                continue
-            told.append(text)
-            more += rest
-        if more:
-            told.append(f"{len(more)} more lines at DEBUG")
-        return (line + "; ".join(told), *(f"{start} {text}" for text in more))
+            text, details = _describe(phrases, routes)
+            length = len(line) + len("; ".join([*texts, text]))
+            # The first kind always has room, however long it is.
+            if texts and length > MAX_LINE:
+                more_lines.append(text)
+            else:
+                texts.append(text)
+            more_lines += details
+        if more_lines:
+            texts.append(f"{len(more_lines)} more lines at DEBUG")
+        return (line + "; ".join(texts), *(f"{start} {text}" for text in more_lines))
 
 
 def _describe(phrases: tuple[str, ...], routes: Sequence[Route]) -> tuple[str, list[str]]:
     """Routes that differ only in place and heads: their text, and lines of what it leaves out."""
-    places = [route.place for route in routes]
-    text = format_places(places)
+    text = format_places(route.place for route in routes)
     # Places that are many and without order are only counted: each is named in further lines.
-    is_short = " of tp" in text
+    are_only_counted = " of tp" in text
     if not phrases:
-        return f"releases {text}", _each("releases", map(str, places)) if is_short else []
+        details: list[str] = []
+        if are_only_counted:
+            details = _lines_of("releases", [str(route.place) for route in routes])
+        return f"releases {text}", details
     tensors, *others = phrases
-    reads = f"reads {text}: {tensors}"
     if len(routes) == 1:
-        return ", ".join([reads, *map(_format_heads, filter(None, [routes[0].heads])), *others]), []
-    reads = f"reads {text}: each {tensors}"
-    heads, is_whole = _format_heads_of_many(routes)
-    named = [
-        f"{route.place} ({_format_heads(route.heads)})" if route.heads else str(route.place)
-        for route in routes
-    ]
-    rest = [] if is_whole and not is_short else _each("reads", named)
-    return ", ".join([reads, *heads, *others]), rest
+        parts = [f"reads {text}: {tensors}"]
+        if routes[0].heads:
+            parts.append(_format_heads(routes[0].heads))
+        return ", ".join([*parts, *others]), []
+    heads, is_complete = _format_heads_of_many(routes)
+    details = []
+    if are_only_counted or not is_complete:
+        details = _lines_of("reads", [_format_route(route) for route in routes])
+    return ", ".join([f"reads {text}: each {tensors}", *heads, *others]), details
+
+
+def _format_route(route: Route) -> str:
+    if not route.heads:
+        return str(route.place)
+    return f"{route.place} ({_format_heads(route.heads)})"
 
 
 def _format_heads_of_many(routes: Sequence[Route]) -> tuple[list[str], bool]:
-    """Which heads come from which of several workers, and whether that says it of each.
-
-    Numbers of tensor parallel ranks and of heads usually rise together: then the first to the last head, and how many
-    come from each rank, say it.
-    """
-    of_rank: dict[int, Range] = {}
+    """Which heads come from which of several workers; and True if that says it of each."""
+    heads_of_rank: dict[int, Range] = {}
     for route in routes:
         if route.heads is None:
             return [], True
-        if of_rank.setdefault(route.place.tp, route.heads) != route.heads:
+        heads = heads_of_rank.setdefault(route.place.tp, route.heads)
+        if heads != route.heads:
             return [_format_all_heads(routes)], False
-    held = [of_rank[rank] for rank in sorted(of_rank)]
-    first = held[0]
-    if all(heads == first for heads in held):
+    ranks = sorted(heads_of_rank)
+    ranges = [heads_of_rank[rank] for rank in ranks]
+    first = ranges[0]
+    if all(heads == first for heads in ranges):
         return [f"{_format_heads(first)} of each"], True
+    # Numbers of tensor parallel ranks and of heads usually rise together: then the first to the
+    # last head, and how many come from each rank, say it.
     is_in_order = all(
         heads.start == before.stop and len(heads) == len(before)
-        for before, heads in itertools.pairwise(held)
+        for before, heads in itertools.pairwise(ranges)
     )
     if is_in_order:
-        return [
-            f"{_format_heads(Range(first.start, held[-1].stop))} ({len(first)} of each rank, in order)"
-        ], True
-    if len(held) <= _MOST_RANKS_NAMED:
-        named = [f"{_format_heads(of_rank[rank])} of tp{rank}" for rank in sorted(of_rank)]
+        all_heads = _format_heads(Range(first.start, ranges[-1].stop))
+        return [f"{all_heads} ({len(first)} of each rank, in order)"], True
+    if len(ranks) <= _MAX_RANKS_NAMED:
+        named = [f"{_format_heads(heads_of_rank[rank])} of tp{rank}" for rank in ranks]
         return [", ".join(named)], True
     return [_format_all_heads(routes)], False
 
 
 def _format_all_heads(routes: Sequence[Route]) -> str:
-    heads = sorted(
-        {
-            head
-            for route in routes
-            if route.heads
-            for head in range(route.heads.start, route.heads.stop)
-        }
-    )
-    return f"heads {format_numbers(heads)}"
+    heads: set[int] = set()
+    for route in routes:
+        if route.heads:
+            heads.update(range(route.heads.start, route.heads.stop))
+    return f"heads {format_numbers(sorted(heads))}"
 
 
 def _format_heads(heads: Range) -> str:
     last = heads.stop - 1
-    return f"head {last}" if len(heads) == 1 else f"heads {heads.start}…{last}"
+    if len(heads) == 1:
+        return f"head {last}"
+    return f"heads {heads.start}…{last}"
 
 
-def _each(verb: str, named: Iterable[str]) -> list[str]:
+def _lines_of(verb: str, names: Sequence[str]) -> list[str]:
     """Lines that name every worker."""
-    names = list(named)
-    starts = range(0, len(names), _NAMED_A_LINE)
-    return [f"{verb} {', '.join(names[start : start + _NAMED_A_LINE])}" for start in starts]
+    starts = range(0, len(names), _NAMED_PER_LINE)
+    return [f"{verb} {', '.join(names[start : start + _NAMED_PER_LINE])}" for start in starts]
 
 
-def _lengths(found: Iterable[int]) -> str:
+def _lengths(lengths: Sequence[int]) -> str:
     """The shortest and the longest length, as text."""
-    lengths = sorted(found)
-    return f"{lengths[0]}" if lengths[0] == lengths[-1] else f"{lengths[0]}…{lengths[-1]}"
+    shortest = min(lengths)
+    longest = max(lengths)
+    if shortest == longest:
+        return str(shortest)
+    return f"{shortest}…{longest}"

@@ -87,18 +87,24 @@ def source_table(source: StagedSource, device: int) -> SourceTable:
 def source_units(source: StagedSource, pairs: UnitPairs) -> SourceUnits:
     """The units of a request that a source reads, or the whole blocks that hold them."""
     if source.whole_blocks:
-        blocks, of_unit = np.unique(pairs.remote_block, return_inverse=True)
-        order = np.argsort(of_unit, kind="stable")
-        positions, inside = np.zeros_like(blocks), pairs.remote_position[order]
-        source_unit = of_unit[order].astype(np.int64)
+        blocks, source_unit_of_pair = np.unique(pairs.remote_block, return_inverse=True)
+        positions = np.zeros_like(blocks)
+        order = np.argsort(source_unit_of_pair, kind="stable")
+        source_unit = source_unit_of_pair[order].astype(np.int64)
+        position_inside = pairs.remote_position[order]
     else:
         order = np.lexsort((pairs.remote_position, pairs.remote_block))
-        blocks, positions = pairs.remote_block[order], pairs.remote_position[order]
-        source_unit, inside = np.arange(len(order), dtype=np.int64), np.zeros_like(positions)
-    places = np.stack(
-        [source_unit, inside, pairs.local_block[order], pairs.local_position[order]], axis=1
+        blocks = pairs.remote_block[order]
+        positions = pairs.remote_position[order]
+        source_unit = np.arange(len(order), dtype=np.int64)
+        position_inside = np.zeros_like(positions)
+    columns = [source_unit, position_inside, pairs.local_block[order], pairs.local_position[order]]
+    return SourceUnits(
+        remote_block=blocks,
+        remote_position=positions,
+        source_unit=source_unit,
+        places=np.stack(columns, axis=1).astype(np.int32),
     )
-    return SourceUnits(blocks, positions, source_unit, places.astype(np.int32))
 
 
 def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Window | None:
@@ -107,11 +113,13 @@ def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Wind
     Example: 3 runs, 5 units. With 7 chunks: all runs of units 0 and 1, then of 2 and 3, then of 4. With 2 chunks: runs
     0 and 1 of unit 0, run 2 of unit 0, runs 0 and 1 of unit 1, …
     """
-    run, unit = 0, 0
-    if last is not None:
-        run, unit = (
-            (0, last.stop_unit) if last.stop_run == runs else (last.stop_run, last.first_unit)
-        )
+    run = 0
+    unit = 0
+    if last is not None and last.stop_run == runs:
+        unit = last.stop_unit
+    elif last is not None:
+        run = last.stop_run
+        unit = last.first_unit
     if unit >= units or not runs:
         return None
     if run == 0 and chunks >= runs:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.protocol.geometry import Place
 
-_MOST_PARTS = 3
+_MAX_PARTS = 3
 
 
 def counted(number: int, noun: str) -> str:
     """`1 worker`, `2 workers`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def format_places(places: Iterable[Place]) -> str:
@@ -19,55 +21,80 @@ def format_places(places: Iterable[Place]) -> str:
 
     The decode context parallel rank, which follows from the others, is left out if there are several.
     """
-    found = list(dict.fromkeys(places))
-    if len(found) == 1:
-        return str(found[0])
-    ranks: dict[tuple[int, int], list[int]] = {}
-    for place in found:
-        ranks.setdefault((place.pp, place.pcp), []).append(place.tp)
-    alike: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for (pp, pcp), held in ranks.items():
-        alike.setdefault(tuple(sorted(held)), {}).setdefault(pcp, []).append(pp)
-    parts = []
-    for tps, by_pcp in alike.items():
-        for pcp, stages in by_pcp.items():
-            pps = _formatted(sorted(stages)) if any(stages) else [""]
-            ends = [f"{f'/pp{pp}' if pp else ''}{f'/pcp{pcp}' if pcp else ''}" for pp in pps]
+    distinct = list(dict.fromkeys(places))
+    if len(distinct) == 1:
+        return str(distinct[0])
+    tensor_ranks: dict[tuple[int, int], list[int]] = {}
+    for place in distinct:
+        tensor_ranks.setdefault((place.pp, place.pcp), []).append(place.tp)
+    # Stages that have the same tensor parallel ranks are named together.
+    stages_by_ranks: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for (pp, pcp), held in tensor_ranks.items():
+        stages_by_pcp = stages_by_ranks.setdefault(tuple(sorted(held)), {})
+        stages_by_pcp.setdefault(pcp, []).append(pp)
+    parts: list[str] = []
+    for tps, stages_by_pcp in stages_by_ranks.items():
+        for pcp, stages in stages_by_pcp.items():
+            ends = _ends(sorted(stages), pcp)
             parts += [f"tp{ranks}{end}" for ranks in _formatted(tps) for end in ends]
-    last = max(place.tp for place in found)
-    return (
-        ", ".join(parts)
-        if len(parts) <= _MOST_PARTS
-        else f"{len(found)} of tp{min(map(min, alike))}…{last}"
-    )
+    if len(parts) <= _MAX_PARTS:
+        return ", ".join(parts)
+    first = min(place.tp for place in distinct)
+    last = max(place.tp for place in distinct)
+    return f"{len(distinct)} of tp{first}…{last}"
+
+
+def _ends(stages: Sequence[int], pcp: int) -> list[str]:
+    """The ends of the names of places in these pipeline stages: `/pp0…1/pcp2`; rank 0 alone is not named."""
+    ends = [""]
+    if any(stages):
+        ends = [f"/pp{pp}" for pp in _formatted(stages)]
+    if pcp:
+        ends = [f"{end}/pcp{pcp}" for end in ends]
+    return ends
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
     """Ascending numbers, bounded in length: `0…7`, `0…56 by 8`, `1, 4…6`, `30 of 1…63`."""
     parts = _formatted(numbers)
-    return (
-        ", ".join(parts)
-        if len(parts) <= _MOST_PARTS
-        else f"{len(numbers)} of {numbers[0]}…{numbers[-1]}"
-    )
+    if len(parts) <= _MAX_PARTS:
+        return ", ".join(parts)
+    return f"{len(numbers)} of {numbers[0]}…{numbers[-1]}"
 
 
 def progressions(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
     """Ascending numbers as (first, last, step): single ones, ranges, and three or more with a step above 1."""
-    found, left = [], list(numbers)
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 1
-        count = 1
-        while count < len(left) and left[count] == left[0] + step * count:
-            count += 1
-        count, step = (1, 1) if count == 2 and step > 1 else (count, step)
-        found.append((left[0], left[count - 1], step))
-        del left[:count]
+    found: list[tuple[int, int, int]] = []
+    start = 0
+    while start < len(numbers):
+        count, step = _progression(numbers, start)
+        found.append((numbers[start], numbers[start + count - 1], step))
+        start += count
     return found
 
 
+def _progression(numbers: Sequence[int], start: int) -> tuple[int, int]:
+    """How many numbers from `start` on are one progression, and its step."""
+    if start + 1 == len(numbers):
+        return 1, 1
+    first = numbers[start]
+    step = numbers[start + 1] - first
+    count = 2
+    while start + count < len(numbers) and numbers[start + count] == first + step * count:
+        count += 1
+    # Two numbers are always a progression: unless they are neighbours, it says nothing.
+    if count == 2 and step > 1:
+        return 1, 1
+    return count, step
+
+
 def _formatted(numbers: Sequence[int]) -> list[str]:
-    return [
-        f"{first}" if first == last else f"{first}…{last}{f' by {step}' if step > 1 else ''}"
-        for first, last, step in progressions(numbers)
-    ]
+    return [_format_progression(first, last, step) for first, last, step in progressions(numbers)]
+
+
+def _format_progression(first: int, last: int, step: int) -> str:
+    if first == last:
+        return str(first)
+    if step == 1:
+        return f"{first}…{last}"
+    return f"{first}…{last} by {step}"

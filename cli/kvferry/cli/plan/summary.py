@@ -61,7 +61,7 @@ class PlanSide(msgspec.Struct, frozen=True, kw_only=True):
 
 def side_of(engine: EngineDescription) -> PlanSide:
     """One engine, as it is displayed."""
-    shape = EngineShape.of(engine)
+    shape = EngineShape.from_engine(engine)
     order = layer_order(engine)
     return PlanSide(
         engine_id=engine.engine_id,
