@@ -121,7 +121,7 @@ class TimedNode(Node):
             report.kv_connector_worker_meta = self._reported(report.kv_connector_worker_meta)
             report.kv_connector_stats = self._reported(report.kv_connector_stats)
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report)
-        self.engine.finish(step, worker=self._aggregator.aggregate([output]).kv_connector_output)
+        self.engine.finish(step, worker=self.aggregator.aggregate([output]).kv_connector_output)
         self.engine.stats.clear()
         self.scheduler_clock.end_step()
         self.worker_clock.end_step()

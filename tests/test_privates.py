@@ -8,8 +8,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OURS = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli", "tests", "bench")
+REPLACES_FUNCTIONS = ("tests/faults/switches.py", "tests/worker/device/test_mutants.py")
+"""They put other functions in the place of the product's: guards that are switched off, rules that are broken."""
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
-LIMIT = 230
+LIMIT = 72
 
 
 def test_private_attributes_of_other_objects_are_rare() -> None:
@@ -21,6 +23,7 @@ def test_private_attributes_of_other_objects_are_rare() -> None:
     found = [
         f"{path.relative_to(REPOSITORY)}:{line}: {text}"
         for path in sorted((REPOSITORY / "tests").rglob("*.py"))
+        if path.relative_to(REPOSITORY).as_posix() not in REPLACES_FUNCTIONS
         for line, text in privates_of_others(ast.parse(path.read_text()), ours)
     ]
     assert len(found) <= LIMIT, (

@@ -79,7 +79,7 @@ def check_believed(node: Node, prompts: dict[str, list[int]]) -> list[Believed]:
     found = believed(node)
     for one in found:
         want = states_of(prompts[one.request_id][: one.num_tokens], node.window)
-        cells = node.model._read(0, list(one.blocks), 0, one.num_tokens)
+        cells = node.model.read_states(0, list(one.blocks), 0, one.num_tokens)
         wrong = [
             position for position in range(one.num_tokens) if cells[position] != want[position]
         ]

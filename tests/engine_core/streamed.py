@@ -84,7 +84,7 @@ def published(step: Scheduled) -> list[tuple[int, tuple[int, ...], int]]:
 
 
 def free_rows(node: Node) -> int:
-    return len(node.engine.connector.scheduler_side.leases.streams._free)
+    return int(node.engine.connector.scheduler_side.leases.streams.free_rows)
 
 
 def is_over(node: Node) -> bool:

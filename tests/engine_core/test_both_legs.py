@@ -88,7 +88,7 @@ def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) 
     )  # it arrives, and no step is taken
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     queries = consumer.engine.connector.scheduler_side.queries.queries
-    until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
+    until((consumer,), lambda: queries.snapshot().known)
     assert not consumer.engine.answers[decode].tokens
     until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)
@@ -97,7 +97,7 @@ def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) 
 
 def settled(consumer: Node) -> bool:
     """Whether no question is open, not even of a request that has ended."""
-    return not consumer.engine.connector.scheduler_side.queries.queries._by_number
+    return not consumer.engine.connector.scheduler_side.queries.queries.snapshot().open
 
 
 @pytest.mark.parametrize(("policy", "computed"), [("recompute", 1), ("fail", 0)])
@@ -229,7 +229,7 @@ def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     queries = consumer.engine.connector.scheduler_side.queries.queries
-    until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
+    until((consumer,), lambda: queries.snapshot().known)
     producer.engine.connector.scheduler_side.channel.listener.close()
     until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
     check(consumer, decode)
@@ -277,10 +277,10 @@ def test_a_client_cannot_tell_from_the_time_of_its_answer_whether_an_id_is_live(
         producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, tokens(140, seed=9), leg_params(producer, "x"), max_tokens=COUNT)
     queries = consumer.engine.connector.scheduler_side.queries.queries
-    query_client = consumer.engine.connector.scheduler_side.channel._query_client
+    query_client = consumer.engine.connector.scheduler_side.channel.query_client
     until(
         (consumer,),
-        lambda: not len(queries) or any(x.has_answer for x in list(query_client._open.values())),
+        lambda: not len(queries) or query_client.snapshot().answered,
     )
     for _ in range(5):
         consumer.step()

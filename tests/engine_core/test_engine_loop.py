@@ -185,7 +185,7 @@ def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_ma
         )  # queued, until a step is taken
     for n, (_, decoded) in enumerate(names):
         consumer.engine.add(decoded, prompts[n], leg_params(producer, f"x{n}"), max_tokens=1)
-    query_client, answers = consumer.engine.connector.scheduler_side.channel._query_client, []
+    query_client, answers = consumer.engine.connector.scheduler_side.channel.query_client, []
     take = query_client._answered
 
     def answered(*answer: Any) -> None:
@@ -231,7 +231,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
             producer.answer(prefilled)
             wait_until(lambda: not side.steps.load_listener.has_no_news, "the load has not ended")
             happened.append("notifies")
-        elif not happened and any(x.known_by for x in side.queries.queries._by_number.values()):
+        elif not happened and side.queries.queries.snapshot().known:
             producer.step()
             happened.append("is begun")
         return True
@@ -263,7 +263,7 @@ def test_a_request_for_the_engine_ends_the_wait_for_answers(make: Any, make_core
     with ThreadPoolExecutor(1) as loop:
         step = loop.submit(consumer.step)
         queries = consumer.engine.connector.scheduler_side.queries.queries
-        wait_until(lambda: any(x.known_by for x in queries._by_number.values()), "it is queued")
+        wait_until(lambda: queries.snapshot().known, "it is queued")
         core.input_queue.put_nowait("a request")
         step.result(60.0)
     assert not consumer.engine.answers[decoded].tokens
@@ -278,9 +278,9 @@ def test_answers_that_come_during_a_step_wake_the_loop_once_and_none_hides_a_tic
     asking = consumer.engine.connector.scheduler_side.queries
     consumer.engine.add(decoded, tokens(100), leg_params(named, "x"), max_tokens=1)
     producer = ("127.0.0.1", named.port)
-    (number,) = asking.queries._by_number
+    (number,) = asking.queries.snapshot().open
     params = named.prefill(prefilled, tokens(100))
-    wait_until(lambda: asking._answers, "the producer has answered")
+    wait_until(lambda: asking.has_answers, "the producer has answered")
     asking.on_answer(
         producer,
         Answer(number=number, progress=PromptProgress.TICKET, params=encode_params(params)),

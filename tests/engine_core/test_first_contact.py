@@ -29,7 +29,7 @@ def knows(consumer: Node, params: dict[str, Any]) -> bool:
         params["remote_host"], params["remote_port"], engine_id, params["kvferry"]["boot"]
     )
     registries = [thread_of(worker_of(worker.worker_side)).registry for worker in consumer.workers]
-    return all(key in registry._ready for registry in registries)
+    return all(key in registry.snapshot().ready for registry in registries)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

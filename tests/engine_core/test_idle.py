@@ -57,7 +57,7 @@ def prefill(node: Node, name: str, prompt: list[int]) -> dict[str, Any]:
 def reported(node: Node) -> bool:
     """Whether every worker's transfer thread has something for the next step."""
     return all(
-        thread_of(worker_of(worker.worker_side)).results._results.sent for worker in node.workers
+        thread_of(worker_of(worker.worker_side)).results.snapshot().sent for worker in node.workers
     )
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
     wait_until_reported(producer)
     deadline_s = time.monotonic() + 20.0
     side = worker_of(producer.workers[0].worker_side)
-    while len(thread_of(side).results._results.sent) < 2:
+    while len(thread_of(side).results.snapshot().sent) < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)
@@ -135,9 +135,11 @@ def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make:
     params = {name: prefill(producer, name, prompt) for name, prompt in prompts.items()}
     consumer.decode("d-b", prompts["b"], params["b"])
     wait_until_reported(producer)
-    producer.engine.connector.scheduler_side.leases.clock._awake_s += (
-        300.0  # `a` is deserted: ten heartbeats are over
-    )
+    clock = producer.engine.connector.scheduler_side.leases.clock
+    ahead_s, deserted_s = time.monotonic(), clock.awake_s + 300.0
+    while clock.awake_s < deserted_s:  # `a` is deserted: ten heartbeats are over
+        ahead_s += clock.heartbeat_s
+        clock.wind(ahead_s)
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)
     work(producer)
     assert producer.engine.counted("leases_released", "evicted") == 0

@@ -47,7 +47,7 @@ def loading(make: Any, **config: Any) -> tuple[Node, Node, Any, str]:
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=4)
     side = ferry_of(consumer.engine.connector).scheduler_side
     asking = side.queries.queries
-    until((consumer,), lambda: any(query.known_by for query in asking._by_number.values()))
+    until((consumer,), lambda: asking.snapshot().known)
     producer.step()
     until((consumer,), lambda: side.loads.state(decode) is LoadState.LOADING)
     return producer, consumer, child, decode

@@ -32,7 +32,7 @@ def make_with(
 ) -> Any:
     """An engine of the harness's model with these options of vLLM, in a folder of its own."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(configs._CONFIG))
+    (folder / "config.json").write_text(json.dumps(configs.CONFIG))
 
     init_none_hash(sha256)
 

@@ -105,9 +105,10 @@ def test_prompts_are_forgotten_although_one_that_came_before_them_goes_on(
         producer.answer(f"p{n}")
     assert not producer.engine.answers["long"].finish_reason
     # Without a step: the listener's thread forgets, and the long one would end meanwhile.
-    kept = prompts_of(producer)._by_request
+    prompts = prompts_of(producer)
     wait_until(
-        lambda: set(kept) in ({"long"}, {"long", "p2"}), "those that have ended are forgotten"
+        lambda: set(prompts.snapshot().prompts) in ({"long"}, {"long", "p2"}),
+        "those that have ended are forgotten",
     )
     producer.engine.abort("long")
     producer.engine.connector.scheduler_side.leases.release_all("reset")

@@ -35,14 +35,14 @@ def step_that_raises(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         changed.setattr(node.model, "forward", forward)
         with pytest.raises(Broken):
             node.step()
-    while node._in_flight:  # earlier steps, whose outputs come first
-        node._answer_oldest()
+    while node.steps_in_flight:  # earlier steps, whose outputs come first
+        node.answer_oldest()
 
 
 def recover(node: Node) -> None:
     """As vLLM's fault tolerance does: every request is aborted, and the outputs of later steps are dropped."""
     node.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    node._in_flight.clear()
+    node.steps_in_flight.clear()
 
 
 @promise(1)

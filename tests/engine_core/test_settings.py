@@ -14,7 +14,7 @@ from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.worker.settings import WorkerSettings
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine
-from tests.harness.inside import worker_of
+from tests.harness.inside import first_contact_of, worker_of
 
 EXTRA: dict[str, Any] = {
     "lease_slots": 77,
@@ -35,7 +35,7 @@ OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from", "row_blocks"}
 
 def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
     node = make("kv_consumer", extra=EXTRA)
-    settings = worker_of(node.workers[0].worker_side)._first_contact._settings
+    settings = first_contact_of(worker_of(node.workers[0].worker_side)).settings
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
     wanted["allowed_hosts"] = AllowedHosts.from_entries(EXTRA["allowed_hosts"])
     assert {name: getattr(settings, name) for name in wanted} == wanted
@@ -51,7 +51,7 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
         "kv_recompute_threshold": "32",
     }
     engine = Engine("NixlConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
-    assert engine.connector.scheduler_side.loads._recompute_threshold == 32
+    assert engine.connector.scheduler_side.loads.recompute_threshold == 32
     engine.close()
     with pytest.raises(InvalidConfig, match="shared_storage_path is 'cache'; expected one of"):
         Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
@@ -69,12 +69,8 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
 def test_a_worker_knows_whether_peers_read_from_it(
     make: Callable[..., Node], role: str, extra: dict[str, bool], is_read_from: bool
 ) -> None:
-    assert (
-        worker_of(
-            make(role, extra=extra).workers[0].worker_side
-        )._first_contact._settings.is_read_from
-        is is_read_from
-    )
+    worker = worker_of(make(role, extra=extra).workers[0].worker_side)
+    assert first_contact_of(worker).settings.is_read_from is is_read_from
 
 
 def test_another_child_that_hands_prompts_over_is_refused_by_the_type_of_its_handshake(

@@ -129,7 +129,7 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
     side = consumer.engine.connector.scheduler_side
     side.steps.may_wait = False
     asking = side.queries
-    queries = asking.queries._by_number
+    queries = asking.queries
 
     def open_more(count: int) -> None:
         while len(queries) < count:
@@ -137,7 +137,7 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
             consumer.engine.add(name, [5] * 20, leg_params(producer, name), max_tokens=1)
 
     def answer_and_step() -> None:
-        for number in list(queries):
+        for number in queries.snapshot().open:
             asking.on_answer(
                 ("127.0.0.1", producer.port), Answer(number=number, progress=PromptProgress.QUEUED)
             )

@@ -28,7 +28,7 @@ def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
     directory = producer.engine.connector.scheduler_side.tickets.directory
     until((consumer,), lambda: directory.waiting(PREFILL) is not None)
     producer.step()
-    assert directory._requests.find(PREFILL).listed.state.progress is PromptProgress.TICKET
+    assert directory.snapshot().prompts[PREFILL] is PromptProgress.TICKET
     producer.step()
     until((consumer,), lambda: len(chunks) > 0)
     return producer, consumer
@@ -50,12 +50,11 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def is_over(producer: Node, consumer: Node) -> bool:
-    rows = producer.engine.connector.scheduler_side.leases.streams._free
     return (
         producer.engine.is_whole
         and consumer.engine.is_whole
         and settled(consumer)
-        and len(rows) == 64
+        and producer.engine.connector.scheduler_side.leases.streams.free_rows == 64
     )
 
 

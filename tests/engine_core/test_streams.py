@@ -12,7 +12,7 @@ from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import MAX_PROGRESS
 from kvferry.protocol.params_reader import decode_params
 from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery, request_key
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from tests.engine_core.streamed import (
     PROMPT,
     REMOTE_DECODE,
@@ -241,12 +241,15 @@ def test_a_consumer_that_leaves_while_the_prompt_is_computed_ends_the_lease(make
 def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> None:
     producer = asked_for(make)
     streams = producer.engine.connector.scheduler_side.leases.streams
-    rows, streams._free = streams._free, []
+    others = [ProducerLease(f"other-{row}") for row in range(streams.free_rows)]
+    for other in others:
+        assert streams.begin(other) is not None
     assert not any(
         step.orders and step.orders.progress for step in [producer.step() for _ in range(3)]
     )
     assert ticket(producer).kvferry.stream_row is None
-    streams._free = rows
+    for other in others:
+        streams.over(other)
     producer.step()
     assert producer.engine.counted("streams_refused", "rows") == 1
 

@@ -47,14 +47,14 @@ class Scene:
         self.prompts: dict[str, list[int]] = {}
         self.seen: list[Believed] = []
         self.before_answer: Callable[[], None] = lambda: None
-        answer = self.node._answer_oldest
+        answer = self.node.answer_oldest
 
         def checked() -> None:
             self.seen += check_believed(self.node, self.prompts)
             self.before_answer()
             answer()
 
-        self.node._answer_oldest = checked
+        self.node.answer_oldest = checked
 
     @property
     def side(self) -> Any:
@@ -113,7 +113,7 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
     consumer.engine.add(decode, PROMPT, scene.params, max_tokens=COUNT)
     scene.add(prefill, stored=STORED, fails=True)
     queries = consumer.engine.connector.scheduler_side.queries.queries
-    until((consumer,), lambda: any(x.known_by for x in queries._by_number.values()))
+    until((consumer,), lambda: queries.snapshot().known)
 
     def read_at_once() -> None:
         if (

@@ -114,7 +114,7 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
     """One of two takes the last free block; the other needs one before the workers have reported the offer's end."""
     _, decoder, talk = begin(decoder={"num_blocks": 11}, first=False)
     talk.say(tokens(30), 6)  # three blocks of ten
-    aggregate, ended, are_late = decoder._aggregator.aggregate, set[str](), True
+    aggregate, ended, are_late = decoder.aggregator.aggregate, set[str](), True
 
     def report(outputs: Any) -> Any:
         whole = aggregate(outputs)
@@ -128,7 +128,7 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
 
     prompts = {"a": tokens(32, seed=8), "b": tokens(31, seed=9)}
     requests = [decoder.engine.add(name, prompt, max_tokens=24) for name, prompt in prompts.items()]
-    monkeypatch.setattr(decoder._aggregator, "aggregate", report)
+    monkeypatch.setattr(decoder.aggregator, "aggregate", report)
     decoder.until(lambda: decoder.engine.free_blocks == 0)
     decoder.step()
     assert [request.num_preemptions for request in requests] == [0, 0]

@@ -90,7 +90,7 @@ class MemoryFabric:
         self.agent_name = agent_name
         self.network = network
         self._agent = network.join(agent_name)
-        self._regions: list[Region] = []
+        self.registered: list[Region] = []
         self._peers: dict[PeerAgent, _Peer] = {}
         self._handles: set[_Local | _Remote | _Transfer] = set()
         self._closed = False
@@ -100,12 +100,13 @@ class MemoryFabric:
         refused = [region for region in regions if region.address <= 0 or region.length < 1]
         if refused:
             raise FabricUnavailable("register", f"{refused[0]} was refused")
-        self._regions += regions
+        self.registered += regions
 
     def metadata(self) -> bytes:
         self._open("metadata")
         regions = tuple(
-            (region.address, region.length, region.kind, region.device) for region in self._regions
+            (region.address, region.length, region.kind, region.device)
+            for region in self.registered
         )
         return wrap_metadata(
             self.agent_name, msgspec.msgpack.encode(AgentBody(self._agent.incarnation, regions))
@@ -138,7 +139,7 @@ class MemoryFabric:
 
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
         self._open("prepare local")
-        if not lies_within(rows, self._regions):
+        if not lies_within(rows, self.registered):
             raise DescriptorOutOfRange("prepare local", "rows do not lie in registered regions")
         return self._keep(_Local(rows))
 

@@ -74,16 +74,16 @@ class MemoryNetwork:
         self.stutter: Counter[str] = Counter()
         self._failing: Counter[str] = Counter()
         self._incarnations: dict[int, Agent] = {}
-        self._by_name: dict[str, Agent] = {}
+        self.agents: dict[str, Agent] = {}
 
     def join(self, name: str) -> Agent:
         """A new agent. Its name must be free, or its last bearer dead."""
-        assert name not in self._by_name or not self._by_name[name].alive, (
+        assert name not in self.agents or not self.agents[name].alive, (
             f"{name} is on the network already"
         )
         agent = Agent(name, incarnation=len(self._incarnations))
         self._incarnations[agent.incarnation] = agent
-        self._by_name[name] = agent
+        self.agents[name] = agent
         return agent
 
     def agent_of(self, body: AgentBody) -> Agent | None:
@@ -92,15 +92,15 @@ class MemoryNetwork:
 
     def kill(self, name: str) -> None:
         """The agent dies: reads from it raise `PeerLost` from now on, messages to it vanish until that is noticed."""
-        self._by_name[name].alive = False
+        self.agents[name].alive = False
 
     def freeze(self, name: str) -> None:
         """The agent stands still: reads from it stay in flight, whatever else is set."""
-        self._by_name[name].frozen = True
+        self.agents[name].frozen = True
 
     def thaw(self, name: str) -> None:
         """The agent goes on; its reads land at their next poll."""
-        self._by_name[name].frozen = False
+        self.agents[name].frozen = False
 
     def thaw_all(self) -> None:
         """Every agent goes on."""

@@ -47,7 +47,7 @@ def check_end(
     rig.settle()
     assert [*consumer.seen.loaded, *consumer.seen.failed].count(load.request_id) == 1
     assert not len(consumer.loads)
-    consumer._free += load.blocks
+    consumer.unused += load.blocks
     rig.until_good(producer, consumer)
     rig.settle()
     return reason

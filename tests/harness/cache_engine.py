@@ -26,7 +26,7 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.devices import free_ports
 from tests.harness.fault_fabric import FaultFabric
-from tests.harness.inside import memory_of, thread_of
+from tests.harness.inside import first_contact_of, memory_of, thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.seen import Seen
 
@@ -169,8 +169,8 @@ class CacheEngine(StandaloneEngine):
     ) -> None:
         """Change the deadlines of workers that have begun; so no test depends on how fast a good load is."""
         for worker in self.workers:
-            contact, thread = worker._first_contact, thread_of(worker)
-            contact._settings = replace(contact._settings, handshake_timeout_s=handshake_s)
+            contact, thread = first_contact_of(worker), thread_of(worker)
+            contact.settings = replace(contact.settings, handshake_timeout_s=handshake_s)
             thread.runner.timeout_s, thread.registry.first_reads.timeout_s = load_s, handshake_s
 
     def loads_in(self, *states: LoadState) -> int:

@@ -182,8 +182,8 @@ class Server:
             entries=len(slot_reads.words) - slot_reads.free(),
             waves=len(staging.pool.waves()) if staging is not None else 0,
             transfers=engine.fabric.transfers(),
-            blocks=engine.shape.blocks - 1 - len(engine._free),
-            sockets=len(engine.renewer._sender),
+            blocks=engine.shape.blocks - 1 - len(engine.unused),
+            sockets=len(engine.renewer.snapshot().sender.endpoints),
         )
         return State(
             in_hand=+in_hand,

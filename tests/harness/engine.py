@@ -78,8 +78,8 @@ class Engine(CacheEngine):
         self.shape = shape
         self.caches = ToyCaches(shape, POISON, device)
         self.offers: dict[str, Offer] = {}
-        self._draw = random.Random(seed)
-        self._free = list(range(1, shape.blocks // shape.ratio))  # block 0 is vLLM's null block
+        self.draw = random.Random(seed)
+        self.unused = list(range(1, shape.blocks // shape.ratio))  # block 0 is vLLM's null block
         self._numbers = 0
         self._running: dict[str, tuple[tuple[int, ...], int, int]] = {}
         super().__init__(
@@ -104,7 +104,7 @@ class Engine(CacheEngine):
         """A request is scheduled: its lease is opened, its blocks are written, and it has not finished."""
         self._numbers += 1
         request_id = f"{self.name}-{self.boot[:4]}-prefill-{self._numbers}"
-        blocks = self._take_blocks(tokens)
+        blocks = self.take_blocks(tokens)
         assert self.leases.open(request_id)
         self.step()
         self.launch(partial(self.caches.fill, blocks, 0x5A))
@@ -139,7 +139,7 @@ class Engine(CacheEngine):
 
     def compute(self, prefill: Prefill, tokens: int) -> None:
         """The next step computes so many more tokens of a prompt, into any blocks that are free."""
-        prefill.compute(tokens, self._take_blocks(prefill.done + tokens, len(prefill.blocks)))
+        prefill.compute(tokens, self.take_blocks(prefill.done + tokens, len(prefill.blocks)))
         if prefill.is_complete:
             assert prefill.params is not None
             offer = Offer(prefill.params, prefill.blocks, prefill.tokens, prefill.seed)
@@ -182,7 +182,7 @@ class Engine(CacheEngine):
         self.caches.fill(offer.blocks, 0x66)
 
     def on_sent(self, request_id: str) -> None:
-        self._free += self.offers[request_id].blocks
+        self.unused += self.offers[request_id].blocks
 
     # The consuming half.
 
@@ -193,7 +193,7 @@ class Engine(CacheEngine):
 
         def allocate(loaded: int) -> tuple[tuple[int, ...], ...]:
             nonlocal blocks
-            blocks = self._take_blocks(local_tokens + loaded)
+            blocks = self.take_blocks(local_tokens + loaded)
             return (blocks,)
 
         count = self.order_load(
@@ -221,7 +221,7 @@ class Engine(CacheEngine):
     def free(self, load: OrderedLoad) -> None:
         """The request that was loaded has been answered."""
         self.loads.finished(load.request_id)
-        self._free += load.blocks
+        self.unused += load.blocks
 
     def _after(self, load: OrderedLoad, seed: int) -> list[Bytes]:
         """The whole cache as it is when nothing but this load has changed it."""
@@ -231,10 +231,10 @@ class Engine(CacheEngine):
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Blocks of a prompt that was preempted or aborted are free."""
-        self._free += blocks
+        self.unused += blocks
 
-    def _take_blocks(self, tokens: int, taken: int = 0) -> tuple[int, ...]:
+    def take_blocks(self, tokens: int, taken: int = 0) -> tuple[int, ...]:
         count = -(-tokens // self.shape.group.block_tokens) - taken
-        self._draw.shuffle(self._free)
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        return tuple(self._free.pop() for _ in range(count))
+        self.draw.shuffle(self.unused)
+        assert count <= len(self.unused), f"{count} blocks wanted, {len(self.unused)} free"
+        return tuple(self.unused.pop() for _ in range(count))

@@ -131,7 +131,7 @@ class FaultFabric:
         self.live: set[Transfer | LocalDescriptors | RemoteDescriptors] = set()
         self.peers: set[PeerAgent] = set()
         self._slot_lists: set[LocalDescriptors] = set()
-        self._reads: set[Transfer] = set()
+        self.open_reads: set[Transfer] = set()
         self.stops = Stops()
         self.mend()
 
@@ -169,7 +169,7 @@ class FaultFabric:
 
     def reading(self) -> int:
         """Data reads that were posted and not released."""
-        return len(self._reads)
+        return len(self.open_reads)
 
     def transfers(self) -> int:
         """Transfers that were not released."""
@@ -232,15 +232,15 @@ class FaultFabric:
         made = self.inner.post_read(local, local_indices, remote, remote_indices)
         self.live.add(made)
         if is_data:
-            self._reads.add(made)
+            self.open_reads.add(made)
         return made
 
     def poll(self, transfer: Transfer) -> TransferState:
-        if transfer in self._reads:
+        if transfer in self.open_reads:
             self._called("poll_data_read")
         self._called("poll")
         state = self.inner.poll(transfer)
-        if transfer in self._reads:
+        if transfer in self.open_reads:
             if self.stuck:
                 state = TransferState.IN_FLIGHT
             if state is TransferState.IN_FLIGHT:
@@ -255,7 +255,7 @@ class FaultFabric:
         self._called("release")
         self.live.discard(handle)
         if isinstance(handle, Transfer):
-            self._reads.discard(handle)
+            self.open_reads.discard(handle)
         self.inner.release(handle)
 
     def notify(self, peer: PeerAgent, message: bytes) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.transfer_thread import TransferThread
 from kvferry.worker.worker import FerryWorker
 from kvferry.worker.worker_memory import WorkerMemory
@@ -28,3 +29,7 @@ def memory_of(worker: FerryWorker) -> WorkerMemory:
 
 def thread_of(worker: FerryWorker) -> TransferThread:
     return worker._thread
+
+
+def first_contact_of(worker: FerryWorker) -> FirstContact:
+    return worker._first_contact

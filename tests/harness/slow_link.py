@@ -28,21 +28,21 @@ class SlowLink:
         self._read_s = read_s
         self._inner = fabric.inner.poll
         self._fabric = fabric
-        self._ends_s: dict[Transfer, float] = {}
+        self.ends_s: dict[Transfer, float] = {}
         self._free_s = 0.0
         fabric.inner.poll = self._poll  # type: ignore[method-assign]
 
     def _poll(self, transfer: Transfer) -> TransferState:
-        if transfer not in self._fabric._reads:
+        if transfer not in self._fabric.open_reads:
             return self._inner(transfer)
         now_s = time.monotonic()
-        if transfer not in self._ends_s:
+        if transfer not in self.ends_s:
             if self.loses(transfer):
-                self._ends_s[transfer] = float("inf")
+                self.ends_s[transfer] = float("inf")
             else:
                 self._free_s = max(self._free_s, now_s) + self._read_s
-                self._ends_s[transfer] = self._free_s
-        if now_s < self._ends_s[transfer]:
+                self.ends_s[transfer] = self._free_s
+        if now_s < self.ends_s[transfer]:
             return TransferState.IN_FLIGHT
         state = self._inner(transfer)
         self.ended += state is TransferState.DONE
@@ -51,4 +51,4 @@ class SlowLink:
     def mend(self) -> None:
         """Every read ends at once from now on."""
         self._read_s = 0.0
-        self._ends_s = dict.fromkeys(self._ends_s, 0.0)
+        self.ends_s = dict.fromkeys(self.ends_s, 0.0)

@@ -63,8 +63,8 @@ def test_the_kept_plan_of_a_producer_that_lies_elsewhere_is_what_the_planner_wou
             return
         assert first == plan_transfer(consumer, worker, producer, costs)
         assert cache.plan(other) == expected
-        event("the kept plan" if len(cache._kept) == 1 else "a plan of its own")
-        assert only_last or len(cache._kept) == 1
+        event("the kept plan" if len(cache) == 1 else "a plan of its own")
+        assert only_last or len(cache) == 1
 
 
 def _lowest(engine: EngineDescription) -> int:
@@ -124,7 +124,7 @@ def test_what_is_kept_is_bounded(
     shapes = [moved(producer, [64 * number] * 2, only_last=True) for number in range(3)]
     for shape in shapes:
         cache.plan(shape)
-    assert len(cache._kept) == 2
+    assert len(cache) == 2
     cache.plan(shapes[2])
     assert planned.call_count == 3
     cache.plan(shapes[0])

@@ -142,7 +142,7 @@ def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_i
     server: socket.socket, ask: Ask
 ) -> None:
     asked = ask()
-    for _ in range(clients._MAX_ATTEMPTS):
+    for _ in range(clients.MAX_ATTEMPTS):
         end_after_the_request(server)
     with pytest.raises(
         HandshakeFailed, match=f":{server.getsockname()[1]} ended 3 connections without an answer$"

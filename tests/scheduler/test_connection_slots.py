@@ -263,11 +263,8 @@ def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(s
         await settle()
         places = scene.places
         assert len(places) == 0
-        for left in (places._in_use_by_host, places._idle_by_host, places._waiting):
-            assert not left
-        for turns in places._turns.values():
-            assert not turns._waiting
-            assert not turns.connecting
+        left = places.snapshot()
+        assert (left.in_use, left.idle, left.connecting, left.waiting) == ({}, {}, {}, {})
         scene.connected.clear()
         await scene.connect("after")
         assert ("after", 1) in scene.connected

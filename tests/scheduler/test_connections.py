@@ -44,11 +44,13 @@ def _wait_for(counters: Counters, count: int) -> None:
     )
 
 
-def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay() -> None:
+def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counters = Counters()
+    monkeypatch.setattr("kvferry.scheduler.side_channel.connections.MAX_CONNECTIONS", MOST)
     with listening(counters) as (listener, port), client(port) as engine:
         listener.publish(make_description())
-        listener._socket._connections.capacity = MOST
         silent: list[socket.socket] = []
         for number in range(5 * MOST):
             engine.send_multipart([b"", HELLO])
@@ -128,7 +130,7 @@ def test_unfinished_messages_of_one_host_cost_no_other_its_connection(known: Con
         files.append(file)
         connection.sendall(bytes(num_bytes))
         wait_until(
-            lambda: known._known[file].unfinished_bytes() == num_bytes, "its bytes have arrived"
+            lambda: known.snapshot().unfinished_bytes[file] == num_bytes, "its bytes have arrived"
         )
         return connection
 
@@ -155,7 +157,7 @@ def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(
         mock.patch.object(resource, "getrlimit", return_value=(files, 1 << 20)),
         listening() as (listener, _),
     ):
-        assert listener._socket._connections.capacity == most
+        assert listener.snapshot().capacity == most
 
 
 def connections(port: int) -> list[socket.socket]:

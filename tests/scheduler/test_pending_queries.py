@@ -205,15 +205,17 @@ def test_questions_and_prompts_are_bounded_and_forgotten(monkeypatch: pytest.Mon
         directory.subscribe(
             b"peer", Subscribe(client_id="d", queries=(query(number, f"q{number}"),))
         )
-    assert (len(directory._by_request), len(directory._subscriptions)) == (4, 4)
+    now = directory.snapshot()
+    assert (len(now.prompts), len(now.subscriptions)) == (4, 4)
     for number in range(10):
         directory.over(f"p{number}", "ended")
     directory.changes()
     now_s[0] += SUBSCRIPTION_S + KEPT_S
     directory.arrived("last", "x", PROMPTS[0], 5)
     directory.changes()
-    assert (len(directory._by_request), len(directory._subscriptions)) == (1, 0)
-    assert set(directory._by_key) == {"x"}
+    now = directory.snapshot()
+    assert (set(now.prompts), now.subscriptions) == ({"last"}, frozenset())
+    assert now.keys == {"x"}
 
 
 def test_a_change_is_looked_at_for_the_question_that_it_answers_and_not_for_all_of_its_key(
@@ -394,7 +396,7 @@ def test_questions_of_ended_requests_leave_room_for_others_whatever_their_produc
         pending_queries.answered(PRODUCER, number, PromptProgress.QUEUED, 1.0)
     for name in names:
         pending_queries.finished(name)
-    assert len(pending_queries._by_number) <= module.MAX_ENDED
+    assert len(pending_queries.snapshot().open) <= module.MAX_ENDED
     opened(pending_queries, module.MAX_OPEN, "other")
     assert len(pending_queries) == module.MAX_OPEN
     assert not list(pending_queries.give_up(1.0)), (
@@ -452,7 +454,7 @@ def test_a_host_with_all_places_gives_its_newest_up_for_a_host_with_fewer_and_no
     crowded_out = list(pending_queries.give_up(0.0))
     assert [one.request_id for one in crowded_out] == ["host-7", "host-6", "host-5", "host-4"]
     assert all(one.waits and one.is_crowded_out for one in crowded_out)
-    assert len(pending_queries) == len(pending_queries._by_number) == 8
+    assert len(pending_queries) == len(pending_queries.snapshot().open) == 8
 
 
 def test_the_largest_host_is_found_among_very_many(monkeypatch: pytest.MonkeyPatch) -> None:

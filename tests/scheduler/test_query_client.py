@@ -72,10 +72,13 @@ class Network:
         """Until no producer has an open question, and what has settled the last one is sent."""
         self.query_client.submit(commands)
         await asyncio.sleep(0)
-        while self.commands_under_way or any(
-            one.queries or one.unsubscribed for one in self.query_client._by_producer.values()
-        ):
+        while self.commands_under_way or not self.is_quiet():
             await asyncio.sleep(0)
+
+    def is_quiet(self) -> bool:
+        """Whether no producer is queried, or has to be told that a query is over."""
+        now = self.query_client.snapshot()
+        return not now.is_sending and not any(now.producers.values())
 
 
 class Connection:
@@ -224,7 +227,7 @@ def test_a_connection_is_kept_for_the_next_question(monkeypatch: pytest.MonkeyPa
         assert not kept.is_closed
         monkeypatch.setattr(module, "IDLE_S", 0.0)
         await network.run(StartQuery((HOST, PORT), query(3)))
-        while network.query_client._by_producer:
+        while network.query_client.snapshot().producers:
             await asyncio.sleep(0)
         assert kept.is_closed
 
@@ -254,7 +257,7 @@ def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_n
         network = Network(settle)
         await network.run(StartQuery((HOST, PORT), query(1)))
         network.connections[0].frames.put_nowait(None)
-        while network.query_client._by_producer:
+        while network.query_client.snapshot().producers:
             await asyncio.sleep(0)
         await network.run(StartQuery((HOST, PORT), query(2)))
         assert [answer.progress for _, answer in network.answers] == [PromptProgress.TICKET] * 2
@@ -352,7 +355,7 @@ def test_requests_that_name_300_ports_of_a_host_delay_no_producer_there_and_clos
         )
         network.query_client.submit(StopQuery(port) for port in PORTS)
         await turns()
-        assert set(network.query_client._by_producer) == {(HOST, PORT), ("10.0.0.1", PORT)}
+        assert set(network.query_client.snapshot().producers) == {(HOST, PORT), ("10.0.0.1", PORT)}
         network.query_client.submit([StartQuery((HOST, SIBLING), query(3))])
         await turns(20)
         assert network.answers[-1][0] == (HOST, SIBLING), "aborted requests have left their turns"
@@ -382,10 +385,7 @@ def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
         await network.run(StartQuery((HOST, PORT), query(0)))
         network.query_client.submit([StartQuery((HOST, 1), query(1))])
         await turns()
-        offered = [
-            asked for asked in network.query_client._by_producer.values() if asked.is_sibling
-        ]
-        assert 0 < len(offered) <= module.MAX_SIBLINGS_OF_ONE
+        assert 0 < len(network.query_client.snapshot().siblings) <= module.MAX_SIBLINGS_OF_ONE
         for number, port in enumerate((SIBLING, PORT, PORTS[-1]), start=2):
             network.silent, network.closed = (), ()
             network.query_client.submit([StartQuery((HOST, port), query(number))])
@@ -394,8 +394,8 @@ def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
         assert len([one for one in network.connections if not one.is_closed]) <= 16 + 4 + 1
         network.query_client.submit(StopQuery(number) for number in range(1, 5))
         await turns()
-        assert not network.query_client._open
-        assert not any(asked.queries for asked in network.query_client._by_producer.values())
+        assert not network.query_client.snapshot().open
+        assert not any(network.query_client.snapshot().producers.values())
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
@@ -449,7 +449,7 @@ def test_answers_that_change_nothing_are_not_passed_on_and_a_prompt_is_known_whi
         await repeat(sibling, PromptProgress.TICKET)
         await turns()
         assert network.answers[-1][1].progress is PromptProgress.TICKET
-        assert not network.query_client._open
+        assert not network.query_client.snapshot().open
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
@@ -492,12 +492,10 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
                 network.query_client.submit([StopQuery(dice.randrange(started))])
             await turns(dice.randrange(5))
         network.query_client.submit(StopQuery(number) for number in range(started))
-        client_id = network.query_client
-        while client_id._by_producer:
+        while network.query_client.snapshot().producers:
             await asyncio.sleep(0.001)
-        assert not client_id._open
-        assert not client_id._siblings_by_host
-        assert len(client_id._slots) == 0
+        left = network.query_client.snapshot()
+        assert (left.open, left.siblings, left.connections) == (frozenset(), frozenset(), 0)
         assert all(one.is_closed for one in network.connections)
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))

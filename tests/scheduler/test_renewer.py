@@ -138,7 +138,7 @@ def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: Leas
     with listening() as (listener, port):
         renewer.submit([RenewLease(lease(port, 1, lease_s=LONG_S))])
         wait_until(
-            lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf,
+            lambda: renewer.snapshot().is_up_to_date,
             "it has not been taken",
         )
         start_s = time.monotonic()
@@ -155,12 +155,12 @@ def test_submissions_that_wait_for_the_renewer_are_bounded(
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
     wait_until(
-        lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf,
+        lambda: renewer.snapshot().is_up_to_date,
         "it has not been taken",
     )
     for slot in range(2, 102):
         renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
-    wait_until(renewer._submitted.empty, "too much waits")
+    wait_until(lambda: not renewer.snapshot().submissions, "too much waits")
 
 
 @pytest.mark.parametrize("sleeps_until_s", [math.inf, 0.0], ids=["asleep", "a renewal was due"])

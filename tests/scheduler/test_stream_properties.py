@@ -207,12 +207,12 @@ class StreamHistories(ProducerHistories):
     @invariant()
     def every_row_has_one_lease(self) -> None:
         used = len(self.streamed("computing", "held", "ending"))
-        assert len(self.ledger.streams._free) == ROWS - used
+        assert self.ledger.streams.free_rows == ROWS - used
 
     def teardown(self) -> None:
         super().teardown()
         assert all(row.header == ("", "") for row in self.rows)
-        assert sorted(self.ledger.streams._free) == list(range(ROWS))
+        self.ledger.streams.check_integrity(())
         assert self.counters.total("stream_restarts") == len(self.dead)
 
 

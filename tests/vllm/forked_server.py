@@ -49,7 +49,7 @@ class ForkedServer:
         self._logs = logs
         self.port, self.side_channel_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self._process: BaseProcess | None = None
+        self.process: BaseProcess | None = None
 
     def __enter__(self) -> ForkedServer:
         self.start()
@@ -71,24 +71,24 @@ class ForkedServer:
     @property
     def alive(self) -> bool:
         """Whether the API server runs."""
-        return self._process is not None and self._process.is_alive()
+        return self.process is not None and self.process.is_alive()
 
     @property
     def pid(self) -> int:
         """Of the API server. Raises `ServerFailed` when it was not started."""
-        if self._process is None or self._process.pid is None:
+        if self.process is None or self.process.pid is None:
             raise ServerFailed(f"{self.spec.name} was not started")
-        return self._process.pid
+        return self.process.pid
 
     def start(self) -> None:
         """Start a boot and return at once."""
         self.boots += 1
         arguments = self.spec.arguments(self.port)[2:]
         environment = self.spec.environment(self.side_channel_port)
-        self._process = forkserver().Process(
+        self.process = forkserver().Process(
             target=_serve, args=(arguments, environment, str(self.log_path)), name=self.spec.name
         )
-        self._process.start()
+        self.process.start()
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until it answers.
@@ -132,13 +132,13 @@ class ForkedServer:
         )
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.pid is not None:
+        if self.process is not None and self.process.pid is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                os.killpg(self.process.pid, number)
 
     def _join(self, timeout_s: float) -> None:
-        if self._process is not None:
-            self._process.join(timeout_s)
+        if self.process is not None:
+            self.process.join(timeout_s)
 
 
 def small_server(

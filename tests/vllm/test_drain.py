@@ -44,9 +44,9 @@ def has_processes(group: int) -> bool:
 
 def check_gone(engine: ForkedServer, group: int) -> None:
     """It ends by itself, with status 0, and leaves no process behind."""
-    assert engine._process is not None
-    engine._process.join(ENDS_S)
-    assert engine._process.exitcode == 0, engine.failure(f"ended with {engine._process.exitcode}")
+    assert engine.process is not None
+    engine.process.join(ENDS_S)
+    assert engine.process.exitcode == 0, engine.failure(f"ended with {engine.process.exitcode}")
     wait_until(lambda: not has_processes(group), "no process is left", timeout_s=10.0)
     assert "force killing" not in engine.log_path.read_text(), engine.failure("was killed")
 

@@ -70,8 +70,8 @@ def test_what_the_line_of_the_log_has_no_room_for_is_printed_too() -> None:
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     pool = pytest.importorskip("kvferry.worker.staging.pool").StagingPool
     worker = pytest.importorskip("kvferry.worker.worker_memory")
-    assert worker._STAGING_BYTES == POOL_BYTES_VRAM
-    assert worker._STAGING_BYTES_ON_HOST == POOL_BYTES_DRAM
+    assert worker.STAGING_BYTES == POOL_BYTES_VRAM
+    assert worker.STAGING_BYTES_ON_HOST == POOL_BYTES_DRAM
     for size in (POOL_BYTES_VRAM, POOL_BYTES_DRAM, 1 << 20, 3_333_333):
         assert longest_staged_run(size) == pool(size).largest_wave // 2
 

@@ -33,7 +33,7 @@ BLOCK_TOKENS = 16
 HEADS, HEAD_SIZE = 2, 32
 WINDOW_LAYER = "model.layers.9.self_attn.attn"
 
-_CONFIG = {
+CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": HEADS * HEAD_SIZE,
@@ -57,7 +57,7 @@ def model_config(max_tokens: int = 512) -> Any:
     """The smallest model that vLLM's configuration accepts: a config.json, no weights."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
     (folder / "config.json").write_text(
-        json.dumps({**_CONFIG, "max_position_embeddings": max(1024, max_tokens)})
+        json.dumps({**CONFIG, "max_position_embeddings": max(1024, max_tokens)})
     )
     init_none_hash(sha256)
     return ModelConfig(

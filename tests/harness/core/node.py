@@ -134,7 +134,7 @@ class Node:
             dict.fromkeys(layers, _LAYER_MODULE)
         )
         self._depth = max(int(config.get("overlap", False)), pp - 1)
-        self._in_flight: deque[tuple[Scheduled, Any]] = deque()
+        self.steps_in_flight: deque[tuple[Scheduled, Any]] = deque()
         self.workers: list[Any] = []
         self.runners: list[FirstRunner | SecondRunner] = []
         places = [Place(pp=stage, tp=rank) for stage in range(pp) for rank in range(tp)]
@@ -155,7 +155,7 @@ class Node:
         windowed = [[shard[WINDOW_LAYER] for shard in caches]] if window else []
         self.model = ToyModel(self.engine, [full, *windowed], window)
         self.engine.sample = self.model.sample
-        self._aggregator = KVOutputAggregator.from_connector(self.engine.connector, len(places))
+        self.aggregator = KVOutputAggregator.from_connector(self.engine.connector, len(places))
         described = {
             (place.pp, place.tp): _described(worker)
             for place, worker in zip(places, self.workers, strict=True)
@@ -174,9 +174,9 @@ class Node:
                 getattr(runner, self.method)(step.output, forward)
                 for runner, forward in zip(self.runners, forwards, strict=True)
             ]
-        self._in_flight.append((step, between_processes(reports)))
-        while len(self._in_flight) > self._depth:
-            self._answer_oldest()
+        self.steps_in_flight.append((step, between_processes(reports)))
+        while len(self.steps_in_flight) > self._depth:
+            self.answer_oldest()
         return step
 
     @property
@@ -189,8 +189,8 @@ class Node:
         is in flight. Returns whether there was either; if not, the loop sleeps until there is input."""
         if self.must_step:
             self.step()
-        elif self._in_flight:
-            self._answer_oldest()
+        elif self.steps_in_flight:
+            self.answer_oldest()
         else:
             return False
         return True
@@ -262,13 +262,13 @@ class Node:
             for worker in self.workers:
                 worker.shutdown()
 
-    def _answer_oldest(self) -> None:
-        answered, reported = self._in_flight.popleft()
+    def answer_oldest(self) -> None:
+        answered, reported = self.steps_in_flight.popleft()
         outputs = [
             ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one)
             for one in reported
         ]
-        self.engine.finish(answered, worker=self._aggregator.aggregate(outputs).kv_connector_output)
+        self.engine.finish(answered, worker=self.aggregator.aggregate(outputs).kv_connector_output)
 
     def _add_siblings(self) -> None:
         """Replaces the process groups of several ranks while the caches are registered."""

@@ -59,7 +59,7 @@ class Shelf:
         prompt = self.node.engine.scheduler.requests[load.request_id].all_token_ids
         states = states_of(prompt[: load.stop], self.node.window)
         for layer, table in enumerate(load.tables):
-            self.node.model._write(layer, list(table), load.start, states[load.start :])
+            self.node.model.write_states(layer, list(table), load.start, states[load.start :])
 
 
 @dataclass(frozen=True)

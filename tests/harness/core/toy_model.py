@@ -89,22 +89,22 @@ class ToyModel:
     def _compute(self, name: str, start: int, stop: int) -> None:
         request = self._engine.scheduler.requests[name]
         blocks = self._engine.all_block_ids(name)
-        states = self._read(0, blocks[0], 0, start)
+        states = self.read_states(0, blocks[0], 0, start)
         if self._window:
             first = max(0, start - self._window + 1)
-            if self._read(1, blocks[1], first, start) != states[first:]:
+            if self.read_states(1, blocks[1], first, start) != states[first:]:
                 states = [_BROKEN] * start
         for position in range(start, stop):
             known = position < request.num_tokens
             token = request.all_token_ids[position] if known else self._ahead[name, position]
             states.append(next_state(states, token, self._window))
         for layer, ids in enumerate(blocks):
-            self._write(layer, ids, start, states[start:])
+            self.write_states(layer, ids, start, states[start:])
         if not request.is_prefill_chunk:
             self._samples[name].append(sampled_from(states[-1]))
             self._ahead[name, stop] = sampled_from(states[-1])
 
-    def _read(self, layer: int, blocks: list[int], start: int, stop: int) -> list[int]:
+    def read_states(self, layer: int, blocks: list[int], start: int, stop: int) -> list[int]:
         if start == stop:
             return []
         where = _cells(blocks, start, stop, self._block_tokens(layer))
@@ -115,7 +115,7 @@ class ToyModel:
             int(x) for x in torch.where(even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN))
         ]
 
-    def _write(self, layer: int, blocks: list[int], start: int, states: list[int]) -> None:
+    def write_states(self, layer: int, blocks: list[int], start: int, states: list[int]) -> None:
         where = _cells(blocks, start, start + len(states), self._block_tokens(layer))
         values = torch.tensor(states, dtype=torch.float32).reshape(-1, 1, 1)
         for shard in self._layers[layer]:

@@ -74,7 +74,7 @@ class ServedStream:
                 for load in self.running()
                 if load.order.request_id == self.load.request_id
             ]
-            results = thread_of(self.consumer.worker).results._results
+            results = thread_of(self.consumer.worker).results.snapshot()
             is_over = self.load.request_id in results.loaded | results.failed.keys()
             return is_over or any(
                 chunk[0] >= whole for record in records for chunk in record.chunks[-1:]
@@ -89,7 +89,7 @@ class ServedStream:
     def is_over(self, polls: int) -> bool:
         """Whether the load has ended, collected or not, or the consumer has polled more reads than these."""
         assert self.load is not None
-        results = thread_of(self.consumer.worker).results._results
+        results = thread_of(self.consumer.worker).results.snapshot()
         is_reported = self.load.request_id in results.loaded | results.failed.keys()
         is_over = is_reported or self.consumer.seen.is_over(self.load.request_id)
         return is_over or self.consumer.fabric.calls["poll"] > polls

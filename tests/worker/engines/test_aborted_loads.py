@@ -54,7 +54,7 @@ def abort(rig: Rig, consumer: Engine, *loads: OrderedLoad) -> None:
 
 def free(consumer: Engine, *loads: OrderedLoad) -> None:
     for load in loads:
-        consumer._free += load.blocks
+        consumer.unused += load.blocks
 
 
 def parked(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
@@ -101,7 +101,8 @@ def connecting(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
     params = producer.changed(producer.prefill(10), remote_port=silent.getsockname()[1])
     load = consumer.load(params)
     wait_until(
-        lambda: len(thread_of(consumer.worker).registry._handshakes), "the handshake is under way"
+        lambda: len(thread_of(consumer.worker).registry.snapshot().handshakes),
+        "the handshake is under way",
     )
     return consumer, load
 
@@ -184,16 +185,17 @@ def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) 
             consumer.load(producer.changed(offer, remote_port=port))
             for offer, port in zip(offers, ports, strict=True)
         ]
-        handshakes = thread_of(consumer.worker).registry._handshakes
+        registry = thread_of(consumer.worker).registry
         wait_until(
-            lambda: (
-                [x.is_awaited for x in list(handshakes._wanted.values())] == [True] * len(ports)
-            ),
+            lambda: len(registry.snapshot().handshakes.awaited) == len(ports),
             "all are awaited",
         )
         abort(rig, consumer, *loads)
         under_way = FOR_LOADS.per_unverified_host + AHEAD.per_unverified_host
-        wait_until(lambda: len(handshakes) <= under_way, "those that had not begun are withdrawn")
+        wait_until(
+            lambda: len(registry.snapshot().handshakes) <= under_way,
+            "those that had not begun are withdrawn",
+        )
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
@@ -204,7 +206,7 @@ def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=settings)
     consumer = rig.engine("C", shape=CacheShape(axes="bth" if staged else "bht"), settings=settings)
     rig.transfer(producer, consumer, tokens=60)
-    free_blocks = len(consumer._free)
+    free_blocks = len(consumer.unused)
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(60, seed=4).params)
     wait_until(consumer.fabric.reading, "it reads")
@@ -219,7 +221,7 @@ def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read
         written = consumer.caches.cells(0)[list(load.blocks)]
         assert (written == POISON).any(), "nothing is put in place for nobody"
     free(consumer, load)
-    assert len(consumer._free) == free_blocks
+    assert len(consumer.unused) == free_blocks
     rig.transfer(producer, consumer)
 
 

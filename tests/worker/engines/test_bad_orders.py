@@ -143,7 +143,7 @@ def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(rig: R
     rig.transfer(producer, consumer)
     params = producer.prefill(10).params
     assert consumer.loads.offer("lost", params, 10, 0.0) is None
-    blocks = consumer._take_blocks(10)
+    blocks = consumer.take_blocks(10)
     consumer.loads.allocated("lost", consumer.loads.matched_tokens("lost", 0), (blocks,))
     orders = StepOrders(boot=consumer.boot, loads=consumer.loads.take_orders())
     consumer.worker.carry_out(encode_head(orders), encode_orders(orders)[:-3])

@@ -167,7 +167,7 @@ def test_a_consumer_pins_its_pool_and_keeps_and_registers_no_copy_of_its_caches(
     fabric = consumer.fabric.inner
     assert isinstance(fabric, MemoryFabric)
     starts = {tensor.untyped_storage().data_ptr() for tensor in consumer.caches.kv.storages}
-    assert not starts & {region.address for region in fabric._regions}
+    assert not starts & {region.address for region in fabric.registered}
     rig.transfer(producer, consumer)
     cuda.check()
 

@@ -39,7 +39,7 @@ def waiting(rig: Rig) -> tuple[ServedStream, Any]:
 @pytest.mark.parametrize("block", [0, 47, 48, 2**31, 2**32 - 1])
 def test_ids_outside_the_cache_fail_the_load(rig: Rig, block: int) -> None:
     stream, rows = waiting(rig)
-    stream.prefill.compute(8, stream.producer._take_blocks(8))
+    stream.prefill.compute(8, stream.producer.take_blocks(8))
     row = stream.prefill.params.kvferry.stream_row  # type: ignore[union-attr]
     stream.producer.launched.append(lambda: wait_until(lambda: rows.ids[row, 3], "it is listed"))
     stream.producer.launched.append(lambda: rows.ids.__setitem__((row, 3), block))

@@ -88,7 +88,7 @@ def test_loads_are_carried_out_although_the_leases_of_their_step_cannot_be(
     rig.transfer(producer, consumer)
     params = producer.prefill(tokens=10).params
     assert consumer.loads.offer("decode", params, 10, 0.0) is None
-    blocks = consumer._take_blocks(10)
+    blocks = consumer.take_blocks(10)
     consumer.loads.allocated("decode", consumer.loads.matched_tokens("decode", 0), (blocks,))
     end = LeaseEnd(request_id="held", slot=0, epoch=params.kvferry.lease_epoch)
     orders = StepOrders(boot=consumer.boot, loads=consumer.loads.take_orders(), ends=(end,))

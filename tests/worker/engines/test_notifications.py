@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 
 def _send(rig: Rig, producer: Engine, *frames: bytes) -> None:
     """Send a notification from an agent that the producer does not know."""
-    fabric = MemoryFabric(f"other-{len(rig.network._by_name)}", rig.network)
+    fabric = MemoryFabric(f"other-{len(rig.network.agents)}", rig.network)
     peer = fabric.add_peer(producer.fabric.metadata())
     for frame in frames:
         fabric.notify(peer, frame)
@@ -60,7 +60,7 @@ def test_an_idle_worker_takes_notifications_that_it_does_not_expect(rig: Rig) ->
     producer.worker.start()
     for times in range(1, 4):
         _send(rig, producer, *[MAGIC + b"\xc1"] * 100)
-        inbox = rig.network._by_name[producer.fabric.agent_name].inbox
+        inbox = rig.network.agents[producer.fabric.agent_name].inbox
         wait_until(lambda: not inbox, "they are taken")  # noqa: B023 - called here
         rig.step_until(
             lambda times=times: producer.seen.counts["bad_notifications"] == 100 * times,  # type: ignore[misc]

@@ -34,7 +34,7 @@ def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs() ->
         producer, consumer = rig.pair()
         rig.transfer(producer, consumer)
         rig.transfer(producer, consumer, tokens=80)
-        producer._draw = consumer._draw = InOrder()  # type: ignore[assignment]
+        producer.draw = consumer.draw = InOrder()  # type: ignore[assignment]
         rig.transfer(producer, consumer, tokens=80)
         scattered, merged = consumer.seen.totals[-2:]
     assert scattered.planned_descriptors == merged.planned_descriptors == 60
@@ -49,7 +49,7 @@ def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
     reported_before = []
 
     def noted(peer: PeerAgent, message: bytes) -> None:
-        reported_before.append(bool(thread.results._results.loaded))
+        reported_before.append(bool(thread.results.snapshot().loaded))
         notify(peer, message)
 
     consumer.fabric.notify = noted  # type: ignore[method-assign]

@@ -75,7 +75,7 @@ def test_a_read_that_is_lost_fails_its_load_although_later_reads_of_that_peer_en
     link = SlowLink(consumer.fabric, 0.0, loses=lambda _: link.ended == 0)
     lost = consumer.load(producer.prefill(tokens=10).params)
     wait_until(consumer.fabric.reading, "it reads")
-    wait_until(lambda: bool(link._ends_s), "it is lost")
+    wait_until(lambda: bool(link.ends_s), "it is lost")
     link.loses = lambda _: False
     consumer.set_timeouts(load_s=TIMEOUT_S)
     began_s = time.monotonic()

@@ -181,7 +181,7 @@ def test_a_lease_that_ends_after_the_prompt_is_complete_fails_the_load_or_comes_
     reported = []
 
     def abort() -> None:
-        reported.append(bool(thread.results._results.loaded or consumer.seen.loaded))
+        reported.append(bool(thread.results.snapshot().loaded or consumer.seen.loaded))
         stream.abort()
 
     producer.compute(stream.prefill, 12)

@@ -96,7 +96,7 @@ class Scene:
 
         def answered() -> bool:
             self.registry.step(now_s, in_use)
-            return not len(self.registry._handshakes)
+            return not len(self.registry.snapshot().handshakes)
 
         wait_until(answered, "all handshakes have ended", 60.0)
         self.registry.step(now_s, in_use)

@@ -209,7 +209,7 @@ def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: S
     scene.is_asked("dark", 2)
     scene.let_go.set()
     scene.has_ended("dark")
-    assert "dark" not in scene.handshakes._answered
+    assert "dark" not in scene.handshakes.snapshot().answered
 
 
 def test_threads_exist_only_while_handshakes_are_under_way(scene: Scene) -> None:
@@ -260,7 +260,7 @@ def test_a_prewarm_that_a_load_waits_for_arrives_before_the_others_although_it_h
         scene.handshakes.request_ahead(_key("dark-ahead"))
     scene.let_go.set()
     wait_until(
-        lambda: scene.handshakes._arrived.qsize() == FOR_LOADS.per_unverified_host + 2,
+        lambda: scene.handshakes.snapshot().arrived == FOR_LOADS.per_unverified_host + 2,
         "all have ended",
         60.0,
     )

@@ -16,8 +16,8 @@ from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.stream_rows import StreamRowTable
 
-_STAGING_BYTES = 256 << 20
-_STAGING_BYTES_ON_HOST = 64 << 20
+STAGING_BYTES = 256 << 20
+STAGING_BYTES_ON_HOST = 64 << 20
 """Default sizes of the staging pool, on a device and in host memory."""
 
 _ENTRIES_PER_LOAD = 8
@@ -130,7 +130,7 @@ def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
     """
     capacity = settings.staging_pool_bytes
     if capacity is None:
-        capacity = _STAGING_BYTES if caches.device.is_cuda else _STAGING_BYTES_ON_HOST
+        capacity = STAGING_BYTES if caches.device.is_cuda else STAGING_BYTES_ON_HOST
     if settings.host_buffer and not capacity:
         raise InvalidConfig(
             "staging_pool_bytes",

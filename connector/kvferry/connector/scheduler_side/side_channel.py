@@ -86,7 +86,7 @@ class SideChannel:
         self._loads = loads
         self._counters = counters
         self._wake = wake
-        self._query_client: QueryClient | None = None
+        self.query_client: QueryClient | None = None
         self._prewarmer: PeerPrewarmer | None = None
         self._is_searching = False
         self._found: collections.deque[Prewarm] = collections.deque()
@@ -155,10 +155,10 @@ class SideChannel:
             commands = self._loads.take_commands()
             if commands:
                 self.renewer.submit(commands)
-        if self._query_client is not None:
+        if self.query_client is not None:
             query_commands = self.asking.queries.take_commands()
             if query_commands:
-                self._query_client.submit(query_commands)
+                self.query_client.submit(query_commands)
 
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""
@@ -181,7 +181,7 @@ class SideChannel:
         if load_listener is not None:
             # One more descriptor in a thread that waits for sockets anyway, in place of a thread.
             client.watch(load_listener.fileno(), load_listener.receive)
-        self._query_client = QueryClient(
+        self.query_client = QueryClient(
             client,
             announced_id(self.local.boot, self.local.engine_id),
             self._counters,

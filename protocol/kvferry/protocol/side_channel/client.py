@@ -36,7 +36,7 @@ from kvferry.protocol.side_channel.sockets import derive_keys
 
 _JOIN_S = 5.0
 # A listener that restarts ends a connection once.
-_MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 _CANCEL_AGAIN_S = 0.1
 
 MAX_EXCHANGED_BYTES = 2 << 20
@@ -269,7 +269,7 @@ class SideChannelClient:
     async def _attempt(
         self, host: str, port: int, converse: Converse, max_answer_bytes: int, *, waits: bool
     ) -> bytes:
-        for _ in range(_MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             connection = await self.connect(host, port, max_answer_bytes, waits=waits)
             try:
                 return await converse(connection)
@@ -277,7 +277,7 @@ class SideChannelClient:
                 continue
             finally:
                 connection.close()
-        raise HandshakeFailed(f"ended {_MAX_ATTEMPTS} connections without an answer")
+        raise HandshakeFailed(f"ended {MAX_ATTEMPTS} connections without an answer")
 
     def _run(self) -> None:
         try:

@@ -70,7 +70,7 @@ class ConsumerLedger:
     ) -> None:
         self._requests = RequestTable() if requests is None else requests
         self._counters = counters
-        self._recompute_threshold = recompute_threshold
+        self.recompute_threshold = recompute_threshold
         self._recomputes = recomputes
         self._claims: set[LeaseKey] = set()
         self._ended = EndedLeases(max_ended)
@@ -160,7 +160,7 @@ class ConsumerLedger:
         if prompt is None or prompt.state is not LoadState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
-        if prompt.is_too_short(self._recompute_threshold):
+        if prompt.is_too_short(self.recompute_threshold):
             return 0
         return max(0, prompt.shared_tokens - local_tokens)
 
@@ -346,7 +346,7 @@ class ConsumerLedger:
         is_in_cache = prompt.local_tokens >= prompt.shared_tokens
         if not was_offered or is_in_cache:
             return
-        if prompt.is_too_short(self._recompute_threshold):
+        if prompt.is_too_short(self.recompute_threshold):
             self._recompute(prompt, "below_threshold")
         else:
             self._recompute(prompt, "not_wanted")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
 from kvferry.protocol.side_channel.hosts import one_spelling
@@ -114,6 +115,19 @@ class _QueriesByHost:
                 del self._hosts_by_count[before]
         if after:
             self._hosts_by_count.setdefault(after, OrderedDict())[host] = None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingQueriesSnapshot:
+    """Attributes:
+    open: numbers of the open queries, the oldest first.
+    known: those of them whose prompt a producer has in its queue.
+    ended: those of them whose requests have ended.
+    """
+
+    open: tuple[int, ...]
+    known: frozenset[int]
+    ended: frozenset[int]
 
 
 class PendingQueries:
@@ -260,6 +274,15 @@ class PendingQueries:
         commands = tuple(self._commands)
         self._commands.clear()
         return commands
+
+    def snapshot(self) -> PendingQueriesSnapshot:
+        """What is open now."""
+        opened = self._by_number
+        return PendingQueriesSnapshot(
+            open=tuple(opened),
+            known=frozenset(number for number, query in opened.items() if query.known_by),
+            ended=frozenset(number for number, query in opened.items() if not query.waits),
+        )
 
     def _timers(self) -> tuple[tuple[_Timers, float], ...]:
         return (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
@@ -85,6 +85,19 @@ class _Key:
     num_running: int = 0
     subscribed: set[Claimant] = field(default_factory=set)
     waiting: dict[Claimant, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDirectorySnapshot:
+    """Attributes:
+    prompts: the state of each prompt, by request; the first that arrived is first.
+    keys: of prompts and of queries.
+    subscriptions: the queries that wait for a change, by client and number.
+    """
+
+    prompts: Mapping[str, PromptProgress]
+    keys: frozenset[str]
+    subscriptions: frozenset[Claimant]
 
 
 class PromptDirectory:
@@ -208,6 +221,15 @@ class PromptDirectory:
             for query in request.queries
         ]
         return Answers(answers=tuple(answers), siblings=self._siblings)
+
+    def snapshot(self) -> PromptDirectorySnapshot:
+        """What the listener's thread knows now. May be called on another thread while that one waits."""
+        prompts = dict(self._by_request)
+        return PromptDirectorySnapshot(
+            prompts={name: prompt.state.progress for name, prompt in prompts.items()},
+            keys=frozenset(self._by_key),
+            subscriptions=frozenset(self._subscriptions),
+        )
 
     def unsubscribe(self, request: Unsubscribe) -> None:
         """These queries are settled."""

@@ -35,6 +35,11 @@ class PublishedStreams:
         self._rows = rows
         self._free = list(range(rows - 1, -1, -1))
 
+    @property
+    def free_rows(self) -> int:
+        """Rows of no lease."""
+        return len(self._free)
+
     def begin(self, lease: ProducerLease) -> PublishedStream | None:
         """A consumer reads this prompt from now on, while it is computed; None if all rows are used."""
         if not self._free:

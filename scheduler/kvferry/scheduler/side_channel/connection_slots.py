@@ -20,7 +20,8 @@ import asyncio
 import enum
 import resource
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.side_channel.connection import Connection
@@ -128,6 +129,9 @@ class _Turns:
             num_passed_over = 0
             turn.set_result(None)
 
+    def waiting_hosts(self) -> frozenset[str]:
+        return frozenset(self._waiting)
+
     def _forget(self, host: str, turn: asyncio.Future[None]) -> None:
         turns_of_host = self._waiting.get(host)
         if turns_of_host is None:
@@ -166,6 +170,19 @@ class ConnectionSlot:
         self.connection.close(linger_ms=linger_ms)
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionSlotsSnapshot:
+    """Attributes:
+    in_use, idle: the connections by host.
+    connecting, waiting: addresses that are connected to, and that wait for their turn, by host.
+    """
+
+    in_use: Mapping[str, int]
+    idle: Mapping[str, int]
+    connecting: Mapping[str, int]
+    waiting: Mapping[str, int]
+
+
 class ConnectionSlots:
     """Used on one loop.
 
@@ -194,6 +211,21 @@ class ConnectionSlots:
     def __len__(self) -> int:
         """The number of connections."""
         return len(self._in_use) + len(self._idle)
+
+    def snapshot(self) -> ConnectionSlotsSnapshot:
+        """Who has how many places and turns now, each count from its own table."""
+        connecting: Counter[str] = Counter()
+        waiting = dict(self._waiting)
+        for turns in self._turns.values():
+            connecting.update(turns.connecting)
+            for host in turns.waiting_hosts():
+                waiting.setdefault(host, 0)  # counted by one table and not by the other: shown
+        return ConnectionSlotsSnapshot(
+            in_use=dict(self._in_use_by_host),
+            idle={host: len(slots) for host, slots in self._idle_by_host.items()},
+            connecting=dict(connecting),
+            waiting=waiting,
+        )
 
     async def connect(
         self,

@@ -15,6 +15,8 @@ import heapq
 import logging
 import resource
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import zmq
 
@@ -66,6 +68,17 @@ _EVENTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionsSnapshot:
+    """Attributes:
+    capacity: connections that are kept.
+    unfinished_bytes: of each connection's message that has not arrived whole, by its file; the latest to send is last.
+    """
+
+    capacity: int
+    unfinished_bytes: Mapping[int, int]
+
+
 class Connections:
     """Used by the listener's thread only.
 
@@ -92,6 +105,14 @@ class Connections:
         self._logs = {reason: RateLimitedLog(logger, _LINE_S) for reason in _TEXTS}
         self._logs["unfinished"] = RateLimitedLog(logger, _UNFINISHED_LINE_S)
         self.monitor = watch(listener, _EVENTS)
+
+    def snapshot(self) -> ConnectionsSnapshot:
+        """The connections now. May be called on another thread while the listener's waits."""
+        known = dict(self._known)
+        return ConnectionsSnapshot(
+            capacity=self.capacity,
+            unfinished_bytes={file: tcp.unfinished_bytes() for file, tcp in known.items()},
+        )
 
     def on_event(self) -> None:
         """Process one event of the monitor."""

@@ -20,7 +20,7 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.protocol.side_channel.tcp import CHECK_INTERVAL_S
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.side_channel.connections import Connections
+from kvferry.scheduler.side_channel.connections import Connections, ConnectionsSnapshot
 from kvferry.scheduler.side_channel.curve_auth import CurveAuth
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,10 @@ class GuardedSocket:
         self._poller = zmq.Poller()
         for served in self._served:
             self._poller.register(served, zmq.POLLIN)
+
+    def snapshot(self) -> ConnectionsSnapshot:
+        """Its connections now."""
+        return self._connections.snapshot()
 
     def watch(self, file: int) -> None:
         """Let `poll` return when this file is readable, too."""

@@ -33,7 +33,7 @@ from kvferry.scheduler.consumer.remote_prompt import (
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.heartbeats import heartbeat_s
 from kvferry.scheduler.side_channel.connection_slots import ProvenAddresses
-from kvferry.scheduler.side_channel.sender import Endpoint, Message, PeerSender
+from kvferry.scheduler.side_channel.sender import Endpoint, Message, PeerSender, PeerSenderSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,24 @@ def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
     return submitted_s + _interval_s(command.lease)
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseRenewerSnapshot:
+    """Attributes:
+    submissions: those that the thread has not taken.
+    sleeps_until_s: when the next renewal is due, on the monotonic clock; infinite if none is.
+    sender: its peers.
+    """
+
+    submissions: int
+    sleeps_until_s: float
+    sender: PeerSenderSnapshot
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether everything submitted was taken, and some lease is to be renewed."""
+        return not self.submissions and math.isfinite(self.sleeps_until_s)
+
+
 class LeaseRenewer:
     """Carries out `RenewLease`, `ForgetLease` and `ReleaseLease` until `close`.
 
@@ -138,6 +156,12 @@ class LeaseRenewer:
         self.client = SideChannelClient(secrets, allowed)
         self.proven = ProvenAddresses()
         self._sender = PeerSender(self.client, counters, self.proven)
+
+    def snapshot(self) -> LeaseRenewerSnapshot:
+        """What it has to do now. May be called on any thread."""
+        return LeaseRenewerSnapshot(
+            self._submitted.qsize(), self._sleeps_until_s, self._sender.snapshot()
+        )
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:
         """Hand over commands; returns at once."""

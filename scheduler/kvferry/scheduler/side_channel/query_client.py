@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -118,6 +118,25 @@ class _OpenQuery:
     siblings_queried_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class QueryClientSnapshot:
+    """Attributes:
+    open: numbers of the open queries.
+    answered: those of them with an answer that was passed on.
+    producers: numbers of the queries of each producer.
+    siblings: producers that are queried only because others have named them.
+    is_sending: whether a producer has to be told that a query is over.
+    connections: connections that are used or kept.
+    """
+
+    open: frozenset[int]
+    answered: frozenset[int]
+    producers: Mapping[Producer, frozenset[int]]
+    siblings: frozenset[Producer]
+    is_sending: bool
+    connections: int
+
+
 class QueryClient:
     """Queries producers until the client is closed.
 
@@ -154,6 +173,19 @@ class QueryClient:
             self._client.call_soon(lambda: self._carry_out(submitted))
 
     # On the client's loop, as everything below.
+
+    def snapshot(self) -> QueryClientSnapshot:
+        """Which producers are queried now. May be called on another thread while the client's waits."""
+        opened = dict(self._open)
+        producers = dict(self._by_producer)
+        return QueryClientSnapshot(
+            open=frozenset(opened),
+            answered=frozenset(number for number, query in opened.items() if query.has_answer),
+            producers={name: frozenset(one.queries) for name, one in producers.items()},
+            siblings=frozenset(name for name, one in producers.items() if one.is_sibling),
+            is_sending=any(one.unsubscribed for one in producers.values()),
+            connections=len(self._slots),
+        )
 
     def _carry_out(self, commands: tuple[QueryCommand, ...]) -> None:
         for command in commands:

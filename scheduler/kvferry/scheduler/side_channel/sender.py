@@ -25,6 +25,7 @@ from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.side_channel.connection_slots import (
     ConnectionSlot,
     ConnectionSlots,
+    ConnectionSlotsSnapshot,
     ProvenAddresses,
 )
 
@@ -82,6 +83,17 @@ class _Peer:
     is_refused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PeerSenderSnapshot:
+    """Attributes:
+    endpoints: peers that are connected, or are to be, the first one first.
+    slots: of their connections.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    slots: ConnectionSlotsSnapshot
+
+
 class PeerSender:
     """Used on the client's loop.
 
@@ -102,6 +114,10 @@ class PeerSender:
     def __len__(self) -> int:
         """Peers that are connected, or are to be."""
         return len(self._peers)
+
+    def snapshot(self) -> PeerSenderSnapshot:
+        """Its peers now. May be called on another thread while the client's waits."""
+        return PeerSenderSnapshot(tuple(self._peers), self._slots.snapshot())
 
     def send(self, endpoint: Endpoint, message: Message) -> None:
         """Have it sent once the peer is connected. A message that cannot be sent is dropped, and an error counted."""

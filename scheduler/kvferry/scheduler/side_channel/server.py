@@ -46,6 +46,7 @@ from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
+from kvferry.scheduler.side_channel.connections import ConnectionsSnapshot
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
 from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 
@@ -132,6 +133,10 @@ class SideChannelListener:
     def publish(self, description: EngineDescription) -> None:
         """Answer with this description from now on. Before that, `Hello` is refused with "starting"."""
         self._published = (description, PartsSent(encode(description)))
+
+    def snapshot(self) -> ConnectionsSnapshot:
+        """Its connections now."""
+        return self._socket.snapshot()
 
     def close(self) -> None:
         """Stop the thread and free the port. Idempotent."""

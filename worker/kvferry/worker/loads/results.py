@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections import Counter
@@ -94,6 +95,11 @@ class ResultBox:
             taken = self._results
             self._results = StepResults()
         return taken
+
+    def snapshot(self) -> StepResults:
+        """A copy of the results that the next `take` returns."""
+        with self._lock:
+            return copy.deepcopy(self._results)
 
     def _has_load(self) -> bool:
         return bool(self._results.loaded or self._results.failed)

@@ -37,7 +37,7 @@ class FirstContact:
     def __init__(self, engine: EngineDescription, costs: Costs, settings: WorkerSettings) -> None:
         self._engine = engine
         self._costs = costs
-        self._settings = settings
+        self.settings = settings
         self._planning = threading.Semaphore(_PLANS_AT_ONCE)
         self._side_channel = SideChannelClient(settings.secrets, settings.allowed_hosts)
         self._plans = PlanCache(engine, 0, costs)
@@ -83,7 +83,7 @@ class FirstContact:
             key.port,
             key.engine_id,
             self._engine.engine_id,
-            self._settings.handshake_timeout_s,
+            self.settings.handshake_timeout_s,
             queries_prompts=True,
             waits=False,
         )

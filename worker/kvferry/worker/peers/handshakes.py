@@ -132,6 +132,25 @@ def _counted_host(key: PeerKey) -> str:
     return one_spelling(key.host)
 
 
+@dataclass(frozen=True, slots=True)
+class HandshakesSnapshot:
+    """Attributes:
+    waiting, under_way: peers whose handshake has not begun, and has begun.
+    awaited: those of both that a load waits for.
+    answered: hosts that have answered, and did the last time.
+    arrived: results that were not taken.
+    """
+
+    waiting: frozenset[PeerKey]
+    under_way: frozenset[PeerKey]
+    awaited: frozenset[PeerKey]
+    answered: frozenset[str]
+    arrived: int
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.under_way)
+
+
 class Handshakes:
     """See the module. All but the handshakes themselves belongs to one thread.
 
@@ -157,6 +176,18 @@ class Handshakes:
 
     def __contains__(self, key: PeerKey) -> bool:
         return key in self._wanted
+
+    def snapshot(self) -> HandshakesSnapshot:
+        """The handshakes now. May be called on any thread."""
+        wanted = dict(self._wanted)
+        under_way = frozenset(key for key, one in wanted.items() if one.is_under_way)
+        return HandshakesSnapshot(
+            waiting=frozenset(wanted) - under_way,
+            under_way=under_way,
+            awaited=frozenset(key for key, one in wanted.items() if one.is_awaited),
+            answered=frozenset(self._answered),
+            arrived=self._arrived.qsize(),
+        )
 
     def request(self, key: PeerKey) -> str | None:
         """Request the handshake with a peer for a load; repeated requests change nothing.

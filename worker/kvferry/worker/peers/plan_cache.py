@@ -60,6 +60,10 @@ class PlanCache:
         self._kept: OrderedDict[ProducerShape, _KeptPlan] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        """Plans that are kept."""
+        return len(self._kept)
+
     def plan(self, producer: EngineDescription) -> TransferPlan:
         """The plan of `plan_transfer` for this producer.
 

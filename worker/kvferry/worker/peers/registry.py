@@ -26,7 +26,7 @@ from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peers.backoff import Backoff, Unavailable
 from kvferry.worker.peers.first_reads import FirstRead, FirstReads
-from kvferry.worker.peers.handshakes import HandshakeResult, Handshakes
+from kvferry.worker.peers.handshakes import HandshakeResult, Handshakes, HandshakesSnapshot
 from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, disconnect
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,21 @@ __all__ = ["PeerRegistry", "Unavailable"]
 class _Ready:
     peer: Peer
     used_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRegistrySnapshot:
+    """Attributes:
+    ready: peers that can be read from at once, the one used last is last.
+    retired: peers that were forgotten and are still read from.
+    static: peers that the configuration names.
+    handshakes: with further peers.
+    """
+
+    ready: tuple[PeerKey, ...]
+    retired: int
+    static: frozenset[PeerKey]
+    handshakes: HandshakesSnapshot
 
 
 class PeerRegistry:
@@ -101,6 +116,15 @@ class PeerRegistry:
     def num_ready(self) -> int:
         """Peers that can be read from at once."""
         return len(self._ready)
+
+    def snapshot(self) -> PeerRegistrySnapshot:
+        """The peers now. May be called on any thread."""
+        return PeerRegistrySnapshot(
+            ready=tuple(self._ready),
+            retired=len(self._retired),
+            static=frozenset(self._static.values()),
+            handshakes=self._handshakes.snapshot(),
+        )
 
     def next_s(self) -> float | None:
         """The latest time for the next `step` if nothing else happens.
