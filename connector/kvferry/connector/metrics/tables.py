@@ -184,7 +184,7 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "streams_refused": Metric(
         "kvferry_streams_refused",
-        "Prompts asked for while they were computed, that could be read when complete only: all `rows` were used, or "
+        "Prompts queried while they were computed, that could be read when complete only: all `rows` were used, or "
         "this `engine`, or the `consumer`, cannot or is set not to, or a `window` may not reach back far enough for "
         "the consumer's larger blocks.",
         "reason",

@@ -284,7 +284,7 @@ class RequestIntake:
             detail = f"its id does not contain the producer's, {named_id!r}"
             self._compute_here(request, "prompt_unknown", detail)
         elif not self._queries.start(entry, source, prompt):
-            self._compute_here(request, "too_many_queries", "too many prompts are being asked for")
+            self._compute_here(request, "too_many_queries", "too many prompts are being queried")
         elif request.abort_immediately or request.get_skip_reading_prefix_cache():
             # It is asked all the same: the ticket is given back when it comes.
             self._queries.ended(entry)
