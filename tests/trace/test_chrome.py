@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.trace.chrome import chrome_trace, lanes
 from kvferry.trace.clocks import compare
-from kvferry.trace.timeline import Timeline, timeline
+from kvferry.trace.timeline import Timeline, make_timeline
 from tests.trace.simulated import MS, Simulation, Times
 from tests.trace.test_matching import matched
 
@@ -111,7 +111,7 @@ def test_any_recording_becomes_a_valid_trace(
     for process in simulation.processes():
         process.events[:] = [event for event in process.events if draw.random() > 0.1]
     found = matched(simulation)
-    check_format(traced([timeline(one, compare(found)) for one in found]))
+    check_format(traced([make_timeline(one, compare(found)) for one in found]))
 
 
 def test_an_arrow_goes_from_each_prompt_to_its_decoder_and_from_there_to_every_worker() -> None:
@@ -120,7 +120,7 @@ def test_an_arrow_goes_from_each_prompt_to_its_decoder_and_from_there_to_every_w
         simulation.engine("p"), simulation.engine("d", workers=2), request="r", decode_request="s"
     )
     (one,) = matched(simulation)
-    events = traced([timeline(one, compare([one]))])
+    events = traced([make_timeline(one, compare([one]))])
     check_format(events)
     names = {
         event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.trace.clocks import Clock, Clocks, causes, clock_of, compare, shifts
 from kvferry.trace.handover import Handover, match
 from kvferry.trace.reading import read_recording
-from kvferry.trace.timeline import timeline
+from kvferry.trace.timeline import make_timeline
 from tests.trace.simulated import MS, Simulation, Times
 from tests.trace.test_matching import matched, processes
 
@@ -84,7 +84,7 @@ def test_durations_within_one_process_do_not_depend_on_clocks(
     straight = matched(simulated([0] * len(skews), draw))
     for one, other in zip(skewed, straight, strict=True):
         mine, theirs = (
-            timeline(each, compare(all_)) for each, all_ in ((one, skewed), (other, straight))
+            make_timeline(each, compare(all_)) for each, all_ in ((one, skewed), (other, straight))
         )
         for span, same in zip(
             (*mine.before, *(s for w in mine.workers for s in w.spans)),
@@ -103,7 +103,7 @@ def test_the_text_about_a_producer_that_is_ahead() -> None:
     assert str(reported) == (
         "clocks of p on host-of-p and d on host-of-d differ by at least 17.000 ms and at most 21.000 ms: shifted"
     )
-    (one,) = (timeline(one, clocks) for one in matched(simulation))
+    (one,) = (make_timeline(one, clocks) for one in matched(simulation))
     assert [(span.phase, span.lasted_ns) for span in one.path[:2]] == [
         ("router", 0),
         ("decode_queue", MS),
@@ -129,7 +129,7 @@ def test_a_clock_that_was_set_meanwhile_is_reported() -> None:
         "some clock was set while it was recorded; nothing is shifted"
     ]
     for one in found:
-        assert all(span.lasted_ns >= 0 for span in timeline(one, clocks).path)
+        assert all(span.lasted_ns >= 0 for span in make_timeline(one, clocks).path)
 
 
 @pytest.mark.parametrize(

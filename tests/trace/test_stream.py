@@ -21,7 +21,7 @@ from kvferry.trace.events import (
     TracedLease,
 )
 from kvferry.trace.summary import durations
-from kvferry.trace.timeline import Timeline, timeline
+from kvferry.trace.timeline import Timeline, make_timeline
 from tests.trace.simulated import BEGIN_NS, MS, Simulation, Times
 from tests.trace.simulated_stream import follow
 from tests.trace.test_chrome import check_format
@@ -42,7 +42,7 @@ def streamed(steps: int = 8, **how: Any) -> Timeline:
 def timelines(simulation: Simulation) -> list[Timeline]:
     found = matched(simulation)
     clocks = compare(found)
-    return [timeline(one, clocks) for one in found]
+    return [make_timeline(one, clocks) for one in found]
 
 
 def test_steps_and_reads_have_their_times_and_their_tokens() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvferry.trace.clocks import Clocks
 from kvferry.trace.events import DecodeArrived, Finished, LoadOrdered, LoadReported
 from kvferry.trace.reading import read_recording
-from kvferry.trace.summary import durations, merge, named, outcomes
-from kvferry.trace.timeline import Timeline, timeline
+from kvferry.trace.summary import durations, has_id, merge, outcomes
+from kvferry.trace.timeline import Timeline, make_timeline
 from tests.trace.simulated import MS, STAGES, Simulation, Times
 from tests.trace.test_matching import matched, processes
 
@@ -36,7 +36,7 @@ TIMES = st.builds(
 
 
 def timelines(simulation: Simulation) -> list[Timeline]:
-    return [timeline(one, Clocks()) for one in matched(simulation)]
+    return [make_timeline(one, Clocks()) for one in matched(simulation)]
 
 
 def lasted(spans: object) -> list[tuple[str, int]]:
@@ -245,5 +245,5 @@ def test_a_request_is_found_by_a_part_of_any_of_its_ids(text: str, found: bool) 
         decode_request="decode-7",
     )
     (one,) = timelines(simulation)
-    assert named(one, text) is found
+    assert has_id(one, text) is found
     assert len(processes(simulation)) == 4

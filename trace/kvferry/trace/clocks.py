@@ -70,10 +70,13 @@ class Difference:
     is_shifted: bool = True
 
     def __str__(self) -> str:
-        differ = f"clocks of {self.ahead} and {self.behind} differ by at least {self.at_least_ns / 1e6:.3f} ms"
+        clocks = f"clocks of {self.ahead} and {self.behind}"
+        differ = f"{clocks} differ by at least {self.at_least_ns / 1e6:.3f} ms"
         if not self.is_shifted:
             return f"{differ}, and not always: some clock was set while it was recorded; nothing is shifted"
-        return f"{differ}{'' if self.at_most_ns is None else f' and at most {self.at_most_ns / 1e6:.3f} ms'}: shifted"
+        if self.at_most_ns is not None:
+            differ += f" and at most {self.at_most_ns / 1e6:.3f} ms"
+        return f"{differ}: shifted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,56 +101,83 @@ def compare(handovers: Iterable[Handover]) -> Clocks:
     bounds: dict[tuple[Clock, Clock], int] = {}
     for handover in handovers:
         for before, after in causes(handover):
-            pair, gap_ns = (before.clock, after.clock), after.at_ns - before.at_ns
-            if before.clock != after.clock:
-                bounds[pair] = min(gap_ns, bounds.get(pair, gap_ns))
-    found = shifts(bounds)
-    differences = tuple(
-        Difference(ahead, behind, -gap_ns, bounds.get((behind, ahead)), found is not None)
-        for (ahead, behind), gap_ns in bounds.items()
-        if gap_ns < 0
-    )
-    return Clocks({clock: shift for clock, shift in (found or {}).items() if shift}, differences)
+            if before.clock == after.clock:
+                continue
+            pair = (before.clock, after.clock)
+            gap_ns = after.at_ns - before.at_ns
+            bounds[pair] = min(gap_ns, bounds.get(pair, gap_ns))
+    shift_ns = shifts(bounds)
+    is_shifted = shift_ns is not None
+    differences = []
+    for (ahead, behind), gap_ns in bounds.items():
+        # An event that precedes another one and has a later time.
+        if gap_ns < 0:
+            at_most_ns = bounds.get((behind, ahead))
+            differences.append(Difference(ahead, behind, -gap_ns, at_most_ns, is_shifted))
+    if shift_ns is None:
+        return Clocks({}, tuple(differences))
+    nonzero = {clock: clock_ns for clock, clock_ns in shift_ns.items() if clock_ns}
+    return Clocks(nonzero, tuple(differences))
 
 
 def shifts(bounds: Bounds) -> dict[Clock, int] | None:
     """The smallest shifts that satisfy every bound, 0 or negative; None if the bounds contradict one another."""
-    found = dict.fromkeys((clock for pair in bounds for clock in pair), 0)
-    for _ in range(len(found) + 1):
+    shift_ns: dict[Clock, int] = {}
+    for late, early in bounds:
+        shift_ns[late] = 0
+        shift_ns[early] = 0
+    # Shortest paths by Bellman-Ford: after as many rounds as there are clocks nothing changes any more, unless a cycle
+    # of bounds is negative, which is a contradiction.
+    for _ in range(len(shift_ns) + 1):
         is_settled = True
-        for (late, early), bound in bounds.items():
-            if found[early] + bound < found[late]:
-                found[late] = found[early] + bound
+        for (late, early), bound_ns in bounds.items():
+            latest_ns = shift_ns[early] + bound_ns
+            if latest_ns < shift_ns[late]:
+                shift_ns[late] = latest_ns
                 is_settled = False
         if is_settled:
-            return found
+            return shift_ns
     return None
 
 
 def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
     """Pairs of moments of which the first must precede the second."""
-    params = handover.get(DecodeArrived)
-    offered = PrefillScheduled if params is not None and params.is_early else ParamsGiven
-    kinds = (offered, LeaseOver, DecodeArrived, LoadOrdered, LoadReported)
-    given, over, arrived, ordered, reported = (moment(handover, kind) for kind in kinds)
-    ended = handover.get(LeaseOver)
-    if ended is None or ended.how != READ_BY_ALL:
-        over = None
+    arrival = handover.get(DecodeArrived)
+    given = moment(handover, ParamsGiven)
+    if arrival is not None and arrival.is_early:
+        # Its ticket came before the prompt was computed, and after it had a lease.
+        given = moment(handover, PrefillScheduled)
+    arrived = moment(handover, DecodeArrived)
+    ordered = moment(handover, LoadOrdered)
+
+    # The end of a lease follows its reads only if it was ended by them.
+    over = None
+    lease_end = handover.get(LeaseOver)
+    if lease_end is not None and lease_end.how == READ_BY_ALL:
+        over = moment(handover, LeaseOver)
+    # A bad report does not follow all loads: some were given up, and end later.
+    reported = None
     report = handover.get(LoadReported)
-    if report is None or not report.good:  # some loads were given up, and end later
-        reported = None
+    if report is not None and report.good:
+        reported = moment(handover, LoadReported)
+
     pairs = [(given, arrived), (ordered, over)]
     for load in handover.loads:
         clock = clock_of(load.process)
-        begun, ended_at = Moment(clock, load.begun_ns), Moment(clock, load.ended_ns)
-        pairs += ((ordered, begun), (ended_at, reported), (ended_at, over))
-    yield from ((before, after) for before, after in pairs if before and after)
+        begun = Moment(clock, load.begun_ns)
+        ended = Moment(clock, load.ended_ns)
+        pairs += [(ordered, begun), (ended, reported), (ended, over)]
+    for before, after in pairs:
+        if before is not None and after is not None:
+            yield before, after
 
 
 def moment(handover: Handover, kind: type[RequestEvent]) -> Moment | None:
     """When the event of a type was recorded; None if it was not."""
     for half in (handover.prefill, handover.decode):
-        event = half.get(kind) if half else None
-        if half and event:
+        if half is None:
+            continue
+        event = half.get(kind)
+        if event is not None:
             return Moment(clock_of(half.process), event.at_ns)
     return None

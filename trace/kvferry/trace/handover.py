@@ -1,8 +1,7 @@
 """Handovers: the events that all processes recorded of each, joined. Times are by the clock of each process.
 
 Events of a producer are joined by the lease, arrivals by the request's id. A consumer's requests are joined to leases
-by the params that arrived with them, and a worker's loads to requests by engine and request id. An id may recur, also
-after a restart of the engine: then the times decide.
+by the params that arrived with them, and a worker's loads to requests by engine and request id.
 """
 
 from __future__ import annotations
@@ -55,8 +54,10 @@ class Half:
 
     def get(self, kind: type[EventT]) -> EventT | None:
         """The event of a type; None if it was not recorded."""
-        found = self.events.get(kind)
-        return found if isinstance(found, kind) else None
+        event = self.events.get(kind)
+        if isinstance(event, kind):
+            return event
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +112,11 @@ class Handover:
 
     def get(self, kind: type[EventT]) -> EventT | None:
         """The event of a type, which only one half can have; None if it was not recorded."""
-        return next(
-            filter(None, (half.get(kind) for half in (self.prefill, self.decode) if half)), None
-        )
+        for half in (self.prefill, self.decode):
+            event = half.get(kind) if half is not None else None
+            if event is not None:
+                return event
+        return None
 
     @property
     def producer_request(self) -> str:
@@ -144,14 +147,18 @@ class Handover:
     @property
     def traceparent(self) -> str:
         """The W3C trace parent of the request."""
-        known = (self.get(DecodeArrived), self.get(PrefillArrived))
-        return next((one.traceparent for one in known if one and one.traceparent), "")
+        for arrived in (self.get(DecodeArrived), self.get(PrefillArrived)):
+            if arrived is not None and arrived.traceparent:
+                return arrived.traceparent
+        return ""
 
     @property
     def tokens(self) -> int:
         """Tokens of the prompt, 0 where unknown."""
-        known = (self.get(ParamsGiven), self.get(PrefillArrived), self.get(DecodeArrived))
-        return next((one.tokens for one in known if one), 0)
+        for event in (self.get(ParamsGiven), self.get(PrefillArrived), self.get(DecodeArrived)):
+            if event is not None:
+                return event.tokens
+        return 0
 
 
 _BEGINS_DECODE = (DecodeArrived, Recomputed, LoadOrdered)
@@ -201,31 +208,36 @@ class _Schedulers:
 
     def _decode(self, process: ProcessStarted, event: RequestEvent) -> Half:
         """The request that a consumer's event is about; a new one if the event cannot be of the last one."""
-        known = self._decodes[process.engine_id, event.request]
-        last = next((one for one in reversed(known) if one.process.boot == process.boot), None)
-        over = last is None or Finished in last.events
-        again = (
-            last is not None and isinstance(event, DecodeArrived) and DecodeArrived in last.events
-        )
-        if last is None or again or (over and isinstance(event, _BEGINS_DECODE)):
+        lives = self._decodes[process.engine_id, event.request]
+        # An id may recur, also after a restart of the engine.
+        last = None
+        for life in lives:
+            if life.process.boot == process.boot:
+                last = life
+        if last is None or _begins_another(last, event):
             last = Half(process, event.request)
-            known.append(last)
+            lives.append(last)
         return last
 
     def handovers(self, loads: dict[tuple[str, str], list[LoadTrace]]) -> Iterable[Handover]:
         fetched: set[TracedLease] = set()
         for (engine, request), lives in self._decodes.items():
             shared = _share_out(lives, loads.pop((engine, request), []))
-            for decode, mine in zip(lives, shared, strict=True):
-                if not mine and not any(kind in decode.events for kind in _BEGINS_DECODE):
+            for decode, own_loads in zip(lives, shared, strict=True):
+                has_begun = any(kind in decode.events for kind in _BEGINS_DECODE)
+                if not own_loads and not has_begun:
                     continue  # only the end of this request was recorded
                 lease = _lease_of(decode)
-                if lease:
+                if lease is not None:
                     fetched.add(lease)
-                yield self._handover(lease, decode, tuple(mine))
-        yield from (self._handover(lease) for lease in self._prefills if lease not in fetched)
-        yield from (Handover(None, prefill) for prefill in self._unscheduled)
-        for (_, request), left in loads.items():  # of a consumer whose scheduler recorded nothing
+                yield self._handover(lease, decode, tuple(own_loads))
+        for lease in self._prefills:
+            if lease not in fetched:
+                yield self._handover(lease)
+        for prefill in self._unscheduled:
+            yield Handover(None, prefill)
+        # Loads of a consumer whose scheduler has recorded nothing.
+        for (_, request), left in loads.items():
             yield Handover(None, None, Half(left[0].process, request), tuple(left))
 
     def _handover(
@@ -237,13 +249,26 @@ class _Schedulers:
         if lease is None:
             return Handover(None, None, decode, loads)
         return Handover(
-            lease, self._prefills.get(lease), decode, loads, tuple(self._steps.get(lease, ()))
+            lease=lease,
+            prefill=self._prefills.get(lease),
+            decode=decode,
+            loads=loads,
+            steps=tuple(self._steps.get(lease, ())),
         )
 
 
+def _begins_another(last: Half, event: RequestEvent) -> bool:
+    """Whether an event belongs to a request after `last`, of the same id."""
+    if isinstance(event, DecodeArrived) and DecodeArrived in last.events:
+        return True
+    return Finished in last.events and isinstance(event, _BEGINS_DECODE)
+
+
 def _lease_of(decode: Half) -> TracedLease | None:
-    named = decode.get(DecodeArrived) or decode.get(Recomputed)
-    return named.lease if named else None
+    event = decode.get(DecodeArrived) or decode.get(Recomputed)
+    if event is None:
+        return None
+    return event.lease
 
 
 def _share_out(lives: list[Half], loads: list[LoadTrace]) -> list[list[LoadTrace]]:
@@ -251,14 +276,26 @@ def _share_out(lives: list[Half], loads: list[LoadTrace]) -> list[list[LoadTrace
     if len(lives) == 1:
         return [loads]
     shared: list[list[LoadTrace]] = [[] for _ in lives]
-    orders = ((one.get(LoadOrdered), index) for index, one in enumerate(lives))
-    ordered = sorted((order.at_ns, index) for order, index in orders if order)
+    orders: list[tuple[int, int]] = []  # when a request was ordered, and its index
+    for index, life in enumerate(lives):
+        order = life.get(LoadOrdered)
+        if order is not None:
+            orders.append((order.at_ns, index))
+    orders.sort()
     for load in loads:
-        mine = [
-            (at_ns, index)
-            for at_ns, index in ordered
-            if load.process.boot in ("", lives[index].process.boot)
-        ]
-        before = [index for at_ns, index in mine if at_ns <= load.begun_ns]
-        shared[before[-1] if before else mine[0][1] if mine else 0].append(load)
+        shared[_request_of(load, lives, orders)].append(load)
     return shared
+
+
+def _request_of(load: LoadTrace, lives: list[Half], orders: list[tuple[int, int]]) -> int:
+    boot = load.process.boot
+    # Workers record no boot, since they do not know it.
+    possible = [order for order in orders if boot in ("", lives[order[1]].process.boot)]
+    if not possible:
+        return 0
+    # If all were ordered later, the clocks differ: then it is the first.
+    _, chosen = possible[0]
+    for at_ns, index in possible:
+        if at_ns <= load.begun_ns:
+            chosen = index
+    return chosen

@@ -53,6 +53,9 @@ class InvalidTrace(InputError):
 
 
 SUFFIX = ".jsonl"
+_SHOWN_DAMAGE = 3
+_MAX_PROBLEM = 160
+"""Characters of a problem, which quotes its line."""
 
 _decode = msgspec.json.Decoder(AnyEvent).decode
 
@@ -80,26 +83,34 @@ def read_recording(paths: Iterable[str | Path]) -> Recording:
     Raises:
         InvalidTrace: a path does not exist, or no path has any events.
     """
-    names, report = [str(path) for path in paths], DamageReport()
+    names = [str(path) for path in paths]
+    report = DamageReport()
+    files: dict[str, None] = {}  # each once, however many paths and links lead to it
+    for name in names:
+        for file in _files_of(name, report):
+            files[os.path.realpath(file)] = None
     parts: dict[ProcessStarted, list[Process]] = {}
-    for file in dict.fromkeys(
-        os.path.realpath(file) for name in names for file in _files_of(name, report)
-    ):
+    for file in files:
         for part in _read_file(file, report):
-            _keep(parts.setdefault(part.started, []), part, report)
+            _add_part(parts.setdefault(part.started, []), part, report)
     if not parts:
-        why = "; ".join(map(str, [*report.values()][:3]))
-        raise InvalidTrace(
-            "DIR", ", ".join(names), f"files *{SUFFIX} with traces{f' ({why})' if why else ''}"
-        )
-    return Recording(tuple(_joined(several) for several in parts.values()), (*report.values(),))
+        expected = f"files *{SUFFIX} with traces"
+        first_damage = list(report.values())[:_SHOWN_DAMAGE]
+        if first_damage:
+            expected += f" ({'; '.join(map(str, first_damage))})"
+        raise InvalidTrace("DIR", ", ".join(names), expected)
+    processes = tuple(map(_joined, parts.values()))
+    return Recording(processes, tuple(report.values()))
 
 
-def _keep(parts: list[Process], part: Process, report: DamageReport) -> None:
-    """Add a process's file: it has a second one once the first was full. Of two copies the longer is kept."""
+def _add_part(parts: list[Process], part: Process, report: DamageReport) -> None:
+    """Add one file of a process, which has a second one once the first was full."""
     for index, known in enumerate(parts):
+        # Two copies of a file, of which one may have been made earlier: the longer one is kept.
         if known.events[:1] == part.events[:1]:
-            shorter, longer = sorted((part, known), key=lambda one: len(one.events))
+            is_longer = len(part.events) > len(known.events)
+            longer = part if is_longer else known
+            shorter = known if is_longer else part
             report.add(shorter.path, f"left out: a copy of {longer.path}")
             parts[index] = longer
             return
@@ -109,14 +120,25 @@ def _keep(parts: list[Process], part: Process, report: DamageReport) -> None:
 def _joined(parts: list[Process]) -> Process:
     if len(parts) == 1:
         return parts[0]
-    parts.sort(key=lambda one: one.events[0].at_ns if one.events else 0)
-    return Process(
-        parts[0].path, parts[0].started, [event for part in parts for event in part.events]
-    )
+    parts.sort(key=_first_event_ns)
+    events: list[AnyEvent] = []
+    for part in parts:
+        events += part.events
+    return Process(parts[0].path, parts[0].started, events)
+
+
+def _first_event_ns(part: Process) -> int:
+    if not part.events:
+        return 0
+    return part.events[0].at_ns
 
 
 def _files_of(path: str, report: DamageReport) -> Iterator[str]:
-    """Raises `InvalidTrace`."""
+    """The file, or the files of a folder.
+
+    Raises:
+        InvalidTrace: there is neither.
+    """
     try:
         if os.path.isfile(path):
             yield path
@@ -125,21 +147,22 @@ def _files_of(path: str, report: DamageReport) -> Iterator[str]:
             raise InvalidTrace("DIR", path, "a folder or a file that exists")
     except ValueError as refused:  # a NUL in a name
         raise InvalidTrace("DIR", path, f"a path ({refused})") from None
-    for folder, inner, names in os.walk(
-        path, onerror=lambda refused: report.add(str(refused.filename), _why(refused))
-    ):
-        inner.sort()
-        yield from (
-            file
-            for name in sorted(names)
-            if name.endswith(SUFFIX) and os.path.isfile(file := f"{folder}/{name}")
-        )
+
+    def on_error(refused: OSError) -> None:
+        report.add(str(refused.filename), _why(refused))
+
+    for folder, inner, names in os.walk(path, onerror=on_error):
+        inner.sort()  # in place: so `os.walk` visits the folders in this order
+        for name in sorted(names):
+            file = f"{folder}/{name}"
+            if name.endswith(SUFFIX) and os.path.isfile(file):
+                yield file
 
 
 def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
     """The processes of a file: more than one if the path was used again."""
     process: Process | None = None
-    skipping = False
+    is_skipping = False
     for number, line in _lines(path, report):
         try:
             event = _decode(line)
@@ -150,19 +173,20 @@ def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
         if isinstance(event, ProcessStarted):
             if process is not None:
                 yield process
-            skipping = event.trace_version != TRACE_VERSION
-            process = None if skipping else Process(path, event, [])
-            if skipping:
-                report.add(
-                    path,
-                    f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}",
-                    number,
+            process = None
+            is_skipping = event.trace_version != TRACE_VERSION
+            if is_skipping:
+                problem = (
+                    f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}"
                 )
+                report.add(path, problem, number)
+            else:
+                process = Process(path, event, [])
         elif isinstance(event, Dropped):
             report.add(path, f"{event.count} events were lost before it", number)
         elif process is not None:
             process.events.append(event)
-        elif not skipping:
+        elif not is_skipping:
             report.add(path, "an event before any line that says which process it is of", number)
     if process is not None:
         yield process
@@ -177,10 +201,11 @@ def _lines(path: str, report: DamageReport) -> Iterator[tuple[int, bytes]]:
 
 
 def _problem(line: bytes, refused: Exception) -> str:
+    # The process may have been killed while it wrote its last line.
     if not line.endswith(b"\n"):
         return "cut off in the middle"
     if isinstance(refused, msgspec.ValidationError):
-        return f"no event that this command knows ({refused})"[:160]
+        return f"no event that this command knows ({refused})"[:_MAX_PROBLEM]
     return "no JSON"
 
 

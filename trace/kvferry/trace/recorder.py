@@ -1,7 +1,8 @@
 """A recorder: a queue from a busy thread to a writer thread, and the event file of a process in `trace_dir`.
 
-`record` costs the busy thread one append. The writer may be slow or fail: records that do not fit into the queue are
-dropped and counted, and the busy thread never waits.
+    record ──► queue ──► writer thread ──► Sink: a TraceFile, or spans of OpenTelemetry
+
+`record` costs the busy thread one append, and it never waits.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ GATHER_S = 0.2
 CLOSE_S = 5.0
 """Most time that the end of a process waits for the writer."""
 MOST_WAITING = 1 << 16
+# Few, since encoding them holds the interpreter's lock, for a fraction of a millisecond.
 _BATCH = 256
-"""Items per write: encoding them holds the interpreter's lock for a fraction of a millisecond."""
+"""Most items of one write."""
 
 KEY = "trace_dir"
 SMALLEST_BYTES = 1 << 20
@@ -41,7 +43,10 @@ DEFAULT_BYTES = 256 << 20
 
 _EXPECTED = "a directory in which files can be made, or a new name in one"
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_SUFFIX, _OLD_SUFFIX = ".jsonl", ".old.jsonl"
+_SUFFIX = ".jsonl"
+_OLD_SUFFIX = ".old.jsonl"
+_MAX_NAME_PART = 64
+"""Characters of one part of a file's name."""
 
 
 class Sink(Protocol[Taken]):
@@ -86,6 +91,7 @@ class Recorder(Generic[Item]):
 
     def record(self, item: Item) -> None:
         """Queue an item to be written soon. Called by one thread; never raises, never waits."""
+        # No lock: one thread appends, one takes, and only the first counts refusals.
         if len(self._waiting) < self._most_waiting:
             self._waiting.append(item)
         else:
@@ -93,6 +99,7 @@ class Recorder(Generic[Item]):
 
     def close(self) -> None:
         """Write the waiting items, for at most `CLOSE_S`. Idempotent."""
+        # From now on everything is refused, so the writer comes to an end.
         self._most_waiting = 0
         self._ending.set()
         self._thread.join(CLOSE_S)
@@ -109,11 +116,14 @@ class Recorder(Generic[Item]):
 
     def _write_all(self) -> None:
         while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+            num_items = min(_BATCH, len(self._waiting))
+            batch = [self._waiting.popleft() for _ in range(num_items)]
+            # Read once: more may be lost while this is written.
             lost = self.num_lost
             try:
                 self._sink.take(batch, lost - self._reported_lost)
-            except Exception as error:  # noqa: BLE001 - the next batch is written all the same
+            except Exception as error:  # noqa: BLE001 - the next batch is written nevertheless
+                # Once: a full disk would repeat the line five times a second.
                 if not self._num_failed:
                     logger.warning(
                         "%s: cannot be written, now and maybe later: %r", self._thread.name, error
@@ -158,23 +168,30 @@ class TraceFile:
         Raises:
             OSError: they are not written; the file ends with a whole line.
         """
-        events = [Dropped(at_ns=items[0].at_ns, count=lost), *items] if lost and items else items
+        events = items
+        if lost and items:
+            events = [Dropped(at_ns=items[0].at_ns, count=lost), *items]
         lines = self._encoder.encode_lines(events)
-        if self._size + len(lines) > self._half_bytes and self._size > len(self._header):
+        has_events = self._size > len(self._header)
+        if has_events and self._size + len(lines) > self._half_bytes:
             self._begin_anew()
-        self._write(lines if self._size else self._header + lines)
+        if not self._size:
+            # With the events and not before them: a new file whose first write fails stays empty.
+            lines = self._header + lines
+        self._write(lines)
 
     def close(self) -> None:
         os.close(self._file)
 
     def _begin_anew(self) -> None:
+        old_name = self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX
         with contextlib.suppress(FileNotFoundError):  # it was removed or renamed already
-            self.path.replace(
-                self.path.with_name(self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX)
-            )
+            self.path.replace(self.path.with_name(old_name))
+        # The old file is closed last: if the new one cannot be made, there still is one to write to.
         file = os.open(self.path, _FLAGS, 0o600)
         os.close(self._file)
-        self._file, self._size = file, 0
+        self._file = file
+        self._size = 0
 
     def _write(self, lines: bytes) -> None:
         view = memoryview(lines)
@@ -182,6 +199,7 @@ class TraceFile:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError:
+            # A part of the lines may be written. Without it the file ends with a whole line.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
             raise
@@ -189,16 +207,27 @@ class TraceFile:
 
 
 def _stem(role: str, started: ProcessStarted) -> str:
-    began = datetime.fromtimestamp(started.at_ns / 1e9, timezone.utc).strftime("%Y%m%dT%H%M%S")
-    parts = (role, started.engine_id, started.part.value, started.place, str(started.pid), began)
-    return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64] for part in parts if part)
+    began = datetime.fromtimestamp(started.at_ns / 1e9, timezone.utc)
+    parts = (
+        role,
+        started.engine_id,
+        started.part.value,
+        started.place,
+        str(started.pid),
+        began.strftime("%Y%m%dT%H%M%S"),
+    )
+    # An operator chooses the engine's id, with any character.
+    safe = (re.sub(r"[^A-Za-z0-9._-]", "_", part)[:_MAX_NAME_PART] for part in parts if part)
+    return "-".join(safe)
 
 
 def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
-    """Create a file under a free name: processes in different containers may have the same pid."""
+    """Create a file under a free name."""
+    # Processes in different containers may have the same pid, and one folder.
+    path = folder / f"{stem}{_SUFFIX}"
     number = 1
     while True:
-        path = folder / (f"{stem}{_SUFFIX}" if number == 1 else f"{stem}-{number}{_SUFFIX}")
         with contextlib.suppress(FileExistsError):
             return path, os.open(path, _FLAGS, 0o600)
         number += 1
+        path = folder / f"{stem}-{number}{_SUFFIX}"

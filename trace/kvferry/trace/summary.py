@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.trace.clocks import Clocks, compare
 from kvferry.trace.events import Phase
 from kvferry.trace.handover import match
 from kvferry.trace.reading import Recording
-from kvferry.trace.timeline import Timeline, timeline
+from kvferry.trace.timeline import Span, Timeline, make_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,39 +30,46 @@ class Durations:
 
 def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
     """Durations of every recorded phase, in the order of a handover."""
-    found: dict[Phase, list[int]] = {phase: [] for phase in Phase}
-    for one in timelines:
-        if one.lasted_ns is not None:
-            found[Phase.HANDOVER].append(one.lasted_ns)
-        stages = (span for worker in one.workers for span in one.after_prefill(worker.spans))
-        chunks = (
-            chunk.span
-            for part in (one.steps, *(worker.chunks for worker in one.workers))
-            for chunk in part
-        )
-        for span in (
-            *one.before,
-            *one.to_load,
-            *stages,
-            *chunks,
-            *one.from_load,
-            *((one.held,) if one.held else ()),
-        ):
-            found[span.phase].append(span.lasted_ns)
-    ordered = ((phase, sorted(lasted)) for phase, lasted in found.items() if lasted)
-    return tuple(
-        Durations(phase, len(of), _rank(of, 50), _rank(of, 99), of[-1]) for phase, of in ordered
-    )
+    lasted_ns: dict[Phase, list[int]] = {phase: [] for phase in Phase}
+    for timeline in timelines:
+        if timeline.lasted_ns is not None:
+            lasted_ns[Phase.HANDOVER].append(timeline.lasted_ns)
+        for span in _recorded_spans(timeline):
+            lasted_ns[span.phase].append(span.lasted_ns)
+    result = []
+    for phase, values in lasted_ns.items():
+        if values:
+            values.sort()
+            p50_ns = _percentile(values, 50)
+            p99_ns = _percentile(values, 99)
+            result.append(Durations(phase, len(values), p50_ns, p99_ns, values[-1]))
+    return tuple(result)
+
+
+def _recorded_spans(timeline: Timeline) -> Iterator[Span]:
+    yield from timeline.before
+    yield from timeline.to_load
+    for worker in timeline.workers:
+        yield from timeline.after_prefill(worker.spans)
+        for chunk in worker.chunks:
+            yield chunk.span
+    for step in timeline.steps:
+        yield step.span
+    yield from timeline.from_load
+    if timeline.held is not None:
+        yield timeline.held
 
 
 def outcomes(timelines: Iterable[Timeline]) -> dict[str, int]:
     """Number of handovers by outcome, the most frequent first."""
-    return dict(Counter(one.outcome for one in timelines).most_common())
+    counted = Counter(timeline.outcome for timeline in timelines)
+    return dict(counted.most_common())
 
 
-def _rank(lasted: Sequence[int], percent: int) -> int:
-    """The percentile by nearest rank: the least value that `percent` of all do not exceed."""
-    return lasted[max(0, -(-percent * len(lasted) // 100) - 1)]
+def _percentile(values: Sequence[int], percent: int) -> int:
+    """By nearest rank: the least of the sorted values that `percent` of all do not exceed."""
+    rank = -(-percent * len(values) // 100)
+    return values[max(0, rank - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +88,27 @@ def merge(recording: Recording) -> Merged:
     """Join all processes' events, align their clocks and make the timeline of every handover."""
     handovers = match(recording.processes)
     clocks = compare(handovers)
-    timelines = [timeline(handover, clocks) for handover in handovers]
+    timelines = [make_timeline(handover, clocks) for handover in handovers]
     timelines.sort(key=_slowness, reverse=True)
     return Merged(tuple(timelines), clocks)
 
 
-def _slowness(one: Timeline) -> tuple[int, int]:
-    return (-1 if one.lasted_ns is None else one.lasted_ns, one.held.lasted_ns if one.held else 0)
+def _slowness(timeline: Timeline) -> tuple[int, int]:
+    # Those that never ended come last, whatever they took.
+    lasted_ns = -1
+    if timeline.lasted_ns is not None:
+        lasted_ns = timeline.lasted_ns
+    held_ns = 0
+    if timeline.held is not None:
+        held_ns = timeline.held.lasted_ns
+    return (lasted_ns, held_ns)
 
 
-def named(one: Timeline, request: str) -> bool:
-    """Whether an id of the handover contains `request`: the producer's, the consumer's, the trace's or the lease's.
-
-    Both engines' ids contain the `X-Request-Id` that the router sent them.
-    """
-    handover = one.handover
-    lease = handover.lease.epoch if handover.lease else ""
-    return any(
-        request in known
-        for known in (
-            handover.producer_request,
-            handover.consumer_request,
-            lease,
-            handover.traceparent,
-        )
-    )
+def has_id(timeline: Timeline, request: str) -> bool:
+    """Whether an id of the handover contains `request`: the producer's, the consumer's, the trace's or the lease's."""
+    # A part is enough: both engines' ids contain the `X-Request-Id` that the router sent them.
+    handover = timeline.handover
+    ids = [handover.producer_request, handover.consumer_request, handover.traceparent]
+    if handover.lease is not None:
+        ids.append(handover.lease.epoch)
+    return any(request in known for known in ids)

@@ -23,7 +23,8 @@ from kvferry.trace.events import (
 )
 from kvferry.trace.handover import Handover, LoadTrace
 
-LOADED, NOTHING_TO_LOAD = "loaded", "nothing to load"
+LOADED = "loaded"
+NOTHING_TO_LOAD = "nothing to load"
 _FETCHED = frozenset({"done", "release"})
 """`LeaseOver.how` of leases that a consumer ended."""
 
@@ -105,30 +106,38 @@ class Timeline:
     @property
     def path(self) -> tuple[Span, ...]:
         """The critical path of the handover: while workers load, the stages of the last one."""
-        return self.after_prefill(
-            (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
-        )
+        load_spans: tuple[Span, ...] = ()
+        if self.last is not None:
+            load_spans = self.last.spans
+        return self.after_prefill((*self.to_load, *load_spans, *self.from_load))
 
     def after_prefill(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
         """The parts of spans from the zero on, where the consumer had the params before it."""
+        # What overlaps with the prefill delays nobody, so it is no part of the handover.
         arrived = self.handover.get(DecodeArrived)
         if arrived is None or not arrived.is_early:
             return spans
-        return tuple(
-            Span(span.phase, max(span.begun_ns, self.zero_ns), span.ended_ns)
-            for span in spans
-            if span.begun_ns >= self.zero_ns or span.ended_ns > self.zero_ns
-        )
+        parts = []
+        for span in spans:
+            begun_ns = max(span.begun_ns, self.zero_ns)
+            if span.begun_ns >= self.zero_ns or span.ended_ns > self.zero_ns:
+                parts.append(Span(span.phase, begun_ns, span.ended_ns))
+        return tuple(parts)
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """All phases: those before, the critical path, and the time for which the producer held the blocks."""
-        return (*self.before, *self.path, *((self.held,) if self.held else ()))
+        spans = (*self.before, *self.path)
+        if self.held is None:
+            return spans
+        return (*spans, self.held)
 
     @property
     def lasted_ns(self) -> int | None:
         """Duration of the handover: from the prompt's end until the consumer could go on."""
-        return None if self.ended_ns is None else max(0, self.ended_ns - self.zero_ns)
+        if self.ended_ns is None:
+            return None
+        return max(0, self.ended_ns - self.zero_ns)
 
     @property
     def is_good(self) -> bool:
@@ -151,156 +160,191 @@ class Timeline:
         reads = [span for worker in self.workers for span in worker.spans if span.phase in _READS]
         if not self.bytes or not reads or self.early_bytes:
             return None
-        seconds = (
-            max(span.ended_ns for span in reads) - min(span.begun_ns for span in reads)
-        ) / 1e9
-        return self.bytes / seconds / 1e9 if seconds else None
+        begun_ns = min(span.begun_ns for span in reads)
+        ended_ns = max(span.ended_ns for span in reads)
+        if ended_ns == begun_ns:
+            return None
+        seconds = (ended_ns - begun_ns) / 1e9
+        return self.bytes / seconds / 1e9
 
 
 _READS = (Phase.POSTING, Phase.READING)
 
 
-def timeline(handover: Handover, clocks: Clocks) -> Timeline:
+def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     """The timeline of a handover, its times shifted to the common clock."""
 
     def at(kind: type[RequestEvent]) -> int | None:
-        found = moment(handover, kind)
-        return found.at_ns + clocks.shift_ns.get(found.clock, 0) if found else None
+        recorded = moment(handover, kind)
+        if recorded is None:
+            return None
+        return recorded.at_ns + clocks.shift_ns.get(recorded.clock, 0)
 
-    queued, scheduled, given, over = (
-        at(PrefillArrived),
-        at(PrefillScheduled),
-        at(ParamsGiven),
-        at(LeaseOver),
-    )
-    arrived, ordered, reported = at(DecodeArrived), at(LoadOrdered), at(LoadReported)
-    recomputed, stepped = at(Recomputed), at(DecodeScheduled)
+    queued = at(PrefillArrived)
+    scheduled = at(PrefillScheduled)
+    given = at(ParamsGiven)
+    over = at(LeaseOver)
+    arrived = at(DecodeArrived)
+    ordered = at(LoadOrdered)
+    reported = at(LoadReported)
+    recomputed = at(Recomputed)
+    stepped = at(DecodeScheduled)
+
     workers = _workers(handover.loads, clocks)
-    if arrived is None and ordered is None:
-        arrived = recomputed  # unusable params are found at the arrival
+    first_begun = workers[0].spans[0].begun_ns if workers else None
     last = _last_of(workers)
-    ended = recomputed if reported is None else reported
+    last_begun = last.spans[0].begun_ns if last is not None else None
+    read_until = last.ended_ns if last is not None else None
+
+    if arrived is None and ordered is None:
+        # Unusable params are found at the arrival, which is not recorded then.
+        arrived = recomputed
+    ended = _first_known(reported, recomputed)
     if ended is None and ordered is None:
-        ended, stepped = stepped, None  # the consumer has all blocks already
-    known = (
+        # The consumer has all blocks already: it goes on with its first step.
+        ended = stepped
+        stepped = None
+    # Where the prompt's end was not recorded, the earliest that is known of the consumer; then anything else.
+    zero = _first_known(
         given,
         arrived,
         ordered,
         recomputed,
-        workers[0].spans[0].begun_ns if workers else None,
+        first_begun,
         reported,
+        queued,
+        scheduled,
+        over,
     )
-    zero = next((one for one in (*known, queued, scheduled, over) if one is not None), 0)
-    read_until = last.ended_ns if last else None
-    held_from = given if given is not None else read_until
     return Timeline(
         handover=handover,
         steps=_steps(handover, clocks, given),
         before=_spans((Phase.PREFILL_QUEUE, queued, scheduled), (Phase.PREFILL, scheduled, given)),
         to_load=_spans(
             (Phase.ROUTER, given, arrived),
-            (Phase.DECODE_QUEUE, arrived, ended if ordered is None else ordered),
-            (Phase.ORDER, ordered, last.spans[0].begun_ns if last else None),
-            (Phase.LOAD, None if last else ordered, ended),
+            (Phase.DECODE_QUEUE, arrived, _first_known(ordered, ended)),
+            (Phase.ORDER, ordered, last_begun),
+            # Only where no worker has recorded its stages.
+            (Phase.LOAD, ordered if last is None else None, ended),
         ),
         workers=workers,
         from_load=_spans((Phase.REPORT, read_until, ended), (Phase.FIRST_STEP, ended, stepped)),
-        held=next(iter(_spans((Phase.HELD, held_from, over))), None),
-        zero_ns=zero,
+        held=next(iter(_spans((Phase.HELD, _first_known(given, read_until), over))), None),
+        zero_ns=zero or 0,
         ended_ns=ended,
         outcome=_outcome(handover),
         missing=_missing(handover),
     )
 
 
+def _first_known(*times_ns: int | None) -> int | None:
+    """The first of these times that was recorded."""
+    for time_ns in times_ns:
+        if time_ns is not None:
+            return time_ns
+    return None
+
+
 def _last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
-    return max(workers, key=lambda one: one.ended_ns, default=None)
+    return max(workers, key=lambda worker: worker.ended_ns, default=None)
+
+
+def _span(phase: Phase, begun_ns: int, ended_ns: int, shift_ns: int = 0) -> Span:
+    """A span; an end before the begin is moved to it."""
+    # The clock may have been set back between the two.
+    return Span(phase, begun_ns + shift_ns, max(begun_ns, ended_ns) + shift_ns)
 
 
 def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
-    """Spans of the phases with both ends known; an end before the begin is moved to it."""
-    return tuple(
-        Span(phase, begun, max(begun, ended))
-        for phase, begun, ended in phases
-        if begun is not None and ended is not None
-    )
+    """Spans of the phases with both ends known."""
+    spans = []
+    for phase, begun_ns, ended_ns in phases:
+        if begun_ns is not None and ended_ns is not None:
+            spans.append(_span(phase, begun_ns, ended_ns))
+    return tuple(spans)
 
 
 def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Chunk, ...]:
     """A step ends where the next one begins, the last one with the prompt."""
-    if handover.prefill is None:
+    if handover.prefill is None or not handover.steps:
         return ()
     shift_ns = clocks.shift(handover.prefill.process)
     begins = [step.at_ns + shift_ns for step in handover.steps]
-    ends = [*begins[1:], given if given is not None else begins[-1]] if begins else []
-    return tuple(
-        Chunk(Span(Phase.PREFILL_STEP, begun, max(begun, ended)), step.tokens)
-        for step, begun, ended in zip(handover.steps, begins, ends, strict=True)
-    )
+    end = begins[-1] if given is None else given
+    ends = [*begins[1:], end]
+    chunks = []
+    for step, begun_ns, ended_ns in zip(handover.steps, begins, ends, strict=True):
+        chunks.append(Chunk(_span(Phase.PREFILL_STEP, begun_ns, ended_ns), step.tokens))
+    return tuple(chunks)
 
 
 def _workers(loads: Iterable[LoadTrace], clocks: Clocks) -> tuple[WorkerSpans, ...]:
-    found = []
-    for load in sorted(loads, key=lambda one: _by_number(one.process)):
-        shift_ns = clocks.shift(load.process)
-        spans = tuple(
-            Span(
-                stage.stage,
-                stage.begun_ns + shift_ns,
-                max(stage.begun_ns, stage.ended_ns) + shift_ns,
-            )
-            for stage in load.ended.stages
-        )
-        whole = Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
-        chunks = tuple(
-            Chunk(
-                Span(
-                    Phase.CHUNK_READ,
-                    chunk.begun_ns + shift_ns,
-                    max(chunk.begun_ns, chunk.ended_ns) + shift_ns,
-                ),
-                chunk.stop_token,
-            )
-            for chunk in load.ended.chunks
-        )
-        found.append(WorkerSpans(load, spans or (whole,), chunks))
-    return tuple(found)
+    ordered = sorted(loads, key=lambda load: _by_place(load.process))
+    return tuple(_worker(load, clocks.shift(load.process)) for load in ordered)
 
 
-def _by_number(process: ProcessStarted) -> tuple[object, ...]:
+def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:
+    spans = []
+    for stage in load.ended.stages:
+        spans.append(_span(stage.stage, stage.begun_ns, stage.ended_ns, shift_ns))
+    if not spans:
+        spans.append(Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns))
+    chunks = []
+    for chunk in load.ended.chunks:
+        span = _span(Phase.CHUNK_READ, chunk.begun_ns, chunk.ended_ns, shift_ns)
+        chunks.append(Chunk(span, chunk.stop_token))
+    return WorkerSpans(load, tuple(spans), tuple(chunks))
+
+
+def _by_place(process: ProcessStarted) -> tuple[object, ...]:
+    # By length first, so that tp10 comes after tp9.
     return (len(process.place), process.place, process.host, process.pid)
 
 
 def _outcome(handover: Handover) -> str:
-    failed = sorted({load.ended.reason for load in handover.loads if load.ended.reason})
-    why = f" ({', '.join(failed)})" if failed else ""
     if handover.decode is not None:
-        if recomputed := handover.get(Recomputed):
-            return f"recomputed: {recomputed.reason}{'' if failed == [recomputed.reason] else why}"
-        if reported := handover.get(LoadReported):
-            return LOADED if reported.good else f"load failed{why}"
-        if handover.get(DecodeScheduled) and not handover.get(LoadOrdered):
-            return NOTHING_TO_LOAD
-        return f"ended before it was loaded{why}" if handover.get(Finished) else f"under way{why}"
+        return _consumer_outcome(handover)
     if not handover.get(ParamsGiven):
         return "not prefilled"
     over = handover.get(LeaseOver)
     if over is None:
         return "not fetched so far"
-    return f"{'fetched' if over.how in _FETCHED else 'not fetched'}: {over.how}"
+    if over.how in _FETCHED:
+        return f"fetched: {over.how}"
+    return f"not fetched: {over.how}"
+
+
+def _consumer_outcome(handover: Handover) -> str:
+    reasons = sorted({load.ended.reason for load in handover.loads if load.ended.reason})
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    recomputed = handover.get(Recomputed)
+    if recomputed is not None:
+        # The scheduler's reason is often that of the workers: then it is said once.
+        if reasons == [recomputed.reason]:
+            why = ""
+        return f"recomputed: {recomputed.reason}{why}"
+    reported = handover.get(LoadReported)
+    if reported is not None:
+        return LOADED if reported.good else f"load failed{why}"
+    if handover.get(DecodeScheduled) and not handover.get(LoadOrdered):
+        return NOTHING_TO_LOAD
+    if handover.get(Finished):
+        return f"ended before it was loaded{why}"
+    return f"under way{why}"
 
 
 def _missing(handover: Handover) -> tuple[str, ...]:
-    prefill, decode = handover.prefill, handover.decode
-    over = handover.get(LeaseOver)
-    begun = any(handover.get(kind) for kind in (DecodeArrived, LoadOrdered, Recomputed))
-    halves = (
-        ("producer", prefill is None),
-        ("consumer", decode is None and over is not None and over.how in _FETCHED),
-        ("consumer's scheduler", decode is not None and not begun),
-        (
-            "consumer's workers",
-            decode is not None and bool(handover.get(LoadReported)) and not handover.loads,
-        ),
-    )
-    return tuple(name for name, is_missing in halves if is_missing)
+    missing = []
+    if handover.prefill is None:
+        missing.append("producer")
+    if handover.decode is None:
+        # A lease that a consumer has ended shows that there was one.
+        over = handover.get(LeaseOver)
+        if over is not None and over.how in _FETCHED:
+            missing.append("consumer")
+        return tuple(missing)
+    if not any(handover.get(kind) for kind in (DecodeArrived, LoadOrdered, Recomputed)):
+        missing.append("consumer's scheduler")
+    if handover.get(LoadReported) and not handover.loads:
+        missing.append("consumer's workers")
+    return tuple(missing)

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.cli.formatting import decimal_bytes, print_line, print_table
 from kvferry.plan.wording import counted
 from kvferry.trace.reading import Recording
-from kvferry.trace.summary import Durations, Merged, durations, named, outcomes
+from kvferry.trace.summary import Durations, Merged, durations, has_id, outcomes
 from kvferry.trace.timeline import Chunk, Span, Timeline, WorkerSpans
 
 SCHEMA = 1
@@ -66,7 +66,7 @@ def report(recording: Recording, merged: Merged, request: str | None) -> Report:
     """Report on all handovers, or on those of a request, given by a part of any of its ids."""
     timelines = merged.timelines
     if request is not None:
-        timelines = tuple(timeline for timeline in timelines if named(timeline, request))
+        timelines = tuple(timeline for timeline in timelines if has_id(timeline, request))
     differences = sorted(
         merged.clocks.differences,
         key=lambda difference: difference.at_least_ns,
