@@ -34,23 +34,24 @@ def leave_out(request: Request, num_tokens: int) -> bool:
     """
     if not num_tokens:
         return True
-    rest, params = request.num_prompt_tokens - num_tokens, request.sampling_params
-    if rest <= 0 or request.prompt_token_ids is None or params is None or params.min_tokens > 1:
+    params = request.sampling_params
+    num_left = request.num_prompt_tokens - num_tokens
+    if num_left <= 0 or request.prompt_token_ids is None:
+        return False
+    if params is None or params.min_tokens > 1:
         return False
     if request.get_skip_reading_prefix_cache():
         return False
-    if any(
-        feature.mm_position.offset + feature.mm_position.length > rest
-        for feature in request.mm_features
-    ):
-        return False
-    cut_prompt(request, rest)
+    for feature in request.mm_features:
+        if feature.mm_position.offset + feature.mm_position.length > num_left:
+            return False
+    cut_prompt(request, num_left)
     request.max_tokens = 1
     return True
 
 
 def has_tokens(request: Request) -> bool:
-    """Whether the prompt consists of tokens, not of embeddings."""
+    """True if the prompt consists of tokens, not of embeddings."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
@@ -60,18 +61,20 @@ def prompt_of(request: Request, num_tokens: int, local: LocalEngine) -> Prompt |
     The tokens are the request's own list, not a copy: they grow with it.
 
     Args:
-        num_tokens: number of tokens that will be read. If the prompt has as many, its list is used: copying the
-            beginning of all tokens would take a sixth of the time of making digests.
+        num_tokens: number of tokens that will be read.
         local: this engine, which knows its adapters and its weights.
     """
     prompt = request.prompt_token_ids
     if prompt is None or not has_tokens(request):
         return None
+    # The prompt's list where it has as many tokens. To copy the beginning of all tokens would take a sixth of the time
+    # of making digests.
+    tokens = prompt if num_tokens <= len(prompt) else request.all_token_ids
     return Prompt(
-        tokens=prompt if num_tokens <= len(prompt) else request.all_token_ids,
+        tokens=tokens,
         lora=local.adapters.content_of(request.lora_request),
         salt=request.cache_salt,
-        media=_media_of(request, local.media_scope) if request.mm_features else (),
+        media=_media_of(request, local.media_scope),
         weights=local.weights.version(),
     )
 
@@ -121,16 +124,17 @@ class ParamsBuilder:
     def num_complete_tokens(self, request: Request, use: LeaseUse) -> int:
         """The tokens of an ended request whose cache is complete; 0 if it failed.
 
-        The token that was sampled last has no cache, and tokens of a step in flight may have none. An answer's last
-        tokens were computed from drafts by the modules of a multi-token predictor, so they are left out.
+        The token that was sampled last has no cache, and tokens of a step in flight may have none.
         """
         if not has_ended_well(request):
             return 0
-        computed: int = request.num_computed_tokens - request.num_in_flight_tokens
-        left_out = (
-            self._local.left_out if use is LeaseUse.TURN else 0
-        )  # a prompt's were left out at its intake
-        return max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
+        num_computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+        num_complete = min(num_computed, len(request.all_token_ids) - 1)
+        if use is LeaseUse.TURN:
+            # An answer's last tokens were computed from drafts by the modules of a multi-token predictor. A prompt's
+            # were left out at its intake.
+            num_complete -= self._local.left_out
+        return max(0, num_complete)
 
     def build(
         self,
@@ -145,11 +149,13 @@ class ParamsBuilder:
         Args:
             digests: of these tokens, if they are known.
         """
-        prompt = prompt_of(request, num_tokens, self._local) if num_tokens else None
+        if not num_tokens:
+            return None
+        prompt = prompt_of(request, num_tokens, self._local)
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
             return None
-        sides = zip(self._local.block_spans, blocks, strict=True)
+        groups = zip(self._local.block_spans, blocks, strict=True)
         ticket = Ticket(
             version=PARAMS_VERSION,
             boot=self._local.boot,
@@ -158,7 +164,7 @@ class ParamsBuilder:
             lease_s=self._lease_s,
             digests=digests or digest_chain(prompt, num_tokens),
             mac=_NO_MAC,
-            held_from=tuple(held_from(span, len(ids), num_tokens) for span, ids in sides),
+            held_from=tuple(held_from(span, len(ids), num_tokens) for span, ids in groups),
         )
         return self._signed(request, blocks, num_tokens, ticket)
 
@@ -185,72 +191,74 @@ class ParamsBuilder:
             held_from=self._held_at_the_end(request.num_prompt_tokens),
             stream_row=row,
         )
-        return self._signed(
-            request, ((),) * len(self._local.groups), request.num_prompt_tokens, ticket
-        )
+        # The workers list the blocks in the row, where the consumer reads them.
+        no_blocks = ((),) * len(self._local.groups)
+        return self._signed(request, no_blocks, request.num_prompt_tokens, ticket)
 
     def windows_reach(self, num_tokens: int, prompt_tokens: int, spans: tuple[int, ...]) -> bool:
-        """Whether an engine with blocks of these spans can surely go on from what is held when the first `num_tokens`
-        tokens of a prompt are complete. More may be held then."""
-        firsts = self._held_at_the_end(num_tokens)
-        return len(spans) == len(firsts) and self._local.windows_reach(
-            spans, firsts, num_tokens, prompt_tokens
-        )
+        """True if an engine with blocks of these spans can surely go on from a prefill of a prompt.
+
+        Args:
+            num_tokens: of the prompt, without those that are left out here.
+            prompt_tokens: with them.
+        """
+        # When the first `num_tokens` are complete, more may be held than this.
+        first_held = self._held_at_the_end(num_tokens)
+        if len(spans) != len(first_held):
+            return False
+        return self._local.windows_reach(spans, first_held, num_tokens, prompt_tokens)
 
     def blocks_of(
         self, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> tuple[Sequence[int], ...]:
         """The blocks of the first `num_tokens` tokens of a request, per transferred group."""
-        chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        return tuple(
-            ids[: -(-num_tokens // span)]
-            for ids, span in zip(chosen, self._local.block_spans, strict=True)
-        )
+        # vLLM may have one more block, for the token of a step that was in flight when the request stopped.
+        transferred = self._kv_cache_config.select_transfer_block_ids(block_ids)
+        groups = zip(transferred, self._local.block_spans, strict=True)
+        return tuple(ids[: -(-num_tokens // span)] for ids, span in groups)
 
     def listed_blocks(
         self, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool
     ) -> tuple[Sequence[int], ...]:
-        """The blocks of the first `num_tokens` tokens of a request that a row lists, per transferred group: of windows,
-        chunks and states none before the prompt is complete, and then those from `held_from` on.
+        """The blocks of the first `num_tokens` tokens of a request that a row lists, per transferred group.
 
         Args:
             is_last: whether the prompt is complete.
         """
-        found: list[Sequence[int]] = []
-        groups, firsts = self._local.groups, self._held_at_the_end(num_tokens)
-        sides = zip(
-            groups,
+        listed: list[Sequence[int]] = []
+        groups = zip(
+            self._local.groups,
             self._local.block_spans,
-            firsts,
+            self._held_at_the_end(num_tokens),
             self.blocks_of(block_ids, num_tokens),
             strict=True,
         )
-        for group, span, first, ids in sides:
+        for group, span, first_held, ids in groups:
             if group.holds_every_token:
-                found.append(ids)
+                listed.append(ids)
             elif not is_last:
-                found.append([])
+                # Which blocks these are changes until the prompt is complete.
+                listed.append([])
             elif group.policy == "state":
-                found.append([next(filter(None, reversed(ids)), NULL_BLOCK)])
+                listed.append([_last_not_null(ids)])
             else:
-                found.append(ids[first // span :])
-        return tuple(found)
+                listed.append(ids[first_held // span :])
+        return tuple(listed)
 
     def _held_at_the_end(self, num_tokens: int) -> tuple[int, ...]:
-        """Per transferred group the first token that is surely held when a prompt is complete.
-
-        Before the last part vLLM frees what no token of that part needs, and it has one token at least. Where there are
-        states, the blocks are held when the request has ended: by then vLLM has freed what the next token does not
-        need.
-        """
-        groups, spans = self._local.groups, self._local.block_spans
+        """Per transferred group the first token that is surely held when a prompt is complete."""
+        # Before the last part vLLM frees what no token of that part needs, and it has one token at least. Where there
+        # are states, the blocks are held when the request has ended: by then vLLM has freed what the next token does
+        # not need.
         next_token = num_tokens if self._local.has_states else num_tokens - 1
-        return tuple(
-            (num_tokens - 1 if group.policy == "state" else first_needed(group, next_token))
-            // span
-            * span
-            for group, span in zip(groups, spans, strict=True)
-        )
+        first_held: list[int] = []
+        for group, span in zip(self._local.groups, self._local.block_spans, strict=True):
+            if group.policy == "state":
+                first = num_tokens - 1
+            else:
+                first = first_needed(group, next_token)
+            first_held.append(first // span * span)
+        return tuple(first_held)
 
     def _signed(
         self, request: Request, blocks: Blocks, num_tokens: int, ticket: Ticket
@@ -270,14 +278,19 @@ class ParamsBuilder:
         return sign_params(unsigned, self._local.mac_key)
 
     def _transferable(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
-        """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.
-
-        vLLM may have one more block, for the token of a step that was in flight when the request stopped.
-        """
-        return tuple(
-            tuple(ids[_leading_nulls(ids) :]) for ids in self.blocks_of(block_ids, num_tokens)
-        )
+        """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window."""
+        return tuple(_without_leading_nulls(ids) for ids in self.blocks_of(block_ids, num_tokens))
 
 
-def _leading_nulls(ids: Sequence[int]) -> int:
-    return next((index for index, block in enumerate(ids) if block), len(ids))
+def _without_leading_nulls(ids: Sequence[int]) -> tuple[int, ...]:
+    for index, block in enumerate(ids):
+        if block != NULL_BLOCK:
+            return tuple(ids[index:])
+    return ()
+
+
+def _last_not_null(ids: Sequence[int]) -> int:
+    for block in reversed(ids):
+        if block != NULL_BLOCK:
+            return block
+    return NULL_BLOCK
