@@ -16,12 +16,14 @@ from msgspec import Meta
 
 from kvferry.protocol.ids import Address, Count, Hex128, HexEpoch, Text
 
+# Raised by a change that an older `kvferry trace` would misread: it leaves such files out and says so.
 TRACE_VERSION = 1
 
 MOST_CHUNKS = 64
 """Reads of a load that are recorded one by one."""
 
 Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# Longer than other names: clients choose request ids, and vLLM accepts them.
 RequestName = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 

@@ -70,12 +70,16 @@ class LoadTrace:
     @property
     def begun_ns(self) -> int:
         """When the worker received the order."""
-        return self.ended.stages[0].begun_ns if self.ended.stages else self.ended.at_ns
+        if not self.ended.stages:
+            return self.ended.at_ns
+        return self.ended.stages[0].begun_ns
 
     @property
     def ended_ns(self) -> int:
         """When the load ended."""
-        return self.ended.stages[-1].ended_ns if self.ended.stages else self.ended.at_ns
+        if not self.ended.stages:
+            return self.ended.at_ns
+        return self.ended.stages[-1].ended_ns
 
     @property
     def figures(self) -> dict[str, int | float | str]:
@@ -113,7 +117,9 @@ class Handover:
     def get(self, kind: type[EventT]) -> EventT | None:
         """The event of a type, which only one half can have; None if it was not recorded."""
         for half in (self.prefill, self.decode):
-            event = half.get(kind) if half is not None else None
+            if half is None:
+                continue
+            event = half.get(kind)
             if event is not None:
                 return event
         return None
@@ -137,12 +143,16 @@ class Handover:
     @property
     def consumer_request(self) -> str:
         """The request's id in the consumer."""
-        return self.decode.request if self.decode else ""
+        if self.decode is None:
+            return ""
+        return self.decode.request
 
     @property
     def consumer(self) -> str:
         """The consumer's engine id."""
-        return self.decode.process.engine_id if self.decode else ""
+        if self.decode is None:
+            return ""
+        return self.decode.process.engine_id
 
     @property
     def traceparent(self) -> str:

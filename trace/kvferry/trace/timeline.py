@@ -191,10 +191,14 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     stepped = at(DecodeScheduled)
 
     workers = _workers(handover.loads, clocks)
-    first_begun = workers[0].spans[0].begun_ns if workers else None
+    first_begun = None
+    last_begun = None
+    read_until = None
     last = _last_of(workers)
-    last_begun = last.spans[0].begun_ns if last is not None else None
-    read_until = last.ended_ns if last is not None else None
+    if last is not None:
+        first_begun = workers[0].spans[0].begun_ns
+        last_begun = last.spans[0].begun_ns
+        read_until = last.ended_ns
 
     if arrived is None and ordered is None:
         # Unusable params are found at the arrival, which is not recorded then.
@@ -270,8 +274,10 @@ def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Chunk
         return ()
     shift_ns = clocks.shift(handover.prefill.process)
     begins = [step.at_ns + shift_ns for step in handover.steps]
-    end = begins[-1] if given is None else given
-    ends = [*begins[1:], end]
+    # Where the prompt's end was not recorded, the last step has no length.
+    ends = [*begins[1:], begins[-1]]
+    if given is not None:
+        ends[-1] = given
     chunks = []
     for step, begun_ns, ended_ns in zip(handover.steps, begins, ends, strict=True):
         chunks.append(Chunk(_span(Phase.PREFILL_STEP, begun_ns, ended_ns), step.tokens))
