@@ -133,8 +133,10 @@ def always_safe(settle: Function) -> Function:
 
 
 def pin_nothing(_: Function) -> Function:
+    from kvferry.scheduler.consumer.quarantine import PinnedBlocks
+
     def careless(quarantined: Any, _pool: Any, request_id: str, _now_s: float) -> None:
-        quarantined._pinned[request_id] = (), 0.0
+        quarantined._pinned[request_id] = PinnedBlocks((), 0.0)
 
     return careless
 

@@ -72,6 +72,7 @@ class ConsumerLedger:
         self._counters = counters
         self.recompute_threshold = recompute_threshold
         self._recomputes = recomputes
+        # The leases of all prompts in a state of `CLAIMING`, so that a second request with the same params is known.
         self._claims: set[LeaseKey] = set()
         self._ended = EndedLeases(max_ended)
         self.prewarms = PrewarmQueue()
@@ -144,7 +145,9 @@ class ConsumerLedger:
             is_turn=is_turn,
         )
         self._claims.add(lease.key)
+        # From the request's arrival on: it may wait for its turn for longer than the lease lives.
         self._commands.append(RenewLease(lease, at_once=is_turn))
+        # The workers connect the producer while the request waits.
         self.prewarms.expect(Prewarm.from_params(source), now_s)
         return None
 
@@ -208,6 +211,7 @@ class ConsumerLedger:
         """All workers have loaded it and notified the producer. None for a request that is not a remote prompt."""
         prompt = self._end_load(request_id, LoadEvent.LOADED)
         if prompt is not None:
+            # Not released: every worker has sent its own `done`.
             self._end_claim(ForgetLease(prompt.lease))
         return prompt
 

@@ -28,9 +28,12 @@ class PrewarmQueue:
     """
 
     def __init__(self) -> None:
-        self._named_s: dict[Prewarm, float] = {}  # the one named last is last
+        # When each was queued last; the one that was named last is last. The workers may have dropped one since without
+        # a word, so it is queued again after `AGAIN_S`.
+        self._named_s: dict[Prewarm, float] = {}
         self._waiting: list[Prewarm] = []
-        self._by_host: Counter[str] = Counter()  # of those that are not static
+        # Of those that clients have named: static peers have no share.
+        self._by_host: Counter[str] = Counter()
 
     def expect(self, producer: Prewarm, now_s: float) -> None:
         """A request will read from this producer, or a static peer has answered. `now_s` is of any monotonic clock."""

@@ -9,7 +9,9 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.block_pool import BlockPool
 
 
-class _Pin(NamedTuple):
+class PinnedBlocks(NamedTuple):
+    """The blocks of one failed load, and since when they are pinned."""
+
     blocks: tuple[int, ...]
     since_s: float
 
@@ -26,8 +28,10 @@ class QuarantinedBlocks:
 
     def __init__(self, pool: BlockPool | None) -> None:
         self._pool = pool
-        self._alive: dict[int, frozenset[str]] = {}  # by worker, its latest report
-        self._pinned: dict[str, _Pin] = {}  # by request; the oldest is first
+        # By worker, its latest report: not every worker reports in every step.
+        self._alive: dict[int, frozenset[str]] = {}
+        # By request, as workers name loads; it may have ended. The oldest is first.
+        self._pinned: dict[str, PinnedBlocks] = {}
 
     def __len__(self) -> int:
         """The number of requests whose blocks are pinned."""
@@ -83,4 +87,4 @@ class QuarantinedBlocks:
     def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
         blocks = pool.loaded_into(request_id)
         pool.keep(blocks)
-        self._pinned[request_id] = _Pin(blocks, now_s)
+        self._pinned[request_id] = PinnedBlocks(blocks, now_s)

@@ -101,11 +101,11 @@ class EndedLeases:
         return len(self._order)
 
     def __contains__(self, key: LeaseKey) -> bool:
-        return _packed(key) in self._packed
+        return _pack(key) in self._packed
 
     def add(self, key: LeaseKey) -> None:
         """Remember a lease; adding it again does not change its age."""
-        packed = _packed(key)
+        packed = _pack(key)
         if packed in self._packed:
             return
         self._packed.add(packed)
@@ -114,7 +114,7 @@ class EndedLeases:
             self._packed.remove(self._order.popleft())
 
 
-def _packed(key: LeaseKey) -> bytes:
+def _pack(key: LeaseKey) -> bytes:
     """27 bytes: 16 of the boot, 3 of the slot, 8 of the epoch. `key` comes from validated params."""
     boot, slot, epoch = key
     return bytes.fromhex(boot) + slot.to_bytes(3, "big") + int(epoch, 16).to_bytes(8, "big")
