@@ -99,12 +99,15 @@ def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(
     if reason == "length":
         check(consumer, DECODE, PROMPT)
     until((producer, consumer), lambda: is_over(producer, consumer))
+    assert producer.engine.counted("leases_released", "abandoned") == 1
 
 
 def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any, chunks: list[int]) -> None:
     producer, consumer = reading(make, chunks)
     consumer.engine.abort(DECODE)
     until((producer, consumer), lambda: is_over(producer, consumer))
+    assert producer.engine.counted("leases_released", "release") == 1
+    assert producer.engine.answers[PREFILL].params is None, "there is nothing left to load"
 
 
 @pytest.mark.parametrize(

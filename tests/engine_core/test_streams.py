@@ -213,31 +213,6 @@ def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(
     ]
 
 
-def test_an_abort_ends_the_lease_and_frees_the_row(make: Any) -> None:
-    producer = asked_for(make)
-    producer.step()
-    name = lease_of(producer).name
-    producer.engine.abort("p")
-    assert free_rows(producer) == 64
-    step = producer.step()
-    assert [(end.slot, end.epoch) for end in step.orders.ends] == [(name.slot, name.epoch)]
-    producer.until(lambda: is_over(producer))
-    assert producer.engine.counted("leases_released", "abandoned") == 1
-    assert ask(producer, "p").progress is PromptProgress.OVER
-
-
-def test_a_consumer_that_leaves_while_the_prompt_is_computed_ends_the_lease(make: Any) -> None:
-    producer = asked_for(make)
-    producer.step()
-    lease = lease_of(producer)
-    assert producer.engine.connector.scheduler_side.leases.release(lease.origin)
-    assert producer.step().ended == {"p"}
-    assert free_rows(producer) == 64
-    assert producer.answer("p").params is None
-    producer.until(lambda: is_over(producer))
-    assert producer.engine.counted("leases_released", "release") == 1
-
-
 def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> None:
     producer = asked_for(make)
     streams = producer.engine.connector.scheduler_side.leases.streams
