@@ -25,7 +25,7 @@ PROMPT = Prompt(tokens=range(300))
 BLOCKS = (tuple(range(3, 22)),)
 
 
-class Pair:
+class StandalonePair:
     """Producer and consumer of one layer, both of two workers with one head each."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair() -> Iterator[StandalonePair]:
+    made = StandalonePair()
     yield made
     for engine in (made.producer, made.consumer):
         engine.loads.check_integrity()
@@ -87,7 +87,9 @@ def pair() -> Iterator[Pair]:
         engine.close()
 
 
-def test_tokens_that_both_prompts_begin_with_are_loaded_by_all_workers(pair: Pair) -> None:
+def test_tokens_that_both_prompts_begin_with_are_loaded_by_all_workers(
+    pair: StandalonePair,
+) -> None:
     prompt = Prompt(tokens=[*range(280), 7, 7])
     assert pair.consumer.start_load("decode", pair.offer("prefill"), prompt, BLOCKS) == 256
     step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
@@ -97,7 +99,7 @@ def test_tokens_that_both_prompts_begin_with_are_loaded_by_all_workers(pair: Pai
     pair.until_sent("prefill")
 
 
-def test_another_prompt_is_computed_and_its_lease_given_back(pair: Pair) -> None:
+def test_another_prompt_is_computed_and_its_lease_given_back(pair: StandalonePair) -> None:
     assert (
         pair.consumer.start_load("decode", pair.offer("prefill"), Prompt(tokens=[1, 2, 3]), BLOCKS)
         == 0
@@ -107,7 +109,7 @@ def test_another_prompt_is_computed_and_its_lease_given_back(pair: Pair) -> None
 
 
 def test_params_that_cannot_be_used_are_refused_and_a_request_without_any_is_computed(
-    pair: Pair,
+    pair: StandalonePair,
 ) -> None:
     with pytest.raises(InvalidParams):
         pair.consumer.start_load("decode", {"do_remote_prefill": True}, PROMPT, BLOCKS)
@@ -115,7 +117,7 @@ def test_params_that_cannot_be_used_are_refused_and_a_request_without_any_is_com
     assert pair.producer.offer("never opened", BLOCKS, PROMPT) is None
 
 
-def test_a_step_that_raises_makes_no_prompt_readable(pair: Pair) -> None:
+def test_a_step_that_raises_makes_no_prompt_readable(pair: StandalonePair) -> None:
     engine = pair.producer
     engine.leases.open("p")
     engine.step()
@@ -130,7 +132,7 @@ def test_a_step_that_raises_makes_no_prompt_readable(pair: Pair) -> None:
     assert [int(table.words.any()) for table in tables] == [0] * len(tables)
 
 
-def test_a_load_that_one_worker_cannot_read_has_failed(pair: Pair) -> None:
+def test_a_load_that_one_worker_cannot_read_has_failed(pair: StandalonePair) -> None:
     params = pair.offer("prefill")
     first = pair.producer.description.workers[0].agent
     pair.network.kill(first)
@@ -145,7 +147,9 @@ def test_a_load_that_one_worker_cannot_read_has_failed(pair: Pair) -> None:
     pair.until_sent("prefill")
 
 
-def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(pair: Pair) -> None:
+def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(
+    pair: StandalonePair,
+) -> None:
     agents = [worker.agent for worker in pair.producer.description.workers]
     reader = pair.fabrics[pair.consumer.description.workers[0].agent]
 
@@ -177,7 +181,7 @@ def test_views_of_other_shapes_are_refused(view: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 18], ids=["first", "second", "last"])
-def test_block_0_stands_for_none_and_is_refused_on_both_ends(pair: Pair, at: int) -> None:
+def test_block_0_stands_for_none_and_is_refused_on_both_ends(pair: StandalonePair, at: int) -> None:
     """The plan leaves its tokens out, so a load into it would be reported as good without them."""
     with_null = (tuple(0 if index == at else block for index, block in enumerate(BLOCKS[0])),)
     params = pair.offer("prefill")
@@ -191,7 +195,7 @@ def test_block_0_stands_for_none_and_is_refused_on_both_ends(pair: Pair, at: int
     pair.producer.leases.abandon("again")
 
 
-def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(pair: Pair) -> None:
+def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(pair: StandalonePair) -> None:
     blocks = ((*BLOCKS[0][:16], 0, 0, 0),)
     assert (
         pair.consumer.start_load(
@@ -204,18 +208,18 @@ def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(pair: Pair) -
     assert torch.equal(pair.caches["consumer"][read], pair.caches["producer"][read])
 
 
-def test_blocks_of_other_cache_groups_are_refused(pair: Pair) -> None:
+def test_blocks_of_other_cache_groups_are_refused(pair: StandalonePair) -> None:
     with pytest.raises(InvalidBlocks, match="those of 1"):
         pair.consumer.start_load("decode", pair.offer("prefill"), PROMPT, (*BLOCKS, *BLOCKS))
 
 
-def test_an_engine_does_not_load_from_itself(pair: Pair) -> None:
+def test_an_engine_does_not_load_from_itself(pair: StandalonePair) -> None:
     """The blocks are its own."""
     assert pair.producer.start_load("decode", pair.offer("prefill"), PROMPT, BLOCKS) == 0
     assert pair.producer.counters.total("handshakes_served") == 0
 
 
-def test_nothing_is_kept_of_what_is_over(pair: Pair) -> None:
+def test_nothing_is_kept_of_what_is_over(pair: StandalonePair) -> None:
     """Neither measurements, which nobody takes here, nor loads, whose request ids may come again."""
     for number in range(3):
         assert (

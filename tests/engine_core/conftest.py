@@ -105,7 +105,7 @@ def make_engine() -> Iterator[Any]:
             if module == "kvferry.connector":
                 config["extra"] = {"kv_lease_duration": lease_s, **config.get("extra", {})}
             with node.side_channel(node.free_port()):
-                engine = node.Engine(connector, module=module, role=role, **config)
+                engine = node.SchedulerEngine(connector, module=module, role=role, **config)
             stack.callback(engine.close)
             if module == "kvferry.connector":
                 stack.callback(engine.connector.scheduler_side.monitor.check_integrity)

@@ -12,7 +12,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.harness.cache_engine import free_port
 from tests.harness.core.node import side_channel
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 
 LEASE_S = 60.0
 HEARTBEAT_S = LEASE_S / 6
@@ -36,7 +36,7 @@ class Slow:
         ):  # both wind the clock of leases
             monkeypatch.setattr(f"kvferry.{module}.time", clock)
         with side_channel(free_port()):
-            self.engine = Engine(
+            self.engine = SchedulerEngine(
                 "FerryConnector",
                 module="kvferry.connector",
                 role="kv_producer",

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.offers import offer
-from tests.harness.core.scheduler import Engine, Scheduled, tokens
+from tests.harness.core.scheduler import Scheduled, SchedulerEngine, tokens
 
 SHORT = 16
 """Tokens of a short prompt: a block of each group."""
@@ -77,7 +77,7 @@ class Life:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SchedulerEngine,
         draw: random.Random,
         port: int,
         *,

@@ -16,7 +16,7 @@ from kvferry.protocol.side_channel import allowed_hosts, host_names
 from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.engine_core.offers import Eavesdropper, offer
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise
 
 PROMPT = tokens(40)
@@ -70,12 +70,12 @@ def make(make_engine: Any, asked_names: list[str]) -> Any:
     return build
 
 
-def computed_here(engine: Engine, name: str) -> bool:
+def computed_here(engine: SchedulerEngine, name: str) -> bool:
     answer = engine.run()[name]
     return answer.finish_reason == "length" and engine.is_whole
 
 
-def check_it_ends_here(engine: Engine, params: dict[str, Any], how: str) -> None:
+def check_it_ends_here(engine: SchedulerEngine, params: dict[str, Any], how: str) -> None:
     """A request with these params is rejected, aborted, or computed here, as `how` says, and leaves nothing."""
     engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
     if "ted prompt" in how:

@@ -20,7 +20,7 @@ from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.node import Node
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.harness.core.toy_model import expected_tokens
 
 PROMPT = tokens(100)
@@ -29,7 +29,7 @@ LONG_S = 600.0
 DRAINS: dict[str, Any] = {"shutdown_timeout": 60, "extra": {"kv_lease_duration": LONG_S}}
 
 
-def terminate(node: Node | Engine) -> None:
+def terminate(node: Node | SchedulerEngine) -> None:
     """The effect of SIGTERM on the connector, without the engine's own part."""
     engine = node.engine if isinstance(node, Node) else node
     engine.connector.scheduler_side.steps.drain.is_requested = True
@@ -99,7 +99,7 @@ def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_
 def test_a_consumer_that_ends_gives_back_what_it_has_not_read(
     begun: bool, eavesdropper: Eavesdropper
 ) -> None:
-    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer")
+    engine = SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=5))
     if begun:
         engine.step()

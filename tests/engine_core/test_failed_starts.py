@@ -22,7 +22,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config
 from tests.harness.core.node import Node, side_channel
-from tests.harness.core.scheduler import Engine
+from tests.harness.core.scheduler import SchedulerEngine
 from tests.waiting import wait_until
 
 TRACES = "traces-of-a-start"
@@ -100,5 +100,5 @@ def test_an_engine_whose_port_is_in_use_leaves_nothing_open(
         side_channel(first.port),
         pytest.raises(InvalidConfig, match="an address of this machine with a free port"),
     ):
-        Engine("FerryConnector", module="kvferry.connector", role="kv_both", extra=extra)
+        SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_both", extra=extra)
     wait_until(lambda: left() == before, CLOSED)

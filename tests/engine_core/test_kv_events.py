@@ -13,7 +13,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from tests.engine_core.offers import offer
 from tests.harness.core.node import Node, ferry_of
-from tests.harness.core.scheduler import BLOCK_TOKENS, Engine, tokens
+from tests.harness.core.scheduler import BLOCK_TOKENS, SchedulerEngine, tokens
 
 PROMPT = tokens(100)
 FULL_BLOCKS = len(PROMPT) // BLOCK_TOKENS
@@ -22,7 +22,7 @@ FULL_BLOCKS = len(PROMPT) // BLOCK_TOKENS
 class Events:
     """An engine's events, published as vLLM's scheduler does."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SchedulerEngine) -> None:
         self.all: list[Any] = []
         engine.scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
         engine.scheduler.kv_event_publisher = self
@@ -56,7 +56,7 @@ def consumer(make_engine: Any) -> Any:
 
 
 def test_nothing_is_published_before_the_load_is_good_and_then_all_of_it_once(
-    consumer: Engine,
+    consumer: SchedulerEngine,
 ) -> None:
     events = Events(consumer)
     consumer.add("d", PROMPT, offer(PROMPT), max_tokens=1)

@@ -12,7 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE, Slow
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise
 
 
@@ -149,7 +149,7 @@ def test_a_prompt_that_waits_for_its_turn_to_run_takes_no_leases(make_slow: Any,
     assert slow.held.issuperset(names)
 
 
-def say_over(engine: Engine, request_id: str) -> None:
+def say_over(engine: SchedulerEngine, request_id: str) -> None:
     reported = FerryWorkerMetadata(over={0: frozenset({request_id})})
     engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reported))
 

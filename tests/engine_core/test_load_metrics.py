@@ -13,7 +13,7 @@ import pytest
 from kvferry.connector.metrics.tables import GAUGES, HISTOGRAMS
 from tests.engine_core.offers import offer
 from tests.harness.core.node import Node
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.harness.inside import memory_of, worker_of
 
 PROMPT = tokens(100)
@@ -21,12 +21,12 @@ BLOCKS = 7
 POOL = {"extra": {"staging_pool_bytes": 1 << 20}}
 
 
-def samples(engine: Engine, name: str) -> list[float]:
+def samples(engine: SchedulerEngine, name: str) -> list[float]:
     """The statistics of all steps so far."""
     return [value for stats in engine.stats for value in stats.get("samples", {}).get(name, ())]
 
 
-def gauges(engine: Engine, name: str) -> list[float]:
+def gauges(engine: SchedulerEngine, name: str) -> list[float]:
     """All reported values of the gauge, the latest last."""
     return [stats["gauges"][name] for stats in engine.stats if name in stats.get("gauges", {})]
 

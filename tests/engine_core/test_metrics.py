@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.engine_core.offers import offer
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise
 
 PROMPT = tokens(40)
@@ -20,7 +20,7 @@ LABELS = {"model_name": "toy", "engine": "3"}
 
 
 @pytest.fixture
-def engine(make_engine: Any) -> Iterator[Engine]:
+def engine(make_engine: Any) -> Iterator[SchedulerEngine]:
     unregister_vllm_metrics()
     yield make_engine("kv_consumer")
     unregister_vllm_metrics()
@@ -31,7 +31,7 @@ def sample(name: str, **labels: str) -> Any:
 
 
 @promise(8)
-def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: Engine) -> None:
+def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: SchedulerEngine) -> None:
     front_end = KVConnectorProm(engine.config, list(LABELS), {3: list(LABELS.values())})
     assert sample("kvferry_local_recomputes_total", reason="load_failed") == 0
     engine.add("good", PROMPT, offer(PROMPT), max_tokens=1)

@@ -9,13 +9,13 @@ import pytest
 
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
-from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, tokens
+from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, SchedulerEngine, tokens
 
 PROMPT = tokens(40)
 REMOTE_DECODE = {"do_remote_decode": True}
 
 
-def offered(engine: Engine, request_id: str) -> RemotePrefill:
+def offered(engine: SchedulerEngine, request_id: str) -> RemotePrefill:
     """The offered params, after a trip through JSON."""
     params = read_params(json.loads(json.dumps(engine.answers[request_id].params)))
     assert isinstance(params, RemotePrefill)

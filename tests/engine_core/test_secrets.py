@@ -19,7 +19,7 @@ from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
 from kvferry.worker.fabric.nixl import NixlFabric
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 
 PROMPT = tokens(40)
@@ -95,7 +95,7 @@ def test_a_file_that_others_can_read_stops_the_start(tmp_path: Path, role: str) 
         mock.patch.dict(os.environ, {VARIABLE: path}),
         pytest.raises(InvalidSecretFile, match="mode 0644"),
     ):
-        Engine("FerryConnector", module="kvferry.connector", role=role)
+        SchedulerEngine("FerryConnector", module="kvferry.connector", role=role)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_open_listener_logs_a_warning_and_how_to_change_it(
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
     with secret_file(tmp_path, *secrets), caplog.at_level(logging.INFO, logger="kvferry"):
-        engine = Engine("FerryConnector", module="kvferry.connector", role="kv_producer")
+        engine = SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_producer")
         engine.close()
     assert ("answers every client" in caplog.text) == warns
     assert (VARIABLE in caplog.text) == warns
@@ -137,8 +137,8 @@ def test_a_producer_that_decoders_could_not_be_sent_to_does_not_start_and_a_cons
     monkeypatch.setenv(HOST_VARIABLE, host)
     for role in ("kv_producer", "kv_both"):
         with pytest.raises(InvalidConfig, match=f"{HOST_VARIABLE} is .* that decoders reach"):
-            Engine("FerryConnector", module="kvferry.connector", role=role)
-    Engine("FerryConnector", module="kvferry.connector", role="kv_consumer").close()
+            SchedulerEngine("FerryConnector", module="kvferry.connector", role=role)
+    SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_consumer").close()
 
 
 def test_a_producer_whose_name_is_a_loopback_address_names_the_variable(
@@ -149,7 +149,7 @@ def test_a_producer_whose_name_is_a_loopback_address_names_the_variable(
     monkeypatch.setattr(host_names, "look_up", {"node-1": "127.0.1.1"}.get)
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="kvferry"):
-        Engine("FerryConnector", module="kvferry.connector", role="kv_producer").close()
+        SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_producer").close()
     assert "node-1:" in caplog.text
     assert "(127.0.1.1) is only reached from this host" in caplog.text
     assert HOST_VARIABLE in caplog.text

@@ -13,7 +13,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.worker.settings import WorkerSettings
 from tests.harness.core.node import Node
-from tests.harness.core.scheduler import Engine
+from tests.harness.core.scheduler import SchedulerEngine
 from tests.harness.inside import first_contact_of, worker_of
 
 EXTRA: dict[str, Any] = {
@@ -50,11 +50,15 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
         "enable_cross_layers_blocks": "True",
         "kv_recompute_threshold": "32",
     }
-    engine = Engine("NixlConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
+    engine = SchedulerEngine(
+        "NixlConnector", module="kvferry.connector", role="kv_consumer", extra=extra
+    )
     assert engine.connector.scheduler_side.loads.recompute_threshold == 32
     engine.close()
     with pytest.raises(InvalidConfig, match="shared_storage_path is 'cache'; expected one of"):
-        Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
+        SchedulerEngine(
+            "FerryConnector", module="kvferry.connector", role="kv_consumer", extra=extra
+        )
 
 
 @pytest.mark.parametrize(

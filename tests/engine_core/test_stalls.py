@@ -19,7 +19,7 @@ from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.stalls import Life
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise
 from tests.waiting import deadline_s
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 WINDOW = 48
 
 
-def load(engine: Engine, *lengths: int, **request: Any) -> list[str]:
+def load(engine: SchedulerEngine, *lengths: int, **request: Any) -> list[str]:
     """Add prompts of these lengths, each with a lease of its own, and order as many loads as fit."""
     names = [f"c{index}" for index in range(len(lengths))]
     for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
@@ -38,12 +38,12 @@ def load(engine: Engine, *lengths: int, **request: Any) -> list[str]:
     return names
 
 
-def loading(engine: Engine) -> set[str]:
+def loading(engine: SchedulerEngine) -> set[str]:
     return set(engine.connector.scheduler_side.loads.requests(LoadState.LOADING))
 
 
 def fail(
-    engine: Engine, failed: set[str], alive: set[str], loaded: frozenset[str] = frozenset()
+    engine: SchedulerEngine, failed: set[str], alive: set[str], loaded: frozenset[str] = frozenset()
 ) -> None:
     """A step in which these loads end; the blocks of those that are `alive` are pinned."""
     worker_meta = FerryWorkerMetadata(alive={0: frozenset(alive)})
@@ -55,12 +55,12 @@ def fail(
     engine.step(worker=report)
 
 
-def unpin(engine: Engine) -> None:
+def unpin(engine: SchedulerEngine) -> None:
     report = KVConnectorOutput(kv_connector_worker_meta=FerryWorkerMetadata(alive={0: frozenset()}))
     engine.step(worker=report)
 
 
-def run_until(engine: Engine, *names: str) -> None:
+def run_until(engine: SchedulerEngine, *names: str) -> None:
     for _ in range(200):
         if all(engine.answers[name].finish_reason is not None for name in names):
             return
@@ -358,7 +358,7 @@ def _noting(call: Callable[..., Any], noted: list[str]) -> Callable[..., Any]:
     return noting
 
 
-def _step_until(engine: Engine, over: Callable[[], bool]) -> None:
+def _step_until(engine: SchedulerEngine, over: Callable[[], bool]) -> None:
     end_s = deadline_s(30.0)
     while not over():
         assert time.monotonic() < end_s

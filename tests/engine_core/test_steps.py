@@ -11,7 +11,7 @@ from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from tests.engine_core.offers import offer
 from tests.engine_core.test_quarantined_blocks import report
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import SchedulerEngine, tokens
 
 REMOTE_DECODE = {"do_remote_decode": True}
 PROMPT = tokens(40)
@@ -23,15 +23,15 @@ def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
 
 
-def steps_of(engine: Engine) -> Steps:
+def steps_of(engine: SchedulerEngine) -> Steps:
     steps: Steps = engine.connector.scheduler_side.steps
     return steps
 
 
 @pytest.fixture
-def holding(make_engine: Any) -> Engine:
+def holding(make_engine: Any) -> SchedulerEngine:
     """An engine without requests that holds a lease, and rests."""
-    engine: Engine = make_engine()
+    engine: SchedulerEngine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.run()
     engine.step()
@@ -60,7 +60,7 @@ def test_pinned_blocks_are_a_reason_until_they_are_reported_free(make_engine: An
     assert steps_of(engine).reason() is None
 
 
-def test_a_held_lease_is_a_reason_while_the_engine_drains(holding: Engine) -> None:
+def test_a_held_lease_is_a_reason_while_the_engine_drains(holding: SchedulerEngine) -> None:
     steps_of(holding).drain.is_requested = True
     assert steps_of(holding).reason() is StepReason.DRAIN
     holding.step(over={"p"})
@@ -68,7 +68,7 @@ def test_a_held_lease_is_a_reason_while_the_engine_drains(holding: Engine) -> No
 
 
 def test_a_held_lease_is_a_reason_while_the_engine_is_paused(
-    holding: Engine, monkeypatch: pytest.MonkeyPatch
+    holding: SchedulerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EngineLoop, "is_paused", True)
     assert steps_of(holding).reason() is StepReason.PAUSE
@@ -77,7 +77,7 @@ def test_a_held_lease_is_a_reason_while_the_engine_is_paused(
 
 
 def test_a_held_lease_is_a_reason_for_one_step_after_a_long_rest(
-    holding: Engine, monkeypatch: pytest.MonkeyPatch
+    holding: SchedulerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = steps_of(holding)
     with monkeypatch.context() as changed:

@@ -30,7 +30,7 @@ from tests.fuzz.distortion import distorted
 from tests.fuzz.mutation import INTEGERS, Source
 from tests.geometry.cells import NULL_BLOCK, Ints, Memory, byte_addresses, cells_of
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
-from tests.geometry.pairs import Engine, engine
+from tests.geometry.pairs import EngineShards, engine
 from tests.geometry.pool import staged_waves
 from tests.geometry.requests import Request
 from tests.harness.caches import CacheShape, ToyCaches
@@ -51,8 +51,8 @@ class Case:
         own: per consumer worker, which bytes of its memory lie in cells of the request's blocks.
     """
 
-    consumer: Engine
-    producer: Engine
+    consumer: EngineShards
+    producer: EngineShards
     request: Request
     own: tuple[npt.NDArray[np.bool_], ...]
 
@@ -93,7 +93,7 @@ def cases() -> tuple[Case, ...]:
     )
 
 
-def _case(consumer: Engine, producer: Engine, request: Request) -> Case:
+def _case(consumer: EngineShards, producer: EngineShards, request: Request) -> Case:
     groups = consumer.description.groups
     own = []
     for worker, memory in zip(consumer.description.workers, consumer.memories(), strict=True):

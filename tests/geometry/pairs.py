@@ -52,7 +52,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineShards:
     """An engine with addresses.
 
     Attributes:
@@ -134,7 +134,7 @@ def _sides(
     )
 
 
-def engine(model: Model, side: Side, engine_id: str) -> Engine:
+def engine(model: Model, side: Side, engine_id: str) -> EngineShards:
     """The engine with made-up addresses: every worker has an address space of its own, far from the others."""
     caches = tuple(carve(model, side, place) for place in side.shards.places())
     addresses = tuple(_addresses(one, (index + 1) << 32) for index, one in enumerate(caches))
@@ -150,7 +150,7 @@ def engine(model: Model, side: Side, engine_id: str) -> Engine:
         )
         for place, one, at in zip(side.shards.places(), caches, addresses, strict=True)
     )
-    return Engine(describe(model, side, engine_id, workers), caches, addresses)
+    return EngineShards(describe(model, side, engine_id, workers), caches, addresses)
 
 
 def describe(

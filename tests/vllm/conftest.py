@@ -19,7 +19,7 @@ from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.model import prepare
 from scripts.accuracy.settings import TINY_MODEL
 from tests.vllm.forked_server import ForkedServer
-from tests.vllm.pair import Pair
+from tests.vllm.pair import ServerPair
 
 START_S = 300.0
 
@@ -50,7 +50,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair(model: Path, logs: Path) -> Iterator[Pair]:
+def pair(model: Path, logs: Path) -> Iterator[ServerPair]:
     """A producer and a consumer, both kvferry, with `recompute`."""
     checked = {"debug_check_integrity": True}
     short = {
@@ -83,4 +83,4 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         )
         for engine in (producer, consumer):
             engine.wait_ready(START_S)
-        yield Pair(producer, consumer)
+        yield ServerPair(producer, consumer)

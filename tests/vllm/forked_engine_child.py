@@ -63,7 +63,7 @@ def main(spec: EngineSpec, port: int, pipe: Connection, log_path: str) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        engine = Engine(spec, port)
+        engine = ChildEngine(spec, port)
     except BaseException:
         pipe.send((traceback.format_exc(), None))
         raise
@@ -72,7 +72,7 @@ def main(spec: EngineSpec, port: int, pipe: Connection, log_path: str) -> None:
     sys.stdout.flush()
 
 
-class Engine:
+class ChildEngine:
     """Steps the engine, and answers between steps."""
 
     def __init__(self, spec: EngineSpec, port: int) -> None:

@@ -42,7 +42,7 @@ def post(
 
 
 @dataclass(frozen=True)
-class Pair:
+class ServerPair:
     """Both engines."""
 
     producer: Server

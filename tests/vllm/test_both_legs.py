@@ -22,7 +22,7 @@ from scripts.accuracy.metrics import Scrape
 from tests.vllm.conftest import START_S
 from tests.vllm.fleet import SETTLE_S, is_idle
 from tests.vllm.forked_server import ForkedServer
-from tests.vllm.pair import TIMEOUT_S, Pair, Params, Server, long_prompt, post, text_of
+from tests.vllm.pair import TIMEOUT_S, Params, Server, ServerPair, long_prompt, post, text_of
 from tests.waiting import wait_until
 
 APART_S = 2.0
@@ -33,7 +33,7 @@ BLOCK_BYTES = LAYERS * HEADS * 2 * HEAD_DIM * FLOAT * BLOCK
 
 
 @pytest.fixture(scope="module")
-def front(pair: Pair, logs: Path) -> Iterator[str]:
+def front(pair: ServerPair, logs: Path) -> Iterator[str]:
     """A router that sends both legs at once from now on: the first answer that it sees says `push`."""
     assert pair.hand_over(long_prompt("Both legs, first contact")).status_code == 200
     with Router([pair.producer.base_url], [pair.consumer.base_url], logs, TIMEOUT_S) as router:
@@ -57,7 +57,7 @@ def other(model: Path, logs: Path) -> Iterator[ForkedServer]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_leaks(pair: Pair) -> Iterator[None]:
+def _nothing_leaks(pair: ServerPair) -> Iterator[None]:
     """All leases, blocks and requests of both engines are gone after every test, and all books are right."""
     yield
     for server in (pair.producer, pair.consumer):
@@ -68,7 +68,7 @@ def _nothing_leaks(pair: Pair) -> Iterator[None]:
 class Counted:
     """What the consumer counts meanwhile."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: ServerPair) -> None:
         self._consumer = pair.consumer
         self._before = pair.consumer.metrics()
 
@@ -129,11 +129,13 @@ def texts(answer: httpx.Response) -> list[str]:
     ]
 
 
-def plain(pair: Pair, prompts: Sequence[str]) -> list[str]:
+def plain(pair: ServerPair, prompts: Sequence[str]) -> list[str]:
     return [pair.plain(pair.producer, prompt) for prompt in prompts]
 
 
-def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pair: Pair) -> None:
+def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(
+    pair: ServerPair,
+) -> None:
     prompt = long_prompt("A good one")
     want = pair.plain(pair.producer, prompt)
     before, before_p = pair.consumer.metrics(), pair.producer.metrics()
@@ -161,7 +163,9 @@ def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pai
     )
 
 
-def test_every_prompt_is_loaded_and_answered_as_one_engine_would(pair: Pair, front: str) -> None:
+def test_every_prompt_is_loaded_and_answered_as_one_engine_would(
+    pair: ServerPair, front: str
+) -> None:
     prompts = [long_prompt(f"At once {n}", 10 + 30 * n) for n in range(6)]
     counted = Counted(pair)
     with ThreadPoolExecutor(len(prompts)) as clients:
@@ -178,7 +182,7 @@ def test_every_prompt_is_loaded_and_answered_as_one_engine_would(pair: Pair, fro
         )
 
 
-def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: Pair, front: str) -> None:
+def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: ServerPair, front: str) -> None:
     def leave(n: int) -> None:
         body = BODY | {
             "prompt": long_prompt(f"Client {n} leaves", 150),
@@ -203,7 +207,7 @@ def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: Pair, front: 
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_legs_may_come_seconds_apart(pair: Pair, first: str) -> None:
+def test_legs_may_come_seconds_apart(pair: ServerPair, first: str) -> None:
     name, prompt = f"apart-{first}-first", long_prompt(f"Apart, {first} first")
     params, counted = decode_params(pair.producer, name), Counted(pair)
     legs = [
@@ -219,7 +223,7 @@ def test_legs_may_come_seconds_apart(pair: Pair, first: str) -> None:
     assert (counted.loads, counted.recomputes) == (1, {})
 
 
-def test_one_transfer_id_joins_legs_with_different_request_ids(pair: Pair) -> None:
+def test_one_transfer_id_joins_legs_with_different_request_ids(pair: ServerPair) -> None:
     prompts = [long_prompt(f"Joined {n}") for n in range(2)]
     params, counted = decode_params(pair.producer, transfer_id="joined"), Counted(pair)
     with ThreadPoolExecutor(2) as router:
@@ -229,7 +233,9 @@ def test_one_transfer_id_joins_legs_with_different_request_ids(pair: Pair) -> No
     assert (counted.loads, counted.recomputes) == (len(prompts), {})
 
 
-def test_a_prompt_that_the_producer_refuses_is_computed(pair: Pair, other: ForkedServer) -> None:
+def test_a_prompt_that_the_producer_refuses_is_computed(
+    pair: ServerPair, other: ForkedServer
+) -> None:
     prompt = long_prompt("Too long there", 180)
     params, counted = decode_params(other, "refused"), Counted(pair)
     with ThreadPoolExecutor(2) as router:
@@ -239,7 +245,7 @@ def test_a_prompt_that_the_producer_refuses_is_computed(pair: Pair, other: Forke
     assert (counted.loads, counted.recomputes) == (0, {"prompt_unknown": 1})
 
 
-def test_both_legs_may_meet_on_one_engine(pair: Pair, other: ForkedServer) -> None:
+def test_both_legs_may_meet_on_one_engine(pair: ServerPair, other: ForkedServer) -> None:
     prompt = long_prompt("On one engine")
     params, before = decode_params(other, "one-engine"), other.metrics()
     with ThreadPoolExecutor(2) as router:
@@ -253,7 +259,7 @@ def test_both_legs_may_meet_on_one_engine(pair: Pair, other: ForkedServer) -> No
 
 
 def test_a_router_stays_sequential_if_the_producer_announces_nothing_and_it_still_answers(
-    pair: Pair, other: ForkedServer, logs: Path
+    pair: ServerPair, other: ForkedServer, logs: Path
 ) -> None:
     with Router([other.base_url], [pair.consumer.base_url], logs, TIMEOUT_S) as router:
         router.wait_ready(60)
@@ -280,7 +286,7 @@ def test_a_router_stays_sequential_if_the_producer_announces_nothing_and_it_stil
 
 
 def test_a_producer_that_is_killed_with_the_prompt_in_its_queue_costs_a_prefill(
-    pair: Pair, other: ForkedServer
+    pair: ServerPair, other: ForkedServer
 ) -> None:
     prompt = long_prompt("Killed")
     params, counted = decode_params(other, "killed"), Counted(pair)

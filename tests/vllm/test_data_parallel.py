@@ -9,12 +9,14 @@ from kvferry.protocol.prompt_queries import engine_of
 from scripts.accuracy.engines import Transfer
 from tests.vllm.conftest import START_S
 from tests.vllm.forked_server import ForkedServer
-from tests.vllm.pair import Pair, long_prompt, text_of
+from tests.vllm.pair import ServerPair, long_prompt, text_of
 
 RANKS = 2
 
 
-def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(pair: Pair, logs: Path) -> None:
+def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(
+    pair: ServerPair, logs: Path
+) -> None:
     spec = replace(
         pair.producer.spec,
         name="data-parallel",
@@ -27,7 +29,7 @@ def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(pair: Pair, l
     assert len(set(want)) == RANKS
     with ForkedServer(spec, logs) as source:
         source.wait_ready(START_S)
-        ranked = Pair(source, pair.consumer)
+        ranked = ServerPair(source, pair.consumer)
         before = pair.consumer.metrics()
         params, answers = [], []
         # One after the other: engines that hold a lease step without end, and two of them leave two cores little.

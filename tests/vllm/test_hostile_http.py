@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.promises import promise
-from tests.vllm.pair import Change, Pair, long_prompt, text_of
+from tests.vllm.pair import Change, ServerPair, long_prompt, text_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ AT_ONCE = 8
 
 
 @promise(8)
-def test_bad_params_are_counted_by_what_is_wrong_with_them(pair: Pair) -> None:
+def test_bad_params_are_counted_by_what_is_wrong_with_them(pair: ServerPair) -> None:
     """Their prompts are answered right, and the prefix cache is not poisoned."""
 
     def ask(case: Case) -> None:

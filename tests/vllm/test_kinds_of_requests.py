@@ -26,7 +26,7 @@ from scripts.accuracy.settings import ROOT
 from tests.vllm.conftest import START_S
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.model_extras import IMAGE_PIXELS, multimodal
-from tests.vllm.pair import TIMEOUT_S, Pair, Params, long_prompt, post
+from tests.vllm.pair import TIMEOUT_S, Params, ServerPair, long_prompt, post
 from tests.waiting import wait_until
 
 PAGE = ROOT / "docs" / "what-is-transferred.md"
@@ -161,7 +161,7 @@ ROWS = {(request, legs): row for request, legs, row in rows()}
 class Sender:
     """Sends requests with their legs in one way, and compares what becomes of their tokens with the table."""
 
-    def __init__(self, pair: Pair, legs: str, router: str) -> None:
+    def __init__(self, pair: ServerPair, legs: str, router: str) -> None:
         self._pair, self._legs, self._router = pair, legs, router
 
     def send(self, request: str, path: str, body: Params) -> httpx.Response:
@@ -254,7 +254,7 @@ def said(answer: httpx.Response) -> Any:
 
 
 @pytest.fixture(scope="module")
-def seers(logs: Path) -> Iterator[Pair]:
+def seers(logs: Path) -> Iterator[ServerPair]:
     """A producer and a consumer of a model that sees one image."""
 
     def server(name: str, core: str) -> ForkedServer:
@@ -271,13 +271,13 @@ def seers(logs: Path) -> Iterator[Pair]:
         return running.enter_context(ForkedServer(spec, logs))
 
     with ExitStack() as running:
-        pair = Pair(server("producer", "0"), server("consumer", "1"))
+        pair = ServerPair(server("producer", "0"), server("consumer", "1"))
         for each in (pair.producer, pair.consumer):
             each.wait_ready(START_S)
         yield pair
 
 
-def router_of(pair: Pair, logs: Path, path: str, body: Params) -> Iterator[str]:
+def router_of(pair: ServerPair, logs: Path, path: str, body: Params) -> Iterator[str]:
     """A router that sends both legs at once from now on."""
     with Router([pair.producer.base_url], [pair.consumer.base_url], logs, TIMEOUT_S) as router:
         router.wait_ready(60)
@@ -286,12 +286,12 @@ def router_of(pair: Pair, logs: Path, path: str, body: Params) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def front(pair: Pair, logs: Path) -> Iterator[str]:
+def front(pair: ServerPair, logs: Path) -> Iterator[str]:
     yield from router_of(pair, logs, COMPLETIONS, BODY | {"prompt": long_prompt("Kinds")})
 
 
 @pytest.fixture(scope="module")
-def seeing_front(seers: Pair, logs: Path) -> Iterator[str]:
+def seeing_front(seers: ServerPair, logs: Path) -> Iterator[str]:
     yield from router_of(
         seers, logs, CHAT, seen([{"role": "user", "content": [image(0), text(0, 20)]}])
     )
@@ -335,7 +335,7 @@ def test_the_table_has_every_kind_in_both_ways() -> None:
 
 @pytest.mark.parametrize("legs", ["in turn", "at once"])
 @pytest.mark.parametrize("request_", KINDS)
-def test_a_kind(pair: Pair, front: str, request_: str, legs: str) -> None:
+def test_a_kind(pair: ServerPair, front: str, request_: str, legs: str) -> None:
     kind, sender = KINDS[request_], Sender(pair, legs, front)
     body = kind.body(f"{next(_numbers)}")
     for _ in range(kind.before):
@@ -344,7 +344,7 @@ def test_a_kind(pair: Pair, front: str, request_: str, legs: str) -> None:
 
 
 @pytest.mark.parametrize("legs", ["in turn", "at once"])
-def test_turns_of_a_chat_with_an_image(seers: Pair, seeing_front: str, legs: str) -> None:
+def test_turns_of_a_chat_with_an_image(seers: ServerPair, seeing_front: str, legs: str) -> None:
     """In every turn the whole history is sent again: the producer never had the answers in it, which the decoder has
     generated; so it computes them, and the decoder finds them in its own cache."""
     sender, number = Sender(seers, legs, seeing_front), next(_numbers)

@@ -15,7 +15,7 @@ from scripts.accuracy.engines import EngineSpec, Transfer
 from tests.promises import promise
 from tests.vllm.conftest import START_S
 from tests.vllm.forked_server import ForkedServer
-from tests.vllm.pair import Pair, long_prompt, text_of
+from tests.vllm.pair import ServerPair, long_prompt, text_of
 from tests.waiting import wait_until
 
 CALM_STOCK = "bench.stock_calm"
@@ -23,7 +23,7 @@ PROMPTS = [long_prompt(f"Mixed {number}", 6 + 6 * number) for number in range(3)
 
 
 def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(
-    pair: Pair, model: Path, logs: Path
+    pair: ServerPair, model: Path, logs: Path
 ) -> None:
     transfer = Transfer("kv_consumer", module=CALM_STOCK, failure_policy="recompute")
     spec = EngineSpec("stock-decode", str(model), devices=("1",), transfer=transfer)
@@ -31,7 +31,7 @@ def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(
     before = pair.producer.metrics()
     with ForkedServer(spec, logs) as stock:
         stock.wait_ready(START_S)
-        mixed = Pair(pair.producer, stock)
+        mixed = ServerPair(pair.producer, stock)
         got = [text_of(mixed.hand_over(prompt)) for prompt in PROMPTS]
         assert got == want
         assert [mixed.plain(stock, prompt) for prompt in PROMPTS] == want
@@ -55,7 +55,7 @@ def other_weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @promise(7)
 def test_a_producer_with_other_weights_is_refused_by_name(
-    pair: Pair, other_weights: Path, logs: Path
+    pair: ServerPair, other_weights: Path, logs: Path
 ) -> None:
     """On a busy machine a handshake may take too long to come to a plan: then a later prompt is the one refused."""
     spec = replace(pair.producer.spec, name="other-weights", model=str(other_weights))
@@ -71,7 +71,7 @@ def test_a_producer_with_other_weights_is_refused_by_name(
 
     with ForkedServer(spec, logs) as other:
         other.wait_ready(START_S)
-        mixed, numbers = Pair(other, pair.consumer), itertools.count()
+        mixed, numbers = ServerPair(other, pair.consumer), itertools.count()
         wait_until(is_refused, "the pair is refused", timeout_s=START_S)
     counted = pair.consumer.metrics() - before
     assert counted.total("vllm:nixl_bytes_transferred_sum") == 0

@@ -30,7 +30,7 @@ from kvferry.protocol.geometry import Place
 from tests.harness.cache_engine import free_port, wait_until_idle
 from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
 from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
-from tests.harness.core.scheduler import Answer, Engine, Scheduled
+from tests.harness.core.scheduler import Answer, Scheduled, SchedulerEngine
 from tests.harness.core.toy_model import ToyModel, expected_tokens
 from tests.harness.inside import worker_of
 from tests.waiting import deadline_s
@@ -124,7 +124,7 @@ class Node:
         if module == "kvferry.connector" and connector == "NixlConnector":
             config["extra"] = {"handshake_timeout_s": _TIMEOUT_S / 2, **(config.get("extra") or {})}
         with side_channel(self.port):
-            self.engine = Engine(
+            self.engine = SchedulerEngine(
                 connector, module=module, role=role, tp=tp, pp=pp, window=window, **config
             )
         current_platform.import_kernels()

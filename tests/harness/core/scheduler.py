@@ -1,6 +1,6 @@
 """vLLM's scheduler with one connector in it, and a worker side whose reports the test chooses.
 
-    engine = Engine("NixlConnector", role="kv_consumer")
+    engine = SchedulerEngine("NixlConnector", role="kv_consumer")
     engine.add("a", tokens(40), params)
     loading = engine.step()                        # schedule, then results in which no load has finished
     engine.step(loaded={"a"})                      # the workers report a's load
@@ -32,7 +32,7 @@ from kvferry.connector.metrics.tables import COUNTERS, PEER
 from kvferry.protocol.orders import decode_orders
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
 
-__all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Engine", "Scheduled", "tokens"]
+__all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Scheduled", "SchedulerEngine", "tokens"]
 
 SAMPLED = 7
 """The token that is sampled where no model is given."""
@@ -75,7 +75,7 @@ class Answer:
     params: dict[str, Any] | None = None
 
 
-class Engine:
+class SchedulerEngine:
     """A scheduler, its queues, and the answers so far."""
 
     def __init__(

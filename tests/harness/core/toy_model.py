@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.harness.core.scheduler import Engine
+from tests.harness.core.scheduler import SchedulerEngine
 
 _MODULUS = 65521
 _BROKEN = 1
@@ -63,7 +63,7 @@ class ToyModel:
     """
 
     def __init__(
-        self, engine: Engine, layers: Sequence[Sequence[torch.Tensor]], window: int
+        self, engine: SchedulerEngine, layers: Sequence[Sequence[torch.Tensor]], window: int
     ) -> None:
         self._engine, self._layers, self._window = engine, layers, window
         self._samples: defaultdict[str, deque[int]] = defaultdict(deque)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.worker.fabric.harness import Harness, MemoryHarness, NixlHarness, NixlTcpHarness
-from tests.worker.fabric.scenes import Pair
+from tests.worker.fabric.scenes import AgentPair
 
 
 @pytest.fixture(
@@ -27,5 +27,5 @@ def waiting_harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
 
 
 @pytest.fixture
-def pair(harness: Harness) -> Pair:
-    return Pair(harness)
+def pair(harness: Harness) -> AgentPair:
+    return AgentPair(harness)

@@ -13,7 +13,7 @@ GUARD = 0xA5
 LOST_WITHIN_S = 10.0
 
 
-class Pair:
+class AgentPair:
     """A producer with random bytes and a consumer with guard bytes that know each other."""
 
     def __init__(self, harness: Harness, size: int = 1 << 16, seed: int = 7) -> None:

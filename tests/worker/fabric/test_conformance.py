@@ -16,7 +16,7 @@ from kvferry.worker.fabric.errors import (
 )
 from kvferry.worker.fabric.port import DescriptorRows, Indices, MemoryKind, Region, TransferState
 from tests.worker.fabric.harness import Harness, finish, indices, random_bytes, region, row, rows
-from tests.worker.fabric.scenes import GUARD, Pair
+from tests.worker.fabric.scenes import GUARD, AgentPair
 
 # -- reads -------------------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ def test_reads_of_strided_rows_land_byte_exact_and_touch_nothing_else(
     harness: Harness, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
-    pair = Pair(harness, size=1 << 18, seed=seed)
+    pair = AgentPair(harness, size=1 << 18, seed=seed)
     length = int(draw.choice([1, 8, 100, 256, 4096]))
     layouts = []
     for memory in (pair.source, pair.target):
@@ -63,7 +63,9 @@ def test_reads_of_strided_rows_land_byte_exact_and_touch_nothing_else(
     assert np.array_equal(pair.source, source), f"seed {seed}: the producer's memory was changed"
 
 
-def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(pair: Pair) -> None:
+def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(
+    pair: AgentPair,
+) -> None:
     more_source, more_target = random_bytes(8, 4096), np.zeros(4096, dtype=np.uint8)
     pair.producer.register([region(more_source)])
     pair.consumer.register([region(more_target)])
@@ -80,7 +82,7 @@ def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(p
     assert np.array_equal(more_target[:64], pair.source[:64])
 
 
-def test_a_finished_transfer_stays_done_and_tells_what_it_moved(pair: Pair) -> None:
+def test_a_finished_transfer_stays_done_and_tells_what_it_moved(pair: AgentPair) -> None:
     transfer = pair.consumer.post_read(
         pair.local(), indices(0, 2, 5), pair.remote(), indices(9, 3, 1)
     )
@@ -92,14 +94,16 @@ def test_a_finished_transfer_stays_done_and_tells_what_it_moved(pair: Pair) -> N
     assert transfer.peer == "producer"
 
 
-def test_an_empty_read_is_done_and_writes_nothing(pair: Pair) -> None:
+def test_an_empty_read_is_done_and_writes_nothing(pair: AgentPair) -> None:
     transfer = pair.consumer.post_read(pair.local(), indices(), pair.remote(), indices())
     assert pair.consumer.poll(transfer) is TransferState.DONE
     assert pair.consumer.telemetry(transfer) is None
     assert (pair.target == GUARD).all()
 
 
-def test_prepared_lists_may_be_released_while_a_read_from_them_is_in_flight(pair: Pair) -> None:
+def test_prepared_lists_may_be_released_while_a_read_from_them_is_in_flight(
+    pair: AgentPair,
+) -> None:
     local, remote = pair.local(count=500), pair.remote(count=500)
     transfer = pair.consumer.post_read(
         local, np.arange(500, dtype=np.int32), remote, np.arange(500, dtype=np.int32)
@@ -120,7 +124,7 @@ def test_prepared_lists_may_be_released_while_a_read_from_them_is_in_flight(pair
 def test_rows_that_leave_the_registered_memory_are_refused(
     harness: Harness, offset: int, length: int, stride: int, count: int
 ) -> None:
-    pair = Pair(harness, size=4096)
+    pair = AgentPair(harness, size=4096)
     for side in (pair.local, pair.remote):
         with pytest.raises(DescriptorOutOfRange):
             side(offset=offset, length=length, stride=stride, count=count)
@@ -147,7 +151,7 @@ def test_a_row_across_two_regions_is_refused_even_if_its_descriptors_lie_inside(
     )
 
 
-def test_rows_of_another_kind_or_device_are_refused(pair: Pair) -> None:
+def test_rows_of_another_kind_or_device_are_refused(pair: AgentPair) -> None:
     address = pair.source.ctypes.data
     with pytest.raises(FabricError):
         pair.consumer.prepare_remote(
@@ -157,7 +161,7 @@ def test_rows_of_another_kind_or_device_are_refused(pair: Pair) -> None:
         pair.consumer.prepare_remote(pair.peer, rows((address, 64, 3, 64, 1)))
 
 
-def test_memory_registered_after_the_metadata_was_made_is_out_of_range(pair: Pair) -> None:
+def test_memory_registered_after_the_metadata_was_made_is_out_of_range(pair: AgentPair) -> None:
     later = random_bytes(2, 4096)
     pair.producer.register([region(later)])
     with pytest.raises(DescriptorOutOfRange):
@@ -167,7 +171,7 @@ def test_memory_registered_after_the_metadata_was_made_is_out_of_range(pair: Pai
 @pytest.mark.parametrize("bad", [-1, 16, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("side", ["local", "remote"])
 def test_an_index_out_of_range_is_refused_and_nothing_is_read(
-    pair: Pair, bad: int, side: str
+    pair: AgentPair, bad: int, side: str
 ) -> None:
     good, broken = indices(0, 1), indices(0, bad)
     into, out_of = (broken, good) if side == "local" else (good, broken)
@@ -189,14 +193,14 @@ def test_an_index_out_of_range_is_refused_and_nothing_is_read(
     ids=["unequal", "empty against one", "int64", "float32", "not contiguous", "two-dimensional"],
 )
 def test_index_arrays_of_the_wrong_form_are_refused(
-    pair: Pair, into: Indices, out_of: Indices
+    pair: AgentPair, into: Indices, out_of: Indices
 ) -> None:
     with pytest.raises(InvalidFabricRequest):
         pair.consumer.post_read(pair.local(), into, pair.remote(), out_of)
     assert (pair.target == GUARD).all()
 
 
-def test_a_pair_of_descriptors_of_unequal_length_is_refused(pair: Pair) -> None:
+def test_a_pair_of_descriptors_of_unequal_length_is_refused(pair: AgentPair) -> None:
     with pytest.raises(InvalidFabricRequest):
         pair.consumer.post_read(
             pair.local(length=64), indices(0), pair.remote(length=32), indices(0)
@@ -204,7 +208,7 @@ def test_a_pair_of_descriptors_of_unequal_length_is_refused(pair: Pair) -> None:
     assert (pair.target == GUARD).all()
 
 
-def test_memory_that_cannot_be_registered_raises_fabric_unavailable(pair: Pair) -> None:
+def test_memory_that_cannot_be_registered_raises_fabric_unavailable(pair: AgentPair) -> None:
     with pytest.raises(FabricUnavailable):
         pair.producer.register([Region(0, 4096, MemoryKind.DRAM)])
     pair.producer.register([])

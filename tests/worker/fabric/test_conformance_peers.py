@@ -25,14 +25,16 @@ from tests.worker.fabric.harness import (
     row,
     rows,
 )
-from tests.worker.fabric.scenes import GUARD, LOST_WITHIN_S, Mortal, Pair
+from tests.worker.fabric.scenes import GUARD, LOST_WITHIN_S, AgentPair, Mortal
 
 pytestmark = pytest.mark.slow
 
 # -- peers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_removed_peer_can_be_added_again_and_its_old_descriptors_stay_dead(pair: Pair) -> None:
+def test_a_removed_peer_can_be_added_again_and_its_old_descriptors_stay_dead(
+    pair: AgentPair,
+) -> None:
     local, old = pair.local(), pair.remote()
     pair.read(local, indices(0), old, indices(0))
     pair.consumer.remove_peer(pair.peer)
@@ -73,7 +75,7 @@ def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does
 
 
 def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_works(
-    pair: Pair,
+    pair: AgentPair,
 ) -> None:
     pair.consumer.remove_peer(pair.peer)
     true = pair.producer.metadata()
@@ -93,7 +95,7 @@ def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_wor
 
 
 @pytest.mark.parametrize("metadata", [None, 7, "text", bytearray(b"KVFABRC1" + bytes(64))])
-def test_metadata_that_is_not_bytes_is_refused(pair: Pair, metadata: bytes) -> None:
+def test_metadata_that_is_not_bytes_is_refused(pair: AgentPair, metadata: bytes) -> None:
     with pytest.raises(InvalidMetadata):
         pair.consumer.add_peer(metadata)
 
@@ -101,7 +103,9 @@ def test_metadata_that_is_not_bytes_is_refused(pair: Pair, metadata: bytes) -> N
 # -- notifications -----------------------------------------------------------------------------------------------
 
 
-def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(pair: Pair) -> None:
+def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(
+    pair: AgentPair,
+) -> None:
     messages = [
         b"",
         b"\0",
@@ -120,7 +124,7 @@ def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(p
     assert pair.producer.take_notifications() == []
 
 
-def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: Pair) -> None:
+def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: AgentPair) -> None:
     with pytest.raises(InvalidFabricRequest):
         pair.consumer.notify(pair.peer, bytes(MAX_NOTIFICATION_BYTES + 1))
     pair.consumer.notify(pair.peer, b"next")
@@ -210,7 +214,7 @@ def test_reads_in_flight_from_a_peer_that_is_killed_raise_peer_lost_again_and_ag
 # -- handles and the end -----------------------------------------------------------------------------------------
 
 
-def test_release_is_idempotent_and_released_handles_are_refused(pair: Pair) -> None:
+def test_release_is_idempotent_and_released_handles_are_refused(pair: AgentPair) -> None:
     local, remote = pair.local(), pair.remote()
     transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
     finish(pair.consumer, transfer)
@@ -227,7 +231,7 @@ def test_release_is_idempotent_and_released_handles_are_refused(pair: Pair) -> N
         pair.consumer.post_read(pair.local(), indices(0), remote, indices(0))
 
 
-def test_handles_of_another_fabric_are_refused(pair: Pair) -> None:
+def test_handles_of_another_fabric_are_refused(pair: AgentPair) -> None:
     foreign = pair.producer.prepare_local(rows(row(pair.source, 0, 64, 64, 1)))
     with pytest.raises(InvalidFabricRequest):
         pair.consumer.post_read(foreign, indices(0), pair.remote(), indices(0))
@@ -238,7 +242,7 @@ def test_handles_of_another_fabric_are_refused(pair: Pair) -> None:
     assert (pair.source[:64] == GUARD).all()
 
 
-def test_what_is_open_is_counted(pair: Pair) -> None:
+def test_what_is_open_is_counted(pair: AgentPair) -> None:
     """`pair.consumer` knows one peer."""
     assert pair.consumer.open_handles() == OpenHandles(peers=1)
     local, remote = pair.local(), pair.remote()
@@ -265,7 +269,7 @@ def test_what_is_open_is_counted(pair: Pair) -> None:
     assert pair.consumer.open_handles() == OpenHandles(), "it can be called after `close` too"
 
 
-def test_close_is_idempotent_and_everything_after_it_is_refused(pair: Pair) -> None:
+def test_close_is_idempotent_and_everything_after_it_is_refused(pair: AgentPair) -> None:
     local, remote = pair.local(), pair.remote()
     transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
     finish(pair.consumer, transfer)

@@ -34,7 +34,7 @@ from tests.worker.fabric.harness import (
     rows,
     until,
 )
-from tests.worker.fabric.scenes import Pair
+from tests.worker.fabric.scenes import AgentPair
 from tests.worker.fabric.test_nixl_agent import answer_of
 
 pytestmark = pytest.mark.slow
@@ -52,19 +52,19 @@ class ConfiguredHarness(NixlHarness):
 
 
 @contextlib.contextmanager
-def pair_with(config: AgentConfig, size: int = 1 << 16) -> Iterator[Pair]:
+def pair_with(config: AgentConfig, size: int = 1 << 16) -> Iterator[AgentPair]:
     with contextlib.closing(ConfiguredHarness(config)) as harness:
-        yield Pair(harness, size)
+        yield AgentPair(harness, size)
 
 
 @pytest.fixture
-def nixl() -> Iterator[Pair]:
+def nixl() -> Iterator[AgentPair]:
     """A producer and a consumer that know each other."""
     with pair_with(AgentConfig()) as pair:
         yield pair
 
 
-def test_a_refused_region_leaves_none_of_its_batch_registered(nixl: Pair) -> None:
+def test_a_refused_region_leaves_none_of_its_batch_registered(nixl: AgentPair) -> None:
     """UCX refuses host memory that is called VRAM, with and without a GPU."""
     memory = random_bytes(3, 4096)
     with pytest.raises(FabricUnavailable, match="2 regions were refused"):
@@ -85,7 +85,7 @@ def foreign_agent(name: str | bytes, peer: NixlFabric) -> Any:
 
 
 def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
-    nixl: Pair, caplog: pytest.LogCaptureFixture
+    nixl: AgentPair, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = nixl.producer
     assert isinstance(producer, NixlFabric)
@@ -106,7 +106,7 @@ def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
     )
 
 
-def test_a_peer_that_nixl_forgot_by_itself_is_lost(nixl: Pair) -> None:
+def test_a_peer_that_nixl_forgot_by_itself_is_lost(nixl: AgentPair) -> None:
     """NIXL drops a peer when one of its transfers notices the death; the others then get NOT_FOUND."""
     consumer = nixl.consumer
     assert isinstance(consumer, NixlFabric)
