@@ -123,11 +123,13 @@ class PendingQueriesSnapshot:
     open: numbers of the open queries, the oldest first.
     known: those of them whose prompt a producer has in its queue.
     ended: those of them whose requests have ended.
+    unknown: those of them that a producer has answered with a reason why it does not know the prompt.
     """
 
     open: tuple[int, ...]
     known: frozenset[int]
     ended: frozenset[int]
+    unknown: frozenset[int]
 
 
 class PendingQueries:
@@ -282,6 +284,7 @@ class PendingQueries:
             open=tuple(opened),
             known=frozenset(number for number, query in opened.items() if query.known_by),
             ended=frozenset(number for number, query in opened.items() if not query.waits),
+            unknown=frozenset(number for number, query in opened.items() if query.unknown_why),
         )
 
     def _timers(self) -> tuple[tuple[_Timers, float], ...]:
