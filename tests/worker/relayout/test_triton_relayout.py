@@ -74,7 +74,7 @@ def test_compiled_pieces_are_forgotten_with_their_waves(
         made.append(weakref.ref(one := compile_pieces(pieces)))
         return one
 
-    monkeypatch.setattr(DevicePieces, "of", compiled)
+    monkeypatch.setattr(DevicePieces, "compile", compiled)
     memory = torch.zeros(64, dtype=torch.uint8)
     relayout = TritonRelayout([memory], [memory])
     made.clear()  # those of the warm-up
