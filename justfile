@@ -25,6 +25,11 @@ quick *arguments:
 gpu-emulation *arguments:
     .venv/bin/python -m tests.gpu_emulation.run {{ arguments }}
 
+# a bundle of the GPU check (scripts/gpu_bundle.sh), unpacked and run on the emulated GPU: just gpu-bundle-rehearsal DEST --quick
+gpu-bundle-rehearsal destination *options:
+    .venv/bin/python -m tests.gpu_emulation.build
+    .venv/bin/python -m tests.gpu_emulation.bundle {{ destination }} {{ options }}
+
 # the main job: two engines behind vllm-router against a single one
 accuracy:
     scripts/run_accuracy_test.sh

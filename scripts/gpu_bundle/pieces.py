@@ -55,12 +55,12 @@ class Piece:
     sha256: str
 
 
-def pack(folder: Path, target: Path) -> int:
+def pack(folder: Path, target: Path, preset: int = 6) -> int:
     """Pack a folder into `target`, a .tar.xz that is the same whenever its files are. Returns the files' bytes."""
     partial = target.with_suffix(".partial")
     unpacked = 0
     with (
-        lzma.open(partial, "wb", preset=6) as compressed,
+        lzma.open(partial, "wb", preset=preset) as compressed,
         tarfile.open(fileobj=compressed, mode="w|") as archive,
     ):
         for path in sorted(folder.rglob("*")):

@@ -9,9 +9,9 @@ import ctypes
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -69,10 +69,18 @@ class _Loader(importlib.abc.Loader):
         importlib.import_module(f"tests.gpu_emulation.emulation.{self._change}").install(module)
 
 
+def note_launches() -> None:
+    """Have launches noted in the folder of a part of the GPU check."""
+    _CHANGES["tests.gpu_emulation.emulation.graphs"] = "launches"
+
+
 def _start() -> None:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    libraries = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "lib"
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return  # nothing here needs a GPU
+    libraries = Path(torch.origin).parents[1] / "nvidia" / "cu13" / "lib"
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         # A library that is loaded is found under its own name by all who look for it later.
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
