@@ -119,7 +119,8 @@ def read_present(text: str) -> dict[str, str]:
             continue
         name, _, version = line.partition("==")
         if "@" in name:
-            name, _, version = name.partition("@")[0], "", ""
+            name = name.partition("@")[0]
+            version = ""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name.strip()):
             raise PackagesError(
                 f"line {number} of the list of packages that are there is {line!r};"

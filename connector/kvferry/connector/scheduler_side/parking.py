@@ -44,6 +44,9 @@ class Parking:
 
     def leave(self, entry: EngineRequest) -> None:
         """A request waits no more, or has ended; the first parked one takes its place. No-op for other requests."""
+        # Most requests never wait, and each comes here several times. Only what is beside looked-at ones is parked.
+        if not self._looked_at:
+            return
         self._looked_at.discard(entry)
         if entry in self._parked:
             del self._parked[entry]
