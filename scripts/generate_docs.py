@@ -36,10 +36,13 @@ _ADVICE = re.compile(r"^\| (`vllm:[^|]*`) \| [^|]* \| [^|]* \| ([^|]*) \|$", re.
 
 def pages() -> dict[Path, str]:
     """Every file with something generated, as it should be."""
+    drawings = protocol_reference.drawings()
     parts: dict[str, Mapping[str, str]] = {
         "configuration.md": {"config": options(), "ignored": ignored()},
         "operations.md": {"metrics": metrics(part("operations.md", "metrics"))},
         "protocol-reference.md": protocol_reference.reference(),
+        "protocol.md": {name: drawings[name] for name in parts_of("protocol.md", "exchange")},
+        "streaming.md": {name: drawings[name] for name in parts_of("streaming.md", "exchange")},
         "cli.md": {"keys": short_form_keys()},
         "reliability.md": {"promises": promises()},
         "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
@@ -190,6 +193,11 @@ def _answer(producer: str, consumer: str) -> str:
     return (
         f"**{' and '.join(placings)}**: {counted(len(reads), 'route')}{releases}, runs of {runs} B"
     )
+
+
+def parts_of(page: str, kind: str) -> list[str]:
+    """The names of a page's generated parts that begin with `kind: `."""
+    return re.findall(rf"<!-- generated: ({kind}: .*) -->", (DOCS / page).read_text())
 
 
 def part(page: str, name: str) -> str:

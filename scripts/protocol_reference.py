@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import textwrap
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from kvferry.protocol import (
     prompt_queries,
 )
 from scripts import markdown
+from scripts.exchanges import MODULES, exchanges
 
 Message = type[msgspec.Struct]
 PARTS: dict[str, tuple[Message, ...]] = {
@@ -88,6 +90,18 @@ def reference() -> dict[str, str]:
     ]
     versions = markdown.table("of | version | at most", rows)
     return {"versions": versions, **{name: _table(messages) for name, messages in PARTS.items()}}
+
+
+def drawings() -> dict[str, str]:
+    """The drawing of every exchange, as a part of a page, by `exchange: <title>`."""
+    return {
+        f"exchange: {exchange.title}": (
+            f"{textwrap.fill(f'**{exchange.title}**: {exchange.caption}', 120)}\n\n"
+            f"```text\n{exchange.drawing}\n```"
+        )
+        for module in MODULES
+        for exchange in exchanges(module)
+    }
 
 
 def _table(messages: tuple[Message, ...]) -> str:

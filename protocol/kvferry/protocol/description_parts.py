@@ -1,11 +1,13 @@
-"""A long description is sent in parts: as many exchanges of `Hello` and `DescriptionPart` as it needs.
+"""A long description is sent in parts.
 
-    consumer                                     producer
-    Hello{at: 0}                          →
-                                          ←      DescriptionPart{total_bytes, digest, at: 0, data}
-    Hello{at: 262144}                     →
-                                          ←      DescriptionPart{…, at: 262144, data}
-    … until `total_bytes` have come
+Handshake in parts: as many exchanges as the description needs, on one connection.
+
+    consumer's worker                                                 producer's scheduler
+    Hello{at: 0, …} ────────────────────────────────────────────────►
+        ◄────── DescriptionPart{total_bytes, digest, at: 0, data}     or the whole of a short one, or a refusal
+    Hello{at: 262144, …} ───────────────────────────────────────────►
+        ◄────── DescriptionPart{total_bytes, digest, at: 262144, data}
+    … until `total_bytes` have come; another `digest` means that the description has changed, and the handshake fails
 
 A description of 64 MiB is allowed, but a connection that may bring 64 MiB may bring as many bytes of empty frames,
 which are 2.3 GB in ZMQ's memory: six handshakes took 5 GB. In parts they take 140 MB.

@@ -5,6 +5,14 @@ object, and the next turn of a conversation is tokenised again. So the producer 
 blocks, and the consumer loads only the prefix that both prompts share. (vLLM's own connector answered the second prompt
 of a batch from the first one's cache, and its prefix cache stayed poisoned.)
 
+Prefix: both schedulers find what their prompts share, without an exchange of tokens.
+
+    producer's scheduler                                              consumer's scheduler
+    `digest_chain` of the tokens in its blocks
+    Ticket{digests, held_from, …}  ──── router, or Answers{…} ──────► `shared_tokens` of its own prompt
+                                                                      LoadOrder{first_token, stop_token, …} of what is
+                                                                      shared, and not in its prefix cache already
+
     d[-1] = H("identity", lora, salt, weights)        start, one per adapter, cache salt and version of the weights
     d[i]  = H("chunk", d[i-1], media in chunk i, tokens of chunk i)
 

@@ -1,15 +1,31 @@
 """The side channel: the messages of two engines before and beside the RDMA reads.
 
 One ZMQ ROUTER socket per producing engine answers; each frame is one msgpack map with a `type`. The envelope is that
-of a REQ socket: an empty frame, then the message.
+of a REQ socket: an empty frame, then the message. Any message may be answered by `Refused`: it is too long, or none of
+the protocol's.
 
-    consumer                                     producer
-    Hello{version, engine_id, at}         →
-                                          ←      EngineDescription | DescriptionPart | Refused
-    Renew{leases}                         →      (no answer)
-    Release{leases}                       →      (no answer)
+Handshake: every worker of a consumer, before its first read from a boot of a producer.
 
-and the queries of `kvferry.protocol.prompt_queries`.
+    consumer's worker                                                 producer's scheduler
+    Hello{version, engine_id, client_id, queries_prompts, at} ──────►
+        ◄────── EngineDescription{version, engine_id, boot, mac_key, facts, topology, groups,
+                                  workers: [WorkerDescription{place, agent, agent_metadata, lease_table,
+                                                              tensors, stream_rows, …}]}
+     or ◄────── DescriptionPart{total_bytes, digest, at, data}        the description is a long one
+     or ◄────── Refused{version, field, value, expected}              another version, another engine, or not ready yet
+
+Renewal: a consumer's scheduler, from the moment that a request has come with a ticket, every sixth of `lease_s`. A
+lease without one expires.
+
+    consumer's scheduler                                              producer's scheduler
+    Renew{boot, leases: [LeaseName{slot, epoch}]} ──────────────────► all of this boot at once; no answer
+
+Release: a consumer's scheduler, for leases that it will not read, or not any more.
+
+    consumer's scheduler                                              producer's scheduler
+    Release{boot, leases: [LeaseName{slot, epoch}]} ────────────────► clears the slots, frees the blocks; no answer
+
+The queries for prompts are in `kvferry.protocol.prompt_queries`, the parts in `kvferry.protocol.description_parts`.
 
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
 message type is only sent to peers that have announced it; anything else raises `CHANNEL_VERSION`.

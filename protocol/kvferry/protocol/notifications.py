@@ -1,5 +1,10 @@
 """Notifications over NIXL: from a consumer's worker to a producer's worker.
 
+Done: every worker of a consumer, to every worker of the producer that its plan names, after a good load.
+
+    consumer's worker                                                 producer's worker
+    Done{slot, epoch, consumer, worker, expected} ══════════════════► clears the slot at the last of `expected`
+
 Frame: the four bytes `KVF1`, then one msgpack map with a `type`. Frames without the magic are ignored.
 Evolution rules as in `kvferry.protocol.handshake`; a change that old readers would misunderstand needs a new magic.
 """

@@ -1,7 +1,20 @@
 """Step metadata: the orders of the scheduler to every worker of its own engine in one step.
 
-    scheduler ── OrdersHead ──► the worker's step thread      opens leases before the step goes on
-              └─ StepOrders ──► the worker's transfer thread  the rest, in the order of the fields
+Orders: once a step that has any.
+
+    scheduler                                                         every worker of its engine
+    OrdersHead{version, boot, opens, loads, fails, cancels, marks} ─► step thread: opens leases before the step goes on
+    StepOrders{version, boot, opens, holds, progress, completions,
+               ends, loads, fails, cancels, prewarms} ──────────────► transfer thread: the rest, in this order
+
+Prewarming: the handshake with a producer that a waiting request or the configuration names, before the first load.
+
+    consumer's scheduler                 its workers                  producer's scheduler
+    Hello{engine_id: ?, …} ─────────────────────────────────────────► only to `prewarm_peers`: which engine is there?
+        ◄────────────────────────────────── EngineDescription{engine_id, boot, …}
+    StepOrders{prewarms: [Prewarm{host, port, engine_id, boot, is_static}], …} ─►
+                                         Hello{…} ──────────────────►
+                                             ◄────── EngineDescription{…}, from which it plans; it reads one slot
 
 A worker opens leases as soon as it has the orders. Every order for a lease names its epoch, so a slot that is reused
 within one step ends up with its new lease.

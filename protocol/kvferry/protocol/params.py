@@ -4,6 +4,38 @@ Routers that support the NIXL contract pass this object on unread. Its flat keys
 own fields are in one nested object, `kvferry`. This module has the types; `params_reader.py` reads them from what a
 client or router sent.
 
+Ticket: the two legs of a request, one after the other.
+
+    router                          producer                              consumer
+      ├─ prompt, RemoteDecode{} ───►│                                       │
+      │◄── one token, and ──────────┤                                       │
+      │   RemotePrefill{remote_engine_id, remote_request_id, remote_block_ids, remote_host, remote_port,
+      │                 tp_size, pp_size, dcp_size, remote_num_tokens, transfer_mode,
+      │                 do_remote_prefill, do_remote_decode,
+      │                 kvferry: Ticket{version, boot, lease_slot, lease_epoch, lease_s, digests, mac,
+      │                                 held_from, opens_within_s, stream_row}}
+      ├─ the prompt, and this object, unchanged ───────────────────────────►│ checks `digests`, then the `mac`
+      │                             │◄══ slot `lease_slot`, blocks, slot ═══╡ good if both have `lease_epoch`, READY
+      │◄──────────────────────────────────────────────────────────── tokens ┤
+
+Turn: with `bidirectional_kv_xfer` the next prompt of a conversation begins with what the decoder holds. Its answer has
+the same object about its own blocks, under the flags of the prefill leg, so a router sends it where it belongs.
+
+    router                          prefiller                             decoder
+      │◄── answer, RemotePrefill{do_remote_prefill, do_remote_decode, kvferry: Ticket{…}, …} ┤ its own blocks
+      ├─ next prompt, this object ─►│                                       │
+      │                             ╞══ reads slot, blocks, slot ══════════►│ under the decoder's lease
+      │◄── RemotePrefill{…} ────────┤ for the next decoder, as above        │
+
+Named prefill: both legs at once. The router has no ticket yet and names the producer of an earlier one, and the
+consumer queries it (`kvferry.protocol.prompt_queries`).
+
+    router                          producer                              consumer
+      ├─ prompt, RemoteDecode{} ───►│                                       │
+      ├─ prompt, NamedPrefill{remote_engine_id, remote_host, remote_port,   │
+      │                       remote_request_id, transfer_id} ─────────────►│
+      │                             │◄──────────────────── Subscribe{…} ────┤
+
 Evolution rules: a new key needs a default; a key is never retyped or reused; unknown keys are ignored; a change that an
 old reader would misunderstand raises `PARAMS_VERSION`, and a reader refuses versions it does not know.
 """

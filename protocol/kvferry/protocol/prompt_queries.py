@@ -4,10 +4,16 @@ A router that sends both legs of a request at once names the producer in the par
 more. So the consumer queries the producer's side channel for the ticket of that prompt: for what the params of a
 sequential request would contain.
 
-    consumer                                     producer
-    Subscribe{queries}                    →
-                                          ←      Answers{unknown | queued | ticket | over}, and again at each change
-    Unsubscribe{numbers}                  →      (no answer)
+Query: a consumer's scheduler, for each prompt whose producer a router has named.
+
+    consumer's scheduler                                              producer's scheduler
+    Subscribe{client_id, queries: [PromptQuery{number, key, num_tokens, digest, spans}]} ──►
+        ◄────── Answers{answers: [Answer{number, progress: unknown, reason, …}], siblings}  siblings are queried, too
+     or ◄────── Answers{answers: [Answer{number, progress: queued, …}], siblings}
+     or ◄────── Answers{answers: [Answer{number, progress: ticket, params, cached_tokens, …}], siblings}
+     or ◄────── Answers{answers: [Answer{number, progress: over, reason, …}], siblings}
+    … and again whenever an answer changes, until
+    Unsubscribe{client_id, numbers} ────────────────────────────────► no answer
 
 A query is repeated until it is settled, by number, and each answer replaces the one before it. So neither a lost
 message nor a broken connection matters: later answers are hints that only save waiting for the next repetition.

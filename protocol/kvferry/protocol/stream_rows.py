@@ -1,5 +1,24 @@
 """Rows: where a producer's workers list the blocks of prompts that are being computed, for consumers to read.
 
+Streamed read: both legs of a request at once. Its prompt is read step by step, while it is computed.
+
+    router               producer                                                  consumer
+      ├── prompt ───────►│                                                           │
+      ├── the same prompt, NamedPrefill{remote_engine_id, …} ───────────────────────►│
+      │                  │◄──────── Subscribe{queries: [PromptQuery{key, …}], …} ────┤
+      │                  ├── Answers{answers: [Answer{progress: queued, …}], …} ────►│
+      │                  │ schedules the first step                                  │
+      │                  ├── Answers{answers: [Answer{progress: ticket, …}], …} ────►│ takes Ticket{stream_row, …}
+      │                  │ lists its blocks in the row                               │
+      │                  │ a step has ended: writes its tokens into the slot         │
+      │                  │◄═════════════ reads slot, row's header, ids, blocks ══════╡ where LeaseTable{…} and
+      │                  │ … for each step but the last                              │ StreamRows{…} say
+      │                  │ the last step has ended: the slot is READY                │
+      │                  │◄═════════════════ reads slot, ids, blocks, slot again ════╡
+      │                  │◄══ Done{slot, epoch, consumer, worker, expected} ═════════╡
+      │◄── one token ────┤                                                           │
+      │◄──────────────────────────────────────────────────────────────── tokens ─────┤
+
 A row belongs to one lease, from the first step after a consumer has queried its prompt until the lease is over. It
 has a header and block ids:
 
