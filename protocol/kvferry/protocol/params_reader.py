@@ -4,7 +4,7 @@ Nothing in that object can be trusted: a client can write it, and a router can c
 size is bounded before anything is read one by one, and every refusal is an `InvalidParams` that names the field.
 
 Two changes by routers are accepted, since they are common and harmless: numbers that have become float64, and
-sequences of another type. Params that no router has changed take a fast path.
+sequences of another type.
 
     raw object
       ├─ do_remote_decode                            RemoteDecode   prefill here, for another engine
@@ -200,10 +200,7 @@ def _read_remote_prefill(raw: Mapping[str, Any], prompt_tokens: int | None) -> R
     if len(ticket) > MAX_KEYS:
         raise InvalidParams("kvferry", f"{len(ticket)} keys", f"at most {MAX_KEYS} keys")
     _check_lengths(raw.get("remote_block_ids"), ticket.get("digests"), prompt_tokens)
-    unchanged = _read_unchanged(raw)
-    if unchanged is not None:
-        return unchanged
-    return _read_tolerantly(raw, ticket)
+    return _read_fields(raw, ticket)
 
 
 def _check_lengths(groups: object, digests: object, prompt_tokens: int | None) -> None:
@@ -233,21 +230,7 @@ def _check_counts(num_blocks: int, num_digests: int, prompt_tokens: int | None) 
         raise InvalidParams("kvferry.digests", f"{num_digests} digests", expected)
 
 
-def _read_unchanged(raw: Mapping[str, Any]) -> RemotePrefill | None:
-    """Fast path for params that no router changed. None for all others, which may still be readable."""
-    try:
-        params = msgspec.convert(raw, RemotePrefill)
-    except msgspec.ValidationError:
-        return None
-    except UnicodeEncodeError:  # a key with half a surrogate pair
-        return None
-    is_known = params.kvferry.version == PARAMS_VERSION
-    if is_known and len(params.kvferry.digests) == _num_digests(params):
-        return params
-    return None  # the tolerant reader raises the error that names the field
-
-
-def _read_tolerantly(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> RemotePrefill:
+def _read_fields(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> RemotePrefill:
     """Read params whose numbers and sequences a router may have changed, or raise an error that names the field."""
     # The version is judged first: the fields of an unknown one may mean anything.
     version = _integral(ticket.get("version"))
