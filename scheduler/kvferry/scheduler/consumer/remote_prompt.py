@@ -14,7 +14,7 @@ here.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvferry.protocol.handshake import LeaseName
@@ -25,7 +25,7 @@ LeaseKey = tuple[str, int, str]
 """Boot, slot and epoch: a lease among all leases of all engines."""
 
 MAX_ENDED_LEASES = 1 << 16
-"""Most leases remembered: at most 13 MB. A replay of an older one is tried, and fails at the producer's fence."""
+"""Most leases remembered: at most 26 MB. A replay of an older one is tried, and fails at the producer's fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +94,19 @@ class EndedLeases:
 
     def __init__(self, limit: int = MAX_ENDED_LEASES) -> None:
         self._limit = limit
-        self._packed: set[bytes] = set()
-        self._order: deque[bytes] = deque()
+        self._keys: OrderedDict[LeaseKey, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._keys)
 
     def __contains__(self, key: LeaseKey) -> bool:
-        return _pack(key) in self._packed
+        return key in self._keys
 
     def add(self, key: LeaseKey) -> None:
         """Remember a lease; adding it again does not change its age."""
-        packed = _pack(key)
-        if packed in self._packed:
-            return
-        self._packed.add(packed)
-        self._order.append(packed)
-        if len(self._order) > self._limit:
-            self._packed.remove(self._order.popleft())
-
-
-def _pack(key: LeaseKey) -> bytes:
-    """27 bytes: 16 of the boot, 3 of the slot, 8 of the epoch. `key` comes from validated params."""
-    boot, slot, epoch = key
-    return bytes.fromhex(boot) + slot.to_bytes(3, "big") + int(epoch, 16).to_bytes(8, "big")
+        self._keys.setdefault(key)
+        if len(self._keys) > self._limit:
+            self._keys.popitem(last=False)
 
 
 class LoadState(TableEnum):
