@@ -141,11 +141,11 @@ class TimedNode(Node):
 
     @property
     def agent_name(self) -> str:
-        return str(self._worker_half._fabric.agent_name)
+        return str(self._worker_half.description.agent)
 
     @property
     def _worker_half(self) -> Any:
-        return self.workers[0].worker_side._worker
+        return self.workers[0].worker_side.worker
 
 
 class Prompts:

@@ -11,7 +11,7 @@ OURS = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli", 
 REPLACES_FUNCTIONS = ("tests/faults/switches.py", "tests/worker/device/test_mutants.py")
 """They put other functions in the place of the product's: guards that are switched off, rules that are broken."""
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
-LIMIT = 72
+LIMIT = 25
 
 
 def test_private_attributes_of_other_objects_are_rare() -> None:

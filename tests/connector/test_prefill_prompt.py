@@ -150,7 +150,7 @@ def test_a_prompt_whose_cache_would_be_unusable_is_not_changed(request_: Any) ->
 
 def intake_of(
     *groups: CacheGroup, **changed: Any
-) -> tuple[RequestIntake, ConsumerLedger, Counters]:
+) -> tuple[RequestIntake, ProducerLedger, Counters]:
     """The intake of an engine whose cache has these groups, in both roles."""
     counters = Counters()
     requests = EngineRequests(RequestTable())
@@ -176,14 +176,13 @@ def intake_of(
     intake = RequestIntake(
         local, leases, loads, counters, TRUSTED, SchedulerTracing(), asking, PromptDirectory()
     )
-    return intake, loads, counters
+    return intake, leases, counters
 
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> (
     None
 ):
-    intake, _, counters = intake_of(STATE, FULL)
-    leases = intake._leases
+    intake, leases, counters = intake_of(STATE, FULL)
     for tokens, taken, left in ((16, True, 15), (1, False, 1)):
         request = request_of(tokens)
         request.request_id = f"of {tokens}"

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvferry.protocol.ids import MAX_PROGRESS, SlotState, epoch_from_text
+import numpy as np
+
+from kvferry.protocol.ids import MAX_PROGRESS, Epoch, SlotState, epoch_from_text
+from kvferry.protocol.stream_rows import header_word
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
+from kvferry.worker.worker import FerryWorker
 from tests.harness.core.configs import BLOCK_TOKENS
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.toy_model import states_of
-from tests.harness.inside import memory_of, worker_of
+from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker
 
 
@@ -30,28 +34,29 @@ class Believed(NamedTuple):
 
 def settle(node: Node) -> None:
     """Let the workers carry out what they were told: slots say all that they will say before the next orders."""
-    for worker in node.workers:
-        half = worker_of(ferry_of(worker).worker_side)
-        check_worker(half)
-        while memory_of(half).table.advance():
-            pass
+    for worker in node.ferry_workers:
+        check_worker(worker)  # the thread has taken the orders
+        check_worker(worker)  # and has finished the turn in which it did
 
 
 def believed(node: Node, stage: int = 0) -> list[Believed]:
     """All that may be read from one worker. Call `settle` before."""
-    memory = memory_of(worker_of(ferry_of(node.workers[stage]).worker_side))
+    worker = node.ferry_workers[stage]
     side = ferry_of(node.engine.connector).scheduler_side
     leases = {lease.slot: lease for lease in side.leases.leases(*LeaseState) if lease.slot >= 0}
     return [
         found
         for slot, lease in leases.items()
-        for found in _of(node, side, memory, slot, lease)
+        for found in _of(node, side, worker, slot, lease)
         if found.num_tokens
     ]
 
 
-def _of(node: Node, side: Any, memory: Any, slot: int, lease: ProducerLease) -> Iterator[Believed]:
-    word, progress = int(memory.table.words[slot]), int(memory.table.progress[slot])
+def _of(
+    node: Node, side: Any, worker: FerryWorker, slot: int, lease: ProducerLease
+) -> Iterator[Believed]:
+    slots = slots_of(worker)
+    word, progress = int(slots.words[slot]), int(slots.progress[slot])
     if word >> 4 != epoch_from_text(lease.name.epoch):
         return
     if word & 15 == SlotState.READY:
@@ -66,10 +71,12 @@ def _of(node: Node, side: Any, memory: Any, slot: int, lease: ProducerLease) -> 
             (blocks, *_) = answered["remote_block_ids"]
             yield Believed(lease.request_id, answered["remote_num_tokens"], tuple(blocks), True)
     tokens = progress & MAX_PROGRESS
-    stream = memory.table._leases[slot].stream
-    if tokens and stream.row is not None:
+    if not tokens or worker.description.stream_rows is None:
+        return
+    rows = rows_of(worker)
+    for row in np.flatnonzero(rows.headers[:, 1] == header_word(Epoch(word >> 4))):
         whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS if word & 15 != SlotState.READY else tokens
-        ids = memory.rows.ids[stream.row][: -(-whole // BLOCK_TOKENS)]
+        ids = rows.ids[row][: -(-whole // BLOCK_TOKENS)]
         yield Believed(lease.request_id, whole, tuple(map(int, ids)), word & 15 == SlotState.READY)
 
 

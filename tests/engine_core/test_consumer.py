@@ -108,10 +108,16 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     engine.add("asks", PROMPT, {"do_remote_prefill": True, "do_remote_decode": False, **named})
     engine.step()
     assert not sleeps, "only a step shows that the load has ended"
-    monkeypatch.setattr(side.steps.load_listener, "_unheard_workers", set())
+    notifier = LoadNotifier(0)
+    notifier.set_boot(side.channel.local.boot)
+    notifier.notify()
+    wait_until(lambda: side.steps.load_listener.hears_all_workers, "the notification is not heard")
+    engine.step()
+    assert not sleeps, "what was notified is in this step's report"
     engine.step()
     assert len(sleeps) == 1, "the workers notify"
-    side.steps.load_listener._has_ended_loads = True
+    notifier.notify()
+    wait_until(lambda: not side.steps.load_listener.has_no_news, "the notification is not heard")
     engine.step()
     assert len(sleeps) == 1
     engine.step(loaded={"d"})

@@ -12,7 +12,7 @@ from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import SlotState
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
-from tests.harness.inside import memory_of, worker_of
+from tests.harness.exported import slots_of
 from tests.harness.integrity import check_worker
 
 PROMPT = tokens(140, seed=3)
@@ -33,7 +33,7 @@ def begun(make: Any, **config: Any) -> Node:
 
 def slot_states(node: Node) -> list[SlotState]:
     """The state in every word of the first worker that is not empty."""
-    words = memory_of(worker_of(ferry_of(node.workers[0]).worker_side)).table.words
+    words = slots_of(node.ferry_workers[0]).words
     return [SlotState(int(word) & 15) for word in words if word]
 
 
@@ -68,8 +68,7 @@ def test_blocks_are_not_readable_before_the_end_of_the_step(
     with monkeypatch.context() as changed:
         changed.setattr("kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None)
         producer = begun(make)
-        worker = worker_of(ferry_of(producer.workers[0]).worker_side)
-        check_worker(worker)  # the transfer thread has taken the orders
+        check_worker(producer.ferry_workers[0])  # the transfer thread has taken the orders
         assert slot_states(producer) == [SlotState.COMPUTING]
     ferry_of(producer.workers[0]).worker_side.end_step()
     until_ready(producer)

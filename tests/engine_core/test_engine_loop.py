@@ -22,9 +22,7 @@ from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_param
 from kvferry.worker.loads.state import LoadState
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
 from tests.engine_core.test_idle import prefill, work
-from tests.harness.core.node import ferry_of
 from tests.harness.core.scheduler import tokens
-from tests.harness.inside import worker_of
 from tests.promises import promise
 from tests.waiting import wait_until
 
@@ -218,7 +216,7 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
     side = consumer.engine.connector.scheduler_side
     wait_until(lambda: side.steps.load_listener.hears_all_workers, "no notification has arrived")
-    worker = worker_of(ferry_of(consumer.workers[0]).worker_side)
+    (worker,) = consumer.ferry_workers
     prefilled, decoded = ids("x")
     happened: list[str] = []
 

@@ -13,7 +13,7 @@ from tests.harness.cache_engine import free_port
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
-from tests.harness.inside import thread_of, worker_of
+from tests.harness.integrity import snapshot_of
 from tests.waiting import wait_until
 
 __all__ = ["make_core"]
@@ -28,8 +28,7 @@ def knows(consumer: Node, params: dict[str, Any]) -> bool:
     key = PeerKey(
         params["remote_host"], params["remote_port"], engine_id, params["kvferry"]["boot"]
     )
-    registries = [thread_of(worker_of(worker.worker_side)).registry for worker in consumer.workers]
-    return all(key in registry.snapshot().ready for registry in registries)
+    return all(key in snapshot_of(worker).peers.ready for worker in consumer.ferry_workers)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 
 from kvferry.protocol.errors import InvalidMessage
+from kvferry.worker.device import Device
 from tests.fakes.device_mark import FakeClock
 from tests.harness.core import configs, node
 from tests.harness.core import scheduler as driver
 from tests.harness.core.node import Node
 from tests.harness.core.runners import FirstRunner, SecondRunner
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
-from tests.harness.inside import worker_of
 
 pytestmark = pytest.mark.slow
 
@@ -118,11 +118,13 @@ def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> 
     assert consumer.engine.is_whole
 
 
-def test_what_makes_a_prompt_ready_is_marked_after_the_drafters_work(make: Any) -> None:
+def test_what_makes_a_prompt_ready_is_marked_after_the_drafters_work(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer, clock = make("kv_producer", runner=SecondRunner), FakeClock(over=True)
     when_drafted, at_the_end = list[int](), list[int]()
-    (runner,), (worker,) = producer.runners, producer.workers
-    worker_of(worker.worker_side)._device = clock  # type: ignore[assignment]
+    (runner,) = producer.runners
+    monkeypatch.setattr(Device, "mark", lambda _: clock.mark())
 
     def step(output: Any, forward: Any) -> Any:
         report = runner.step_0_33(output, forward, lambda _: when_drafted.append(len(clock.marks)))

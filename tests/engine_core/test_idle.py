@@ -14,7 +14,7 @@ from tests.harness.core.node import Node
 from tests.harness.core.runners import SecondRunner
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
-from tests.harness.inside import thread_of, worker_of
+from tests.harness.integrity import snapshot_of
 from tests.promises import promise
 
 pytestmark = pytest.mark.slow
@@ -56,9 +56,7 @@ def prefill(node: Node, name: str, prompt: list[int]) -> dict[str, Any]:
 
 def reported(node: Node) -> bool:
     """Whether every worker's transfer thread has something for the next step."""
-    return all(
-        thread_of(worker_of(worker.worker_side)).results.snapshot().sent for worker in node.workers
-    )
+    return all(snapshot_of(worker).untaken.sent for worker in node.ferry_workers)
 
 
 def wait_until_reported(node: Node) -> None:
@@ -104,8 +102,7 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
         consumer.decode(f"d-{name}", prompt, params[name])
     wait_until_reported(producer)
     deadline_s = time.monotonic() + 20.0
-    side = worker_of(producer.workers[0].worker_side)
-    while len(thread_of(side).results.snapshot().sent) < 2:
+    while len(snapshot_of(producer.ferry_workers[0]).untaken.sent) < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)

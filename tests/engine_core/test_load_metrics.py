@@ -14,7 +14,7 @@ from kvferry.connector.metrics.tables import GAUGES, HISTOGRAMS
 from tests.engine_core.offers import offer
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import SchedulerEngine, tokens
-from tests.harness.inside import memory_of, worker_of
+from tests.harness.inside import memory_of
 
 PROMPT = tokens(100)
 BLOCKS = 7
@@ -114,7 +114,7 @@ def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., 
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     assert gauges(consumer.engine, "staging_pool_bytes")[-1] == 1 << 20
-    staging = memory_of(worker_of(consumer.workers[0].worker_side)).staging
+    staging = memory_of(consumer.ferry_workers[0]).staging
     assert staging is not None
     pool = staging.pool
     wave = pool.try_take("another", "load", 1 << 16)

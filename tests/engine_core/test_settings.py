@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHands
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.worker import FerryWorker
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import SchedulerEngine
-from tests.harness.inside import first_contact_of, worker_of
 
 EXTRA: dict[str, Any] = {
     "lease_slots": 77,
@@ -33,9 +33,24 @@ NAMES = {"engine_ttl": "peer_ttl_s", "debug_check_integrity": "check_integrity"}
 OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from", "row_blocks"}
 
 
-def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
-    node = make("kv_consumer", extra=EXTRA)
-    settings = first_contact_of(worker_of(node.workers[0].worker_side)).settings
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[WorkerSettings]:
+    """The settings with which workers are made."""
+    settings: list[WorkerSettings] = []
+
+    def noting(**parts: Any) -> FerryWorker:
+        settings.append(parts["settings"])
+        return FerryWorker(**parts)
+
+    monkeypatch.setattr("kvferry.connector.worker_side.side.FerryWorker", noting)
+    return settings
+
+
+def test_every_key_of_a_worker_reaches_it(
+    make: Callable[..., Node], given: list[WorkerSettings]
+) -> None:
+    make("kv_consumer", extra=EXTRA)
+    (settings,) = given
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
     wanted["allowed_hosts"] = AllowedHosts.from_entries(EXTRA["allowed_hosts"])
     assert {name: getattr(settings, name) for name in wanted} == wanted
@@ -71,10 +86,14 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
     ],
 )
 def test_a_worker_knows_whether_peers_read_from_it(
-    make: Callable[..., Node], role: str, extra: dict[str, bool], is_read_from: bool
+    make: Callable[..., Node],
+    given: list[WorkerSettings],
+    role: str,
+    extra: dict[str, bool],
+    is_read_from: bool,
 ) -> None:
-    worker = worker_of(make(role, extra=extra).workers[0].worker_side)
-    assert first_contact_of(worker).settings.is_read_from is is_read_from
+    make(role, extra=extra)
+    assert [settings.is_read_from for settings in given] == [is_read_from]
 
 
 def test_another_child_that_hands_prompts_over_is_refused_by_the_type_of_its_handshake(

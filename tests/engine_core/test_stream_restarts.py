@@ -18,9 +18,9 @@ from tests.engine_core.streamed import (
     preempt,
     published,
 )
-from tests.harness.core.node import Node, ferry_of
+from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Scheduled, tokens
-from tests.harness.inside import memory_of, worker_of
+from tests.harness.exported import slots_of
 
 
 def crowded(make: Any, overlap: bool) -> tuple[Node, Scheduled, list[Scheduled]]:
@@ -57,9 +57,7 @@ def test_a_preempted_prompt_has_a_new_epoch_before_the_step_that_gives_its_block
         orders[0].epoch,
     )
     assert reopened.epoch != orders[0].epoch
-    word = memory_of(worker_of(ferry_of(producer.workers[0]).worker_side)).table.words[
-        reopened.slot
-    ]
+    word = slots_of(producer.ferry_workers[0]).words[reopened.slot]
     assert int(word) == int(reopened.epoch, 16) << 4 | SlotState.COMPUTING
     later: list[Scheduled] = []
     while not any(one.orders and one.orders.completions for one in later):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.prompt_queries import PromptProgress
-from kvferry.worker.loads.reading import StreamedRead
 from tests.engine_core.streamed import preempt
 from tests.engine_core.test_both_legs import check, ids, leg_params, settled, until
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
+from tests.harness.integrity import snapshot_of
 
 COUNT = 4
 PROMPT = tokens(300, seed=3)
@@ -19,7 +19,7 @@ REMOTE_DECODE = {"do_remote_decode": True}
 PREFILL, DECODE = ids("x")
 
 
-def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
+def reading(make: Any, **config: Any) -> tuple[Node, Node]:
     """A producer in the middle of a prompt, and a consumer that has read what is computed of it."""
     config = {"max_step_tokens": 64, **config}
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
@@ -30,23 +30,14 @@ def reading(make: Any, chunks: list[int], **config: Any) -> tuple[Node, Node]:
     producer.step()
     assert directory.snapshot().prompts[PREFILL] is PromptProgress.TICKET
     producer.step()
-    until((consumer,), lambda: len(chunks) > 0)
+    until((consumer,), lambda: has_read_a_part(consumer))
     return producer, consumer
 
 
-@pytest.fixture(autouse=True)
-def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that are loaded after each chunk that a worker has read, before and after the prompt is complete."""
-    loaded: list[int] = []
-    read = StreamedRead._read_chunk
-
-    def note(reading: StreamedRead, *args: Any, **options: Any) -> Any:
-        units = yield from read(reading, *args, **options)
-        loaded.append(reading.held)
-        return units
-
-    monkeypatch.setattr(StreamedRead, "_read_chunk", note)
-    return loaded
+def has_read_a_part(consumer: Node) -> bool:
+    """Whether a worker has read a part of a prompt that is still computed."""
+    begun = [record for worker in consumer.ferry_workers for record in snapshot_of(worker).begun]
+    return any(record.chunks for record in begun)
 
 
 def is_over(producer: Node, consumer: Node) -> bool:
@@ -62,9 +53,9 @@ def is_over(producer: Node, consumer: Node) -> bool:
     "config", [{}, {"overlap": True}, {"tp": 2}, {"window": 48}, {"window": 8}], ids=str
 )
 def test_the_first_parts_are_read_before_the_last_is_computed(
-    make: Any, chunks: list[int], config: dict[str, Any]
+    make: Any, config: dict[str, Any]
 ) -> None:
-    producer, consumer = reading(make, chunks, **config)
+    producer, consumer = reading(make, **config)
     until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
     check(consumer, DECODE, PROMPT)
     assert consumer.engine.counted("early_bytes") > 0
@@ -74,9 +65,9 @@ def test_the_first_parts_are_read_before_the_last_is_computed(
 
 @pytest.mark.parametrize("config", [{}, {"window": 48}], ids=str)
 def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(
-    make: Any, chunks: list[int], config: dict[str, Any]
+    make: Any, config: dict[str, Any]
 ) -> None:
-    producer, consumer = reading(make, chunks, **config)
+    producer, consumer = reading(make, **config)
     preempt(producer, PREFILL)
     producer.engine.scheduler.kv_cache_manager.reset_prefix_cache()
     other = tokens(60, seed=9)
@@ -90,9 +81,9 @@ def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(
 
 @pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
 def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(
-    make: Any, chunks: list[int], policy: str, reason: str
+    make: Any, policy: str, reason: str
 ) -> None:
-    producer, consumer = reading(make, chunks, policy=policy)
+    producer, consumer = reading(make, policy=policy)
     producer.engine.abort(PREFILL)
     until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
     assert consumer.engine.answers[DECODE].finish_reason == reason
@@ -102,8 +93,8 @@ def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(
     assert producer.engine.counted("leases_released", "abandoned") == 1
 
 
-def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any, chunks: list[int]) -> None:
-    producer, consumer = reading(make, chunks)
+def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any) -> None:
+    producer, consumer = reading(make)
     consumer.engine.abort(DECODE)
     until((producer, consumer), lambda: is_over(producer, consumer))
     assert producer.engine.counted("leases_released", "release") == 1
@@ -114,10 +105,10 @@ def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any, chunks: list[
     "config", [{}, {"overlap": True}, {"tp": 2}, {"policy": "fail"}, {"window": 48}], ids=str
 )
 def test_an_abort_frees_the_blocks_of_a_load_although_its_producer_goes_on_computing(
-    make: Any, chunks: list[int], config: dict[str, Any]
+    make: Any, config: dict[str, Any]
 ) -> None:
     """The producer takes no step any more: its slot stays COMPUTING."""
-    producer, consumer = reading(make, chunks, **config)
+    producer, consumer = reading(make, **config)
     assert consumer.engine.used_blocks
     consumer.engine.abort(DECODE)
     until((consumer,), lambda: consumer.engine.is_whole and settled(consumer))

@@ -28,7 +28,7 @@ from tests.engine_core.streamed import (
 )
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
-from tests.harness.inside import memory_of, worker_of
+from tests.harness.exported import slots_of
 from tests.harness.integrity import check_worker
 
 
@@ -110,8 +110,8 @@ def test_blocks_that_another_prompt_computes_in_the_same_step_count_when_that_st
         assert step.computed == {"a": 70, "b": 58}
         assert published(step) == [(122, (0,), 8)]
         slot = lease_of(producer, "b").slot
-        progress = memory_of(worker_of(worker)).table.progress
-        check_worker(worker_of(worker))  # the transfer thread has taken the orders
+        progress = slots_of(worker.worker).progress
+        check_worker(worker.worker)  # the transfer thread has taken the orders
         assert int(progress[slot]) & MAX_PROGRESS == 0
     worker.end_step()
     end_s = time.monotonic() + 30

@@ -13,7 +13,7 @@ from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 from tests.harness.fault_fabric import reads_beside_blocks
-from tests.harness.inside import thread_of, worker_of
+from tests.harness.inside import thread_of
 from tests.waiting import step_until, wait_until
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ class Hanging:
 
     def end_deadlines(self, consumer: Node) -> None:
         """The deadlines of all loads pass, once every worker has a transfer under way."""
-        workers = [worker_of(worker.worker_side) for worker in consumer.workers]
+        workers = consumer.ferry_workers
         wait_until(lambda: len(self.polled) == len(workers), "every worker reads")
         for worker in workers:
             thread_of(worker).runner.timeout_s = 0.0

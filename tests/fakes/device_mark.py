@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
+from kvferry.worker.device import Device
+
 
 @dataclass
 class FakeMark:
@@ -41,3 +45,14 @@ class FakeClock:
         self.over = True
         for mark in self.marks:
             mark.over = True
+
+
+class ClockedDevice(Device):
+    """Host memory, and marks of a clock."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(torch.device("cpu"))
+        self._clock = clock
+
+    def mark(self) -> FakeMark:
+        return self._clock.mark()

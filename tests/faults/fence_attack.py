@@ -19,7 +19,7 @@ from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import Bytes, CacheShape
 from tests.harness.engine import Engine, Offer, OrderedLoad
 from tests.harness.gates import GateFabric, Hold
-from tests.harness.inside import memory_of
+from tests.harness.integrity import snapshot_of
 from tests.harness.prefills import Prefill
 from tests.waiting import wait_until
 
@@ -175,7 +175,7 @@ class Attack:
         offers = [self.producer.finish_prefill(request_id) for request_id in self._running]
         self.producer.step()  # they are held from now on; their clock goes on with the producer's next step
         loads = [self.consumer.load(offer.params) for offer in offers]
-        reads = PROMPTS * (1 if memory_of(self.consumer.worker).staging is None else WAVES_PER_LOAD)
+        reads = PROMPTS * (1 if snapshot_of(self.consumer.worker).pool is None else WAVES_PER_LOAD)
         if waves_first:
             # No load goes on before all have begun: one that was much earlier would be over before the others begin.
             wait_until(lambda: gate.held_by(first) == reads, "every load has begun", TIMEOUT_S)
@@ -232,7 +232,7 @@ class StreamAttack:
         loads = [
             consumer.load(prefill.params) for prefill in prefills if prefill.params is not None
         ]
-        reads = PROMPTS * (1 if memory_of(consumer.worker).staging is None else WAVES_PER_LOAD)
+        reads = PROMPTS * (1 if snapshot_of(consumer.worker).pool is None else WAVES_PER_LOAD)
         wait_until(lambda: gate.held_by(hold) == reads, "every load is held up", TIMEOUT_S)
         lost = [
             block

@@ -21,7 +21,7 @@ from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
-from kvferry.worker.fabric.port import MemoryKind, Region
+from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peers.peer import PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
@@ -257,6 +257,9 @@ class Ends:
         )
 
 
+NOTHING_OPEN = OpenHandles(transfers=0, prepared=0, peers=0, leaving=0)
+
+
 @functools.cache
 def ends() -> Ends:
     """Made once."""
@@ -282,5 +285,4 @@ def connecting(data: bytes) -> None:
         for route in peer.routes:
             assert route.slots.count == hostile.workers[route.route.worker].lease_table.slots
         disconnect(both.reader, peer)
-    assert not both.consumer._handles, "a handle is left"
-    assert not both.consumer._peers, "a peer is left"
+    assert both.consumer.open_handles() == NOTHING_OPEN

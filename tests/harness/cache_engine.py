@@ -26,7 +26,7 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.devices import free_ports
 from tests.harness.fault_fabric import FaultFabric
-from tests.harness.inside import first_contact_of, memory_of, thread_of
+from tests.harness.inside import first_contact_of, thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.seen import Seen
 
@@ -82,6 +82,8 @@ class CacheEngine(StandaloneEngine):
         remembers: bool = True,
     ) -> None:
         self.name, self.lease_s, self.shards, self.seen = name, lease_s, shards, Seen()
+        # Only then do the orders name the blocks.
+        self.copies_blocks = settings.host_buffer and settings.is_read_from
         self.launched: list[Callable[[], None]] = []
         self.launch: Callable[[Callable[[], None]], None] = lambda work: work()
         self.fabrics: list[FaultFabric] = []
@@ -109,8 +111,7 @@ class CacheEngine(StandaloneEngine):
         self, request_id: str, blocks: tuple[tuple[int, ...], ...], tokens: int
     ) -> RemotePrefill | None:
         """A prefill has finished; its workers learn of the hold with the next step. None when it has no lease."""
-        mirrored = any(memory_of(worker).mirror is not None for worker in self.workers)
-        lease = self.leases.finish(request_id, blocks if mirrored else ())
+        lease = self.leases.finish(request_id, blocks if self.copies_blocks else ())
         return None if lease is None else self.signed(lease, blocks, tokens)
 
     def signed(
@@ -191,8 +192,7 @@ class CacheEngine(StandaloneEngine):
             fabric.mend()
         self.set_timeouts(load_s=0.0)
         for worker in self.workers:
-            if thread_of(worker).is_running:
-                wait_until_idle(worker)
+            wait_until_idle(worker)
 
     def close(self) -> None:
         """Close the engine and check that its sums are right."""

@@ -21,7 +21,6 @@ import torch
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
-from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.worker.fabric.agent import load_bindings
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -30,8 +29,7 @@ from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.fault_fabric import Point
-from tests.harness.inside import memory_of
-from tests.harness.integrity import check_worker
+from tests.harness.integrity import check_worker, snapshot_of
 
 SOCKETS_S = 0.3
 """How long these engines keep unused sockets; outside of drills it is a minute."""
@@ -145,8 +143,7 @@ class Server:
     def load(self, params: dict[str, Any], seed: int) -> dict[str, Any] | None:
         """Order a load; answered at once only if the lease is known to be claimed or over."""
         source, ledger = _remote(params), self.engine.loads
-        key = RemoteLease.from_params(source).key
-        if key in ledger._claims or key in ledger._ended:
+        if ledger.knows(source):
             return {"computed": ledger.offer("computed", source, source.remote_num_tokens, 0.0)}
         self._ordered.append(Ordered(self._number, seed, self.engine.load(source)))
         return None
@@ -167,20 +164,21 @@ class Server:
 
     def state(self) -> State:
         engine, worker = self.engine, self.engine.worker
-        slot_reads, staging = memory_of(worker).slot_reads, memory_of(worker).staging
+        seen = snapshot_of(worker)
+        pool = seen.pool
         names = Counter(one.name for one in threading.enumerate())
         fetching = sum(
             count for name, count in names.items() if name.startswith("kvferry-handshake")
         )
         in_hand = Counter(
             leases=len(engine.leases),
-            held=memory_of(worker).table.held(),
+            held=seen.held,
             loads=len(engine.loads),
             running=worker.count_loads(LoadState.RUNNING, LoadState.WAITING),
             quarantined=worker.count_loads(LoadState.QUARANTINED),
             alive=len(engine.seen.alive),
-            entries=len(slot_reads.words) - slot_reads.free(),
-            waves=len(staging.pool.waves()) if staging is not None else 0,
+            entries=seen.taken_entries,
+            waves=len(pool.waves) if pool is not None else 0,
             transfers=engine.fabric.transfers(),
             blocks=engine.shape.blocks - 1 - len(engine.unused),
             sockets=len(engine.renewer.snapshot().sender.endpoints),

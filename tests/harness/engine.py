@@ -21,7 +21,9 @@ from kvferry.worker.worker import MakeFabric
 from tests.fakes.cuda_memory import FakeDevice
 from tests.harness.cache_engine import FACTS, LEASE_S, SETTINGS, CacheEngine
 from tests.harness.caches import Bytes, CacheShape, ToyCaches
+from tests.harness.exported import slots_of
 from tests.harness.inside import memory_of
+from tests.harness.integrity import snapshot_of
 from tests.harness.prefills import Prefill
 from tests.waiting import step_until
 
@@ -156,7 +158,7 @@ class Engine(CacheEngine):
 
     def word(self, offer: Offer) -> int:
         """The word in the offer's slot."""
-        return int(memory_of(self.worker).table.words[offer.slot])
+        return int(slots_of(self.worker).words[offer.slot])
 
     @property
     def pool(self) -> StagingPool:
@@ -167,8 +169,7 @@ class Engine(CacheEngine):
 
     def all_entries_are_free(self) -> bool:
         """Whether no read of a slot is in flight."""
-        slot_reads = memory_of(self.worker).slot_reads
-        return slot_reads.free() == len(slot_reads.words)
+        return snapshot_of(self.worker).taken_entries == 0
 
     def end(self, offer: Offer) -> None:
         """End the lease, on the worker too."""

@@ -5,22 +5,10 @@ What a test only looks at is in `FerryWorker.snapshot` and in the `snapshot` of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.transfer_thread import TransferThread
 from kvferry.worker.worker import FerryWorker
 from kvferry.worker.worker_memory import WorkerMemory
-
-if TYPE_CHECKING:  # it needs vLLM, and engines without vLLM use this module too
-    from kvferry.connector.worker_side.side import WorkerSide
-
-
-def worker_of(side: WorkerSide) -> FerryWorker:
-    """The worker of vLLM's worker process; it must have begun."""
-    worker = side._worker
-    assert worker is not None
-    return worker
 
 
 def memory_of(worker: FerryWorker) -> WorkerMemory:

@@ -9,12 +9,20 @@ from typing import Any
 from unittest import mock
 
 from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.inbox import ThreadSnapshot
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.worker import FerryWorker
 from tests.harness.inside import thread_of
 
 ANSWER_WITHIN_S = 30.0
 STANDS_WITHIN_S = 60.0
+
+
+def snapshot_of(worker: FerryWorker) -> ThreadSnapshot:
+    """The worker's transfer thread between two of its turns; it must run."""
+    seen = worker.snapshot(ANSWER_WITHIN_S)
+    assert seen is not None, "the transfer thread has ended"
+    return seen
 
 
 def check_worker(worker: FerryWorker, *, idle: bool = False) -> None:

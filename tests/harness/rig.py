@@ -23,8 +23,7 @@ from kvferry.worker.settings import WorkerSettings
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
-from tests.harness.inside import memory_of, thread_of
-from tests.harness.integrity import check_worker
+from tests.harness.integrity import check_worker, snapshot_of
 from tests.waiting import step_until, wait_until
 
 BOUND_S = 10.0
@@ -134,9 +133,7 @@ class Rig:
         )
         for engine in self.engines:
             until_adds_up(engine)
-            assert thread_of(engine.worker).is_running, (
-                f"the transfer thread of {engine.name} has ended"
-            )
+            snapshot_of(engine.worker)  # its thread runs
 
     def retire(self, engine: Engine) -> None:
         """Close an engine and free its port."""
@@ -190,7 +187,7 @@ def until_adds_up(engine: Engine) -> None:
             if time.monotonic() > deadline_s:
                 raise
         engine.step()
-    slot_reads, staging = memory_of(engine.worker).slot_reads, memory_of(engine.worker).staging
-    assert slot_reads.free() == len(slot_reads.words)
-    assert staging is None or not staging.pool.waves()
+    seen = snapshot_of(engine.worker)
+    assert not seen.taken_entries
+    assert seen.pool is None or not seen.pool.waves
     assert not engine.fabric.transfers()

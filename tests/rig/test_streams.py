@@ -56,7 +56,7 @@ def has_read(load: Load, tokens: int) -> bool:
     peer, blocks, stop = load.peer, load.reading.listed, min(tokens, load.order.stop_token)
     if peer is None or (peer.routes and blocks is None):
         return False
-    grows = blocks is not None and blocks._spans.keys() & blocks._growing
+    grows = blocks is not None and blocks.grows
     return (
         not grows
         or stop <= load.order.first_token

@@ -45,13 +45,18 @@ class Modelled:
 class ProducerHistories(RuleBasedStateMachine):
     """Requests come, finish, abort; peers renew and release; time passes; workers report."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream_rows: int = 0) -> None:
         super().__init__()
         self.epochs = 0
         self.requests = 0
         self.counters = Counters()
         self.ledger = ProducerLedger(
-            SLOTS, LEASE_S, self.counters, draw_epoch=self.draw_epoch, turn_s=TURN_S
+            SLOTS,
+            LEASE_S,
+            self.counters,
+            draw_epoch=self.draw_epoch,
+            turn_s=TURN_S,
+            stream_rows=stream_rows,
         )
         self.table = LeaseTable(SLOTS)
         self.held: dict[str, LeaseName] = {}

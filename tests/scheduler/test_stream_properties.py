@@ -20,7 +20,6 @@ from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.streams import PublishedStreams
 from tests.fakes.device_mark import FakeMark
 from tests.scheduler.test_producer_properties import SLOTS, Modelled, ProducerHistories
 
@@ -40,9 +39,7 @@ class StreamHistories(ProducerHistories):
     """As the histories of leases; prompts are asked for, computed in steps, preempted and released meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__()
-        orders = self.ledger._orders
-        self.ledger.streams = PublishedStreams(self.ledger.slots, orders, self.counters, rows=ROWS)
+        super().__init__(stream_rows=ROWS)
         self.rows = [Row() for _ in range(ROWS)]
         self.row_of: dict[int, int] = {}
         self.progress: dict[int, tuple[str, int]] = {}

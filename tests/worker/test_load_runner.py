@@ -32,12 +32,15 @@ def box() -> ResultBox:
 
 
 @pytest.fixture
-def runner(resumed: Counter[str], box: ResultBox) -> LoadRunner:
+def reader() -> SimpleNamespace:
+    """What the runner uses of it: none of its posts has released the interpreter's lock."""
+    return SimpleNamespace(gil_released_at_s=-math.inf)
+
+
+@pytest.fixture
+def runner(resumed: Counter[str], box: ResultBox, reader: SimpleNamespace) -> LoadRunner:
     """Three loads that are in flight for ever."""
-    context = cast(
-        "LoadContext",
-        SimpleNamespace(reader=SimpleNamespace(gil_released_at_s=-math.inf), slot_reads=None),
-    )
+    context = cast("LoadContext", SimpleNamespace(reader=reader, slot_reads=None))
     made = LoadRunner(context, box, timeout_s=60.0, max_loads=8)
 
     def steps(name: str) -> Steps:
@@ -65,11 +68,14 @@ def test_loads_that_do_not_fit_are_resumed_by_the_next_steps_each_once_a_round(
 
 
 def test_where_posts_let_go_of_the_lock_one_load_follows_another(
-    runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
+    runner: LoadRunner,
+    resumed: Counter[str],
+    reader: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(load_runner, "_STRETCH_S", 0.0)
     # As if a post had come back just now, every time.
-    runner._context.reader.gil_released_at_s = time.monotonic() + 60.0
+    reader.gil_released_at_s = time.monotonic() + 60.0
     runner.step()
     assert resumed == {"a": 1, "b": 1, "c": 1}
 

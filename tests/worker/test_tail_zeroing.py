@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -21,9 +20,11 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, DeviceMark
 from kvferry.worker.loads.gaps import Gap, gaps
 from kvferry.worker.loads.tail_zeroing import TailZeroing
+from kvferry.worker.relayout.port import Relayout
+from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.staging.buffer import relayout_for
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.cuda_memory import kernels
-from tests.fakes.device_mark import FakeMark
 from tests.harness.caches import CacheShape, ToyCaches
 
 WARM_UP_BYTES = 1536
@@ -88,33 +89,23 @@ def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(
         check_the_tail(shape, draw, cuda.device)
 
 
-def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_done_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shape = CacheShape(layers=2)
-    with fake_gpu() as cuda:
-        tail_zeroing = TailZeroing(ToyCaches(shape, 0xA5, cuda.device).kv)
-        relayout: Any = tail_zeroing._relayout
-        before = relayout._slots[0].mark
-        monkeypatch.setattr(
-            "kvferry.worker.relayout.triton_relayout.launch_relayout",
-            Mock(side_effect=RuntimeError),
-        )
-        with pytest.raises(RuntimeError):
-            zero(tail_zeroing, shape, [3], 2)
-        assert relayout._slots[0].mark is not before
-
-
-def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
-    shape = CacheShape(layers=40, blocks=3, cell_bytes=15, one_storage=False)
+def test_there_is_room_for_the_table_of_a_window_and_a_tail() -> None:
+    """The largest that there is: all cells of two blocks but one."""
+    shape = CacheShape(layers=2, blocks=3, block_tokens=256, cell_bytes=15, one_storage=False)
+    group = CacheGroup(policy="window", block_tokens=256, window_tokens=2)
+    # The producer has given back all blocks of one token before token 255.
+    tokens = TokenMap(0, 1, TokenSide(256, 3, Interleave()), TokenSide(1, 20, Interleave()))
+    request = RequestBlocks([[1, 2]], [[9, 10]], first_token=0, stop_token=257, num_tokens=257)
+    there = CacheGroup(policy="window", block_tokens=1, window_tokens=2)
+    units = {tokens: pair_units(tokens, group, there, request)}
+    assert list(gaps(units, (group,), request)) == [Gap(0, 1, 0, 255), Gap(0, 2, 1, 256)]
     with fake_gpu() as cuda:
         caches = ToyCaches(shape, 0xA5, cuda.device)
-        tail_zeroing = TailZeroing(caches.kv)
-        assert zero(tail_zeroing, shape, [1], 3) is not None
-        largest = tail_zeroing._table([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)])
-        relayout: Any = tail_zeroing._relayout
-        assert relayout.try_start(largest) is not None
-    assert not any(caches.cells(layer)[1, :, 3:].any() for layer in range(shape.layers))
+        assert TailZeroing(caches.kv).zero(units, (group,), request) is not None
+    for layer in range(shape.layers):
+        assert not caches.cells(layer)[1, :, :255].any()
+        assert not caches.cells(layer)[2, :, 1:].any()
+        assert (caches.cells(layer)[1, :, 255] == 0xA5).all()
 
 
 def check_the_tail(shape: CacheShape, draw: st.DataObject, device: Device) -> None:
@@ -171,20 +162,43 @@ def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
         TailZeroing(KvCaches(caches.kv.storages, (astray,), HOST))
 
 
-def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing() -> None:
+class FullRelayout:
+    """A relayout, of whose tables none is free while it is full."""
+
+    def __init__(self, inner: Relayout) -> None:
+        self._inner = inner
+        self.is_full = True
+
+    def try_start(self, table: WaveTable) -> DeviceMark | None:
+        if self.is_full:
+            return None
+        return self._inner.try_start(table)
+
+    def mark(self) -> DeviceMark:
+        return self._inner.mark()
+
+
+def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shape = CacheShape(layers=2)
+    made: list[FullRelayout] = []
+
+    def full(*parts: Any) -> FullRelayout:
+        made.append(FullRelayout(relayout_for(*parts)))
+        return made[-1]
+
+    monkeypatch.setattr("kvferry.worker.loads.tail_zeroing.relayout_for", full)
     with fake_gpu() as cuda:
         caches = ToyCaches(shape, 0xA5, cuda.device)
         tail_zeroing = TailZeroing(caches.kv)
-        relayout: Any = tail_zeroing._relayout
+        (relayout,) = made
         cuda.calls = []
-        for slot in relayout._slots:
-            slot.mark = FakeMark()
         mark = zero(tail_zeroing, shape, [3], 2)
         assert mark is not None
         assert not mark.reached()
         assert all((memory == 0xA5).all() for memory in caches.memory)
-        relayout._slots[1].mark = None
+        relayout.is_full = False
         assert mark.reached()
         assert mark.reached()
     assert cuda.names().count("launch") == 1

@@ -27,12 +27,12 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connector import FerryConnector
 from kvferry.protocol.geometry import Place
+from kvferry.worker.worker import FerryWorker
 from tests.harness.cache_engine import free_port, wait_until_idle
 from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
 from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
 from tests.harness.core.scheduler import Answer, Scheduled, SchedulerEngine
 from tests.harness.core.toy_model import ToyModel, expected_tokens
-from tests.harness.inside import worker_of
 from tests.waiting import deadline_s
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
@@ -180,6 +180,11 @@ class Node:
         return step
 
     @property
+    def ferry_workers(self) -> list[FerryWorker]:
+        """kvferry's half of each worker."""
+        return [ferry_of(worker).worker_side.worker for worker in self.workers]
+
+    @property
     def must_step(self) -> bool:
         """Whether the engine's loop would take another step now."""
         return bool(self.engine.scheduler.has_requests())
@@ -257,7 +262,7 @@ class Node:
         self.engine.close()
         try:
             for worker in self.workers if idle else ():
-                wait_until_idle(worker_of(ferry_of(worker).worker_side))
+                wait_until_idle(ferry_of(worker).worker_side.worker)
         finally:
             for worker in self.workers:
                 worker.shutdown()
@@ -272,9 +277,8 @@ class Node:
 
     def _add_siblings(self) -> None:
         """Replaces the process groups of several ranks while the caches are registered."""
-        halves = [worker_of(ferry_of(worker).worker_side) for worker in self.workers]
-        for half in halves:
-            half.add_siblings([one.description for one in halves])
+        for worker in self.ferry_workers:
+            worker.add_siblings([one.description for one in self.ferry_workers])
 
     def _add_worker(
         self, runner: RunnerType, place: Place, cache_config: Any

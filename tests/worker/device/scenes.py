@@ -23,7 +23,7 @@ from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, Offer
-from tests.harness.inside import memory_of
+from tests.harness.exported import slots_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 from tests.worker.engines.streams import STREAMS, ServedStream
@@ -219,11 +219,12 @@ def progress_after_the_model(stage: Stage) -> None:
     producer, consumer = stage.serve()
     stream = ServedStream.begin(stage.rig, producer, consumer, tokens=30, first=5)
     stream.order()
-    slot, table = stream.prefill._lease.slot, memory_of(producer.worker).table
+    assert stream.prefill.params is not None
+    slot, progress = stream.prefill.params.kvferry.lease_slot, slots_of(producer.worker).progress
     with stage.held(stage.here, model=True) as not_yet:
-        before = int(table.progress[slot])
+        before = int(progress[slot])
         stream.compute(8)
-        not_yet(lambda: int(table.progress[slot]) != before)
+        not_yet(lambda: int(progress[slot]) != before)
     stream.until_read(13)
     stream.compute_rest(8)
     stream.check()

@@ -7,11 +7,11 @@ from typing import Any
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.record import LoadRecord
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
-from tests.harness.inside import memory_of, thread_of
+from tests.harness.exported import slots_of
+from tests.harness.integrity import snapshot_of
 from tests.harness.prefills import Prefill
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -69,13 +69,9 @@ class ServedStream:
 
         def is_read() -> bool:
             assert self.load is not None
-            records = [
-                load.record
-                for load in self.running()
-                if load.order.request_id == self.load.request_id
-            ]
-            results = thread_of(self.consumer.worker).results.snapshot()
-            is_over = self.load.request_id in results.loaded | results.failed.keys()
+            seen = snapshot_of(self.consumer.worker)
+            records = [record for record in seen.begun if record.request_id == self.load.request_id]
+            is_over = self.load.request_id in seen.untaken.loaded | seen.untaken.failed.keys()
             return is_over or any(
                 chunk[0] >= whole for record in records for chunk in record.chunks[-1:]
             )
@@ -83,13 +79,10 @@ class ServedStream:
         if whole:
             wait_until(is_read, f"{whole} tokens are read")
 
-    def running(self) -> list[Load]:
-        return list(thread_of(self.consumer.worker).runner.begun())
-
     def is_over(self, polls: int) -> bool:
         """Whether the load has ended, collected or not, or the consumer has polled more reads than these."""
         assert self.load is not None
-        results = thread_of(self.consumer.worker).results.snapshot()
+        results = snapshot_of(self.consumer.worker).untaken
         is_reported = self.load.request_id in results.loaded | results.failed.keys()
         is_over = is_reported or self.consumer.seen.is_over(self.load.request_id)
         return is_over or self.consumer.fabric.calls["poll"] > polls
@@ -121,7 +114,7 @@ class ServedStream:
         freed = self.prefill.abort()
         self.producer.step()
         wait_until(
-            lambda: memory_of(self.producer.worker).table.words[slot] == EMPTY,
+            lambda: slots_of(self.producer.worker).words[slot] == EMPTY,
             "the lease has ended",
         )
         self.producer.caches.fill(blocks, GARBAGE)

@@ -19,7 +19,8 @@ from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
-from tests.harness.inside import memory_of, thread_of
+from tests.harness.inside import thread_of
+from tests.harness.integrity import snapshot_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 from tests.worker.engines.streams import STREAMS, ServedStream
@@ -101,7 +102,7 @@ def connecting(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
     params = producer.changed(producer.prefill(10), remote_port=silent.getsockname()[1])
     load = consumer.load(params)
     wait_until(
-        lambda: len(thread_of(consumer.worker).registry.snapshot().handshakes),
+        lambda: snapshot_of(consumer.worker).peers.handshakes.awaited,
         "the handshake is under way",
     )
     return consumer, load
@@ -114,8 +115,8 @@ def on_the_device(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     with mock.patch.object(consumer.worker, "_device", _Busy()):
         load = consumer.load(producer.prefill(10).params)
     wait_until(
-        lambda: any(one.peer for one in thread_of(consumer.worker).runner.begun()),
-        "it is connected",
+        lambda: snapshot_of(consumer.worker).loads[LoadState.RUNNING],
+        "it has had its first turn",
     )
     return consumer, load
 
@@ -168,7 +169,9 @@ def test_what_waits_without_a_read_in_flight_frees_its_blocks_at_once(
         assert not consumer.fabric.reading()
         assert not len(consumer.loads)
         assert consumer.fabric.calls["post_data_read"] == posts
-        assert memory_of(consumer.worker).staging is None or not consumer.pool.waiting
+        pool = snapshot_of(consumer.worker).pool
+        assert pool is not None
+        assert not pool.waiting
 
 
 def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) -> None:
@@ -185,15 +188,14 @@ def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) 
             consumer.load(producer.changed(offer, remote_port=port))
             for offer, port in zip(offers, ports, strict=True)
         ]
-        registry = thread_of(consumer.worker).registry
         wait_until(
-            lambda: len(registry.snapshot().handshakes.awaited) == len(ports),
+            lambda: len(snapshot_of(consumer.worker).peers.handshakes.awaited) == len(ports),
             "all are awaited",
         )
         abort(rig, consumer, *loads)
         under_way = FOR_LOADS.per_unverified_host + AHEAD.per_unverified_host
         wait_until(
-            lambda: len(registry.snapshot().handshakes) <= under_way,
+            lambda: len(snapshot_of(consumer.worker).peers.handshakes) <= under_way,
             "those that had not begun are withdrawn",
         )
 
@@ -296,4 +298,4 @@ def test_a_storm_of_aborts_leaves_the_others_alone(rig: Rig) -> None:
     for number, load in list(enumerate(loads))[1::2]:
         assert rig.until_over(consumer, load) is None
         assert consumer.has_bytes(load, seed=5 + number)
-    assert consumer.all_entries_are_free() or list(thread_of(consumer.worker).runner.polls())
+    assert " free + 0 of loads + " in snapshot_of(consumer.worker).sums

@@ -14,7 +14,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_params
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import POISON, Engine, Offer
-from tests.harness.inside import memory_of
+from tests.harness.exported import slots_of
 from tests.harness.rig import Rig
 
 TOKENS = 10
@@ -172,7 +172,7 @@ def test_leases_are_open_when_the_orders_have_been_handed_over_even_if_the_rest_
     engine = rig.engine("P")
     opened = StepOrders(boot=engine.boot, opens=(LeaseOpen(slot=3, epoch=EPOCH),))
     engine.worker.carry_out(encode_head(opened), b"\xc1")
-    assert int(memory_of(engine.worker).table.words[3]) == slot_word(
+    assert int(slots_of(engine.worker).words[3]) == slot_word(
         epoch_from_text(EPOCH), SlotState.COMPUTING
     )
     rig.step_until(lambda: engine.seen.counts["lost_orders"], "the loss is counted")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.tail_zeroing import TailZeroing
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
-from tests.harness.inside import thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -132,15 +133,13 @@ def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_an
     """Only the read of the slot is still in flight, but the blocks were read into: they wait for it."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    zero = thread_of(consumer.worker).runner._context.tail_zeroing.zero
+    zero = TailZeroing.zero
 
-    def freeze_and_zero(*what: Any) -> Any:
+    def freeze_and_zero(tail_zeroing: TailZeroing, *what: Any) -> Any:
         rig.network.freeze(producer.fabric.agent_name)
-        return zero(*what)
+        return zero(tail_zeroing, *what)
 
-    monkeypatch.setattr(
-        thread_of(consumer.worker).runner._context.tail_zeroing, "zero", freeze_and_zero
-    )
+    monkeypatch.setattr(TailZeroing, "zero", freeze_and_zero)
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
@@ -155,16 +154,22 @@ def test_a_post_that_does_not_return_fails_the_load_in_time_and_its_blocks_are_n
 ) -> None:
     """The transfer thread can do nothing then; the step thread does."""
     monkeypatch.setattr("kvferry.worker.loads.watchdog.SLACK_S", 0.1)
+    ahead_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
+    monkeypatch.setattr("kvferry.worker.loads.watchdog.time", clock)
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    consumer.worker._watchdog._timeout_s = TIMEOUT_S
     go_on = threading.Event()
     consumer.fabric.on_data_read = lambda: _wait(go_on)
     offer = producer.prefill(tokens=10, seed=3)
-    began_s = time.monotonic()
+    posts = consumer.fabric.calls["post_data_read"]
     load = consumer.load(offer.params)
+    wait_until(lambda: consumer.fabric.calls["post_data_read"] > posts, "it is stuck")
+    ahead_s = SETTINGS.load_timeout_s
+    consumer.step()
+    assert not consumer.seen.failed, "it has to be late for longer than a pause of the process"
+    ahead_s += 1.0
     rig.step_until(lambda: consumer.seen.failed, "the deadline", only=consumer, timeout_s=60.0)
-    assert time.monotonic() - began_s > TIMEOUT_S
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
     assert consumer.seen.alive == {load.request_id}
     go_on.set()

@@ -16,6 +16,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import Blocks
 from kvferry.worker.device import HOST, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
+from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.relayout.shape import CopyAxis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging import host_buffer as host_mirror
@@ -23,9 +24,9 @@ from tests.fakes.cuda import DEFAULT_STREAM, FakeCuda
 from tests.fakes.cuda_memory import launch_relayout
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import SETTINGS
-from tests.harness.caches import CacheShape
+from tests.harness.caches import CacheShape, ToyCaches
 from tests.harness.engine import SHAPE
-from tests.harness.inside import memory_of, thread_of
+from tests.harness.integrity import ANSWER_WITHIN_S
 from tests.harness.rig import Rig
 
 ON_HOST = replace(SETTINGS, host_buffer=True)
@@ -83,11 +84,22 @@ def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_
     any_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_mirror, "WAVE_BYTES", 1)
-    producer, consumer = any_rig.pair(settings=ON_HOST)
-    any_rig.transfer(producer, consumer, tokens=26, seed=4)
-    mirror = memory_of(producer.worker).mirror
-    assert mirror is not None
-    assert mirror._relayout.launches == len(producer.offers.popitem()[1].blocks) > 1
+    copies: list[WaveTable] = []
+    try_start = ReferenceRelayout.try_start
+
+    def noted(relayout: ReferenceRelayout, table: WaveTable) -> DeviceMark:
+        copies.append(table)
+        return try_start(relayout, table)
+
+    producer = any_rig.engine("P", settings=ON_HOST)
+    monkeypatch.setattr(ReferenceRelayout, "try_start", noted)
+    offer = producer.prefill(tokens=26, seed=4)
+    any_rig.step_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "it is copied")
+    assert len(copies) == len(offer.blocks) > 1
+    consumer = any_rig.engine("C", settings=ON_HOST)
+    load = consumer.load(offer.params)
+    assert any_rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=4)
 
 
 class BusyRelayout:
@@ -96,7 +108,6 @@ class BusyRelayout:
     done = HOST.mark()
 
     def __init__(self) -> None:
-        self.launches = 0
         self.asked = 0
         self.copied: list[int] = []
 
@@ -111,12 +122,13 @@ class BusyRelayout:
         return self.done
 
 
-def test_parts_that_find_no_room_are_copied_later_each_once_and_in_order(any_rig: Rig) -> None:
-    producer = any_rig.engine("P", settings=ON_HOST)
-    mirror = memory_of(producer.worker).mirror
-    assert mirror is not None
+def test_parts_that_find_no_room_are_copied_later_each_once_and_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     relayout = BusyRelayout()
-    mirror._relayout = relayout
+    monkeypatch.setattr(host_mirror, "relayout_for", lambda *_: relayout)
+    caches = ToyCaches(SHAPE, 0)
+    mirror = host_mirror.HostMirror(caches.kv, (SHAPE.group,))
     waves: deque[Blocks] = deque([((1,),), ((2,),), ((3,),)])
     assert [mirror.try_copy(waves) for _ in range(4)] == [None, None, None, relayout.done]
     assert relayout.copied == [1, 2, 3]
@@ -190,8 +202,7 @@ def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_ha
     assert set(pinned_at_close) == {everything, everything // 2}
     assert cuda.names().count("cudaHostUnregister") == everything // 2 == len(cuda.registered)
     last = cuda.names().index("cudaHostUnregister")
-    thread = thread_of(producer.worker)
-    assert not thread.is_running
+    assert producer.worker.snapshot(ANSWER_WITHIN_S) is None, "its thread has ended"
     assert {call.name for call in cuda.calls[last:]} == {"cudaHostUnregister"}
 
 

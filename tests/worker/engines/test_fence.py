@@ -11,7 +11,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from tests.fakes.device_mark import FakeMark
 from tests.harness.engine import Engine, Offer
-from tests.harness.inside import memory_of
+from tests.harness.exported import slots_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -77,7 +77,7 @@ def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) 
     epoch = epoch_from_text(offer.params.kvferry.lease_epoch)
 
     def computes_again() -> None:
-        memory_of(producer.worker).table.words[offer.slot] = slot_word(epoch, SlotState.COMPUTING)
+        slots_of(producer.worker).words[offer.slot] = slot_word(epoch, SlotState.COMPUTING)
 
     consumer.fabric.on_data_read = computes_again
     assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.FENCE

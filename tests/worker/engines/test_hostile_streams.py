@@ -18,7 +18,7 @@ from kvferry.protocol.ids import (
 )
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
-from tests.harness.inside import memory_of
+from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -33,7 +33,7 @@ def waiting(rig: Rig) -> tuple[ServedStream, Any]:
     stream.order()
     stream.until_read(9)
     wait_until(consumer.parked_loads, "it waits")
-    return stream, memory_of(producer.worker).rows
+    return stream, rows_of(producer.worker)
 
 
 @pytest.mark.parametrize("block", [0, 47, 48, 2**31, 2**32 - 1])
@@ -53,7 +53,7 @@ def test_ids_outside_the_cache_fail_the_load(rig: Rig, block: int) -> None:
 
 def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
     stream, rows = waiting(rig)
-    table, slot = memory_of(stream.producer.worker).table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    table, slot = slots_of(stream.producer.worker), stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
     row = stream.prefill.params.kvferry.stream_row  # type: ignore[union-attr]
     header, word, other = rows.headers[row].copy(), int(table.words[slot]), new_epoch()
     rows.headers[row] = header_word(other)
@@ -66,7 +66,7 @@ def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
 def test_an_epoch_that_no_header_names_is_waited_for_until_the_deadline(rig: Rig) -> None:
     """So it is between the words of a producer's workers."""
     stream, _ = waiting(rig)
-    table, slot = memory_of(stream.producer.worker).table, stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    table, slot = slots_of(stream.producer.worker), stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
     word = int(table.words[slot])
     table.words[slot] = slot_word(new_epoch(), SlotState.READY)
     stream.consumer.set_timeouts(load_s=0.3)
@@ -96,7 +96,8 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
 ) -> None:
     draw = random.Random(seed)
     stream, rows = waiting(rig)
-    memory, params = memory_of(stream.producer.worker), stream.prefill.params
+    slots = slots_of(stream.producer.worker)
+    params = stream.prefill.params
     assert params is not None
     slot, row, epoch = (
         params.kvferry.lease_slot,
@@ -106,7 +107,7 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
     words = [0, 2**64 - 1, draw.getrandbits(64), *(slot_word(epoch, state) for state in SlotState)]
     words += [slot_word(Epoch(9), state) for state in SlotState]
     headers = [0, 1, header_word(epoch), header_word(Epoch(9)), 2**64 - 1, draw.getrandbits(64)]
-    before = memory.table.words.copy(), memory.table.progress.copy(), rows.headers.copy()
+    before = slots.words.copy(), slots.progress.copy(), rows.headers.copy()
     stream.consumer.set_timeouts(load_s=0.3)
     for _ in range(draw.randint(1, 40)):
         rows.ids[row] = draw.choices([draw.randrange(48), draw.getrandbits(32)], [8, 1])[0]
@@ -114,14 +115,12 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
             draw.choice([header_word(epoch), draw.choice(headers)]),
             draw.choice(headers),
         )
-        memory.table.progress[slot] = progress_word(
-            draw.choice([epoch, Epoch(9)]), draw.randrange(60)
-        )
-        memory.table.words[slot] = draw.choice(words)
+        slots.progress[slot] = progress_word(draw.choice([epoch, Epoch(9)]), draw.randrange(60))
+        slots.words[slot] = draw.choice(words)
         stream.consumer.step()
         wait_until(lambda n=stream.consumer.fabric.calls["poll"]: stream.is_over(n), "it looks")  # type: ignore[misc]
     stream.over()
-    memory.table.words[:], memory.table.progress[:], rows.headers[:] = before
+    slots.words[:], slots.progress[:], rows.headers[:] = before
     stream.abort()
     assert "internal error" not in caplog.text
     rig.step_until(lambda: not stream.consumer.seen.alive, "nothing is left")

@@ -10,7 +10,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
-from tests.harness.inside import thread_of
+from tests.harness.integrity import ANSWER_WITHIN_S, snapshot_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -25,8 +25,7 @@ def _calls(engine: Engine) -> int:
 
 
 def _is_idle(engine: Engine) -> bool:
-    thread = thread_of(engine.worker)
-    return thread._is_idle() and thread._inbox.empty()
+    return snapshot_of(engine.worker).is_idle
 
 
 def test_without_work_the_threads_block(any_rig: Rig) -> None:
@@ -98,6 +97,6 @@ def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(
     assert consumer.fabric.calls["close"] == 0
     assert consumer.word(offer) == EMPTY, "its leases are over all the same"
     released[0] = True
-    wait_until(lambda: not thread_of(consumer.worker).is_running, "it ends")
+    wait_until(lambda: consumer.worker.snapshot(ANSWER_WITHIN_S) is None, "it ends")
     consumer.worker.close()
     assert consumer.fabric.calls["close"] == 1

@@ -13,8 +13,9 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
+from tests.harness.exported import slots_of
 from tests.harness.inside import memory_of, thread_of
-from tests.harness.integrity import check_worker
+from tests.harness.integrity import check_worker, snapshot_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -26,8 +27,9 @@ def _steal_an_entry(engine: Engine) -> Callable[[], object]:
 
 
 def _free_an_entry_twice(engine: Engine) -> Callable[[], object]:
-    memory_of(engine.worker).slot_reads._free.append(3)
-    return memory_of(engine.worker).slot_reads._free.pop
+    slot_reads = memory_of(engine.worker).slot_reads
+    slot_reads.give_back((3,))
+    return lambda: slot_reads.try_take(1)
 
 
 def _steal_a_wave(engine: Engine) -> Callable[[], object]:
@@ -54,8 +56,8 @@ def _post_a_read(engine: Engine) -> Callable[[], object]:
 
 
 def _write_a_word(engine: Engine) -> Callable[[], object]:
-    memory_of(engine.worker).table.words[7] = 99
-    return lambda: memory_of(engine.worker).table.words.__setitem__(7, 0)
+    slots_of(engine.worker).words[7] = 99
+    return lambda: slots_of(engine.worker).words.__setitem__(7, 0)
 
 
 BREAKS = {
@@ -125,7 +127,7 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
     rig.transfer(producer, consumer)
     mend = _steal_an_entry(consumer)
     for count in (1, 2, 3):
-        thread_of(consumer.worker).wake()
+        snapshot_of(consumer.worker)  # it takes a turn
         rig.step_until(
             lambda count=count: consumer.seen.counts["integrity_errors"] >= count,  # type: ignore[misc]
             "counted",

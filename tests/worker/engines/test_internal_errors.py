@@ -7,6 +7,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason, LeaseEnd, StepOrders, encode_head, encode_orders
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
+from kvferry.worker.leases import LeaseTable
 from kvferry.worker.peers.plan_cache import PlanCache
 from tests.harness.engine import Engine
 from tests.harness.inside import thread_of
@@ -97,7 +98,7 @@ def test_loads_are_carried_out_although_the_leases_of_their_step_cannot_be(
         raise RuntimeError("unheard of")
 
     with monkeypatch.context() as patched:
-        patched.setattr(thread_of(consumer.worker)._table, "end", broken)
+        patched.setattr(LeaseTable, "end", broken)
         consumer.worker.carry_out(encode_head(orders), encode_orders(orders))
         rig.step_until(lambda: "decode" in consumer.seen.loaded, "the load is good")
     consumer.loads.finished("decode")

@@ -12,8 +12,11 @@ from kvferry.protocol.ids import SlotState
 from kvferry.worker import pace
 from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState
 from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.state import LoadState
+from kvferry.worker.pace import PollPace
+from kvferry.worker.worker import FerryWorker
 from tests.harness.engine import Engine, Offer, OrderedLoad
-from tests.harness.inside import thread_of
+from tests.harness.integrity import snapshot_of
 from tests.harness.rig import Rig, rig_of
 from tests.waiting import wait_until
 from tests.worker.engines.test_staging import HEADS_OUTER, STAGED, TOKENS_OUTER, staged_pair
@@ -45,27 +48,33 @@ def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs() ->
 def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    notify, thread = consumer.fabric.notify, thread_of(consumer.worker)
-    reported_before = []
+    notify, reported_before = consumer.fabric.notify, list[set[str]]()
 
     def noted(peer: PeerAgent, message: bytes) -> None:
-        reported_before.append(bool(thread.results.snapshot().loaded))
+        reported_before.append(consumer.worker.take_results().loaded)
         notify(peer, message)
 
     consumer.fabric.notify = noted  # type: ignore[method-assign]
-    consumer.load(producer.prefill(tokens=10).params)
+    load = consumer.load(producer.prefill(tokens=10).params)
     wait_until(lambda: reported_before, "the producer is notified")
-    assert reported_before == [True]
+    assert reported_before == [{load.request_id}]
 
 
 def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_often(
-    rig: Rig,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pauses_s: list[float] = []
+    not_notified = PollPace.not_notified
+
+    def noted(now: PollPace) -> None:
+        not_notified(now)
+        pauses_s.append(now.notification_backoff_s)
+
+    monkeypatch.setattr(PollPace, "not_notified", noted)
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
-    thread = thread_of(producer.worker)
-    wait_until(lambda: thread._wait_s() == pace.MAX_NOTIFICATION_BACKOFF_S, "it has backed off")
+    wait_until(lambda: pauses_s[-1:] == [pace.MAX_NOTIFICATION_BACKOFF_S], "it has backed off")
     before = producer.fabric.calls["take_notifications"]
     time.sleep(WINDOW_S)
     assert producer.fabric.calls["take_notifications"] - before <= WINDOW_S / 20e-3 + 1
@@ -102,22 +111,55 @@ def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
     return offer
 
 
-def _note_backoff(consumer: Engine) -> list[int]:
-    """The backoff of loads from now on, in µs, one entry after every round of the thread."""
-    thread = thread_of(consumer.worker)
-    wait_until(
-        lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(),
-        "nothing else is due",
-    )
-    step, backoff_us = thread._step, list[int]()
+class NotedPace(PollPace):
+    """The pace of a worker's transfer thread, which notes its turns from `begin` on, while loads are in hand.
 
-    def noted() -> None:
-        step()
-        if thread.runner.busy():
-            backoff_us.append(round(thread._pace.backoff_s * 1e6))
+    Attributes:
+        backoff_us: after each turn, what it would pause for.
+        vain: of those without progress, the same and what it took to look at all loads, in µs.
+    """
 
-    thread._step = noted  # type: ignore[method-assign]
-    return backoff_us
+    def __init__(self) -> None:
+        super().__init__()
+        self.backoff_us: list[int] = []
+        self.vain: list[tuple[int, float]] = []
+        self._worker: FerryWorker | None = None
+
+    def begin(self, worker: FerryWorker) -> None:
+        """Begin once nothing else is due."""
+        wait_until(
+            lambda: snapshot_of(worker).is_idle and not _is_connecting(), "nothing else is due"
+        )
+        self._worker = worker
+
+    def progressed(self) -> None:
+        super().progressed()
+        self._note()
+
+    def polled_in_vain(self, round_s: float) -> None:
+        super().polled_in_vain(round_s)
+        if self._note():
+            self.vain.append((self.backoff_us[-1], round_s * 1e6))
+
+    def _note(self) -> bool:
+        in_hand = (LoadState.WAITING, LoadState.RUNNING, LoadState.RESUMED)
+        if self._worker is None or not self._worker.count_loads(*in_hand):
+            return False
+        self.backoff_us.append(round(self.backoff_s * 1e6))
+        return True
+
+
+@pytest.fixture
+def paces(monkeypatch: pytest.MonkeyPatch) -> list[NotedPace]:
+    """Of the engines, in the order in which they are made."""
+    made: list[NotedPace] = []
+
+    def make() -> NotedPace:
+        made.append(NotedPace())
+        return made[-1]
+
+    monkeypatch.setattr("kvferry.worker.transfer_thread.PollPace", make)
+    return made
 
 
 def _is_connecting() -> bool:
@@ -132,23 +174,27 @@ def _finish(rig: Rig, consumer: Engine, load: OrderedLoad, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("polling_takes_no_time")
-def test_each_stage_of_a_load_begins_with_the_shortest_backoff(rig: Rig) -> None:
+def test_each_stage_of_a_load_begins_with_the_shortest_backoff(
+    rig: Rig, paces: list[NotedPace]
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = _ready_prefill(producer)
     _asynchronous(consumer)
-    backoff_us = _note_backoff(consumer)
+    paces[1].begin(consumer.worker)
+    backoff_us = paces[1].backoff_us
     _finish(rig, consumer, consumer.load(offer.params), seed=2)
     assert backoff_us == 3 * [50, 100, 200], "the fence, the data, the fence again"
 
 
 @pytest.mark.usefixtures("polling_takes_no_time")
-def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig) -> None:
+def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig, paces: list[NotedPace]) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
     rig.transfer(producer, consumer)
     offer = _ready_prefill(producer, tokens=64)
     _asynchronous(consumer)
-    backoff_us = _note_backoff(consumer)
+    paces[1].begin(consumer.worker)
+    backoff_us = paces[1].backoff_us
     _finish(rig, consumer, consumer.load(offer.params), seed=2)
     assert consumer.seen.totals[-1].waves > 4
     assert max(backoff_us) <= 200
@@ -156,11 +202,14 @@ def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig) -> None:
 
 
 @pytest.mark.usefixtures("polling_takes_no_time")
-def test_a_load_that_merely_polls_is_polled_less_and_less_often(rig: Rig) -> None:
+def test_a_load_that_merely_polls_is_polled_less_and_less_often(
+    rig: Rig, paces: list[NotedPace]
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = _ready_prefill(producer)
-    backoff_us = _note_backoff(consumer)
+    paces[1].begin(consumer.worker)
+    backoff_us = paces[1].backoff_us
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(offer.params)
     wait_until(lambda: len(backoff_us) > 20, "it is polled again and again")
@@ -169,22 +218,28 @@ def test_a_load_that_merely_polls_is_polled_less_and_less_often(rig: Rig) -> Non
     assert backoff_us[:20] == [50, 100, 200, 400, 800] + 15 * [1000]
 
 
-@pytest.mark.parametrize(("round_s", "longest_s"), [(0.01, 0.03), (0.0001, 0.001)])
 def test_the_longer_it_takes_to_look_at_all_loads_the_less_often_that_is_done(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, round_s: float, longest_s: float
+    rig: Rig, paces: list[NotedPace]
 ) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    thread = thread_of(consumer.worker)
+    offer = _ready_prefill(producer)
+    paces[1].begin(consumer.worker)
     rig.network.freeze(producer.fabric.agent_name)
-    load = consumer.load(producer.prefill(tokens=10).params)
-    wait_until(thread.runner.busy, "it reads")
-    with monkeypatch.context() as patched:
-        patched.setattr(thread.runner, "step", lambda: False)
-        thread.runner.round_s = round_s
-        wait_until(lambda: thread._wait_s() == pytest.approx(longest_s), "it has backed off")
+    poll = consumer.fabric.poll
+
+    def slowly(transfer: Transfer) -> TransferState:
+        time.sleep(2e-3)
+        return poll(transfer)
+
+    consumer.fabric.poll = slowly  # type: ignore[method-assign]
+    load = consumer.load(offer.params)
+    wait_until(lambda: len(paces[1].vain) > 20, "it is polled again and again")
     rig.network.thaw(producer.fabric.agent_name)
-    assert rig.until_over(consumer, load) is None
+    _finish(rig, consumer, load, seed=2)
+    assert max(backoff_us for backoff_us, _ in paces[1].vain) >= 3 * 2_000
+    for backoff_us, round_us in paces[1].vain:
+        assert backoff_us <= max(1_000, 3 * round_us + 1)
 
 
 LONG_S = 30.0

@@ -15,7 +15,7 @@ from kvferry.worker.loads import deadline
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
-from tests.harness.inside import memory_of
+from tests.harness.exported import slots_of
 from tests.harness.integrity import standing_still
 from tests.harness.rig import Rig
 from tests.harness.slow_link import SlowLink
@@ -142,7 +142,7 @@ def test_a_slot_that_opens_while_the_consumer_stands_still_is_found_open(
     offer = producer.prefill(tokens=5, seed=1)
     word = slot_word(epoch_from_text(offer.params.kvferry.lease_epoch), SlotState.READY)
     wait_until(lambda: producer.word(offer) == word, "it is ready")
-    words = memory_of(producer.worker).table.words
+    words = slots_of(producer.worker).words
     words[offer.slot] = EMPTY
     post, posts = consumer.fabric.post_read, 0
 

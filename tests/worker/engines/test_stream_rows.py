@@ -17,11 +17,11 @@ from kvferry.protocol.stream_rows import (
     header_word,
 )
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, TransferState
-from tests.fakes.device_mark import FakeClock
+from tests.fakes.device_mark import ClockedDevice, FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import Bytes
 from tests.harness.engine import Engine
-from tests.harness.inside import memory_of
+from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker, standing_still
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -33,9 +33,8 @@ STREAMING = replace(SETTINGS, row_blocks=(300,), check_integrity=True)
 
 def streaming_producer(rig: Rig) -> tuple[Engine, FakeClock]:
     """An engine whose device has not finished anything yet."""
-    producer, clock = rig.engine("P", settings=STREAMING), FakeClock()
-    producer.worker._device = clock  # type: ignore[assignment]
-    return producer, clock
+    clock = FakeClock()
+    return rig.engine("P", settings=STREAMING, device=ClockedDevice(clock)), clock
 
 
 def order(engine: Engine, **orders: Any) -> None:
@@ -64,13 +63,13 @@ def hold(epoch: Epoch) -> LeaseHold:
 
 def shown(engine: Engine, epoch: Epoch = FIRST) -> tuple[int, int]:
     """The slot's first word, and the tokens in its second."""
-    table = memory_of(engine.worker).table
+    table = slots_of(engine.worker)
     return int(table.words[SLOT]), progress_of(int(table.progress[SLOT]), epoch)
 
 
 def row_of(engine: Engine) -> tuple[list[int], list[int]]:
     """The row's header and its first four ids."""
-    rows = memory_of(engine.worker).rows
+    rows = rows_of(engine.worker)
     return rows.headers[ROW].tolist(), rows.ids[ROW, :4].tolist()
 
 

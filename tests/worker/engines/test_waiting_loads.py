@@ -17,8 +17,8 @@ from kvferry.worker.loads import deadline
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, Offer, OrderedLoad
-from tests.harness.inside import memory_of, thread_of
-from tests.harness.integrity import check_worker
+from tests.harness.exported import slots_of
+from tests.harness.integrity import check_worker, snapshot_of
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -59,7 +59,7 @@ def test_many_loads_that_wait_for_one_producer_cost_one_read_a_look(
     producer, consumer = rig.pair(shape=shape, settings=MANY)
     rig.transfer(producer, consumer)
     _, loads = park(producer, consumer, count=300)
-    assert consumer.all_entries_are_free() or list(thread_of(consumer.worker).runner.polls())
+    assert " free + 0 of loads + " in snapshot_of(consumer.worker).sums
     post, sizes = consumer.fabric.post_read, Counter[int]()
 
     def noted(local: Any, local_indices: Any, remote: Any, remote_indices: Any) -> Any:
@@ -114,7 +114,7 @@ def test_the_deadline_of_a_load_that_waits_counts_from_the_last_change_of_its_sl
     rig.transfer(producer, consumer)
     (offer,), (load,) = park(producer, consumer)
     consumer.set_timeouts(load_s=TIMEOUT_S)
-    progress, began_s = memory_of(producer.worker).table.progress, time.monotonic()
+    progress, began_s = slots_of(producer.worker).progress, time.monotonic()
     changed_s = began_s
     while changed_s < began_s + 3 * TIMEOUT_S:
         progress[offer.slot] += 1
@@ -136,7 +136,7 @@ def test_a_producer_that_changes_a_slot_for_ever_does_not_hold_a_load_for_ever(
     rig.transfer(producer, consumer)
     (offer,), (load,) = park(producer, consumer)
     consumer.set_timeouts(load_s=TIMEOUT_S)
-    progress, began_s = memory_of(producer.worker).table.progress, time.monotonic()
+    progress, began_s = slots_of(producer.worker).progress, time.monotonic()
 
     def has_failed() -> bool:
         progress[offer.slot] += 1
@@ -158,7 +158,7 @@ def test_loads_that_wait_for_a_frozen_producer_miss_their_deadlines_and_the_read
     rig.step_until(lambda: len(consumer.seen.failed) == 3, "the deadline", only=consumer)
     assert set(consumer.seen.failed.values()) == {FailureReason.DEADLINE}
     assert not consumer.seen.alive
-    wait_until(lambda: thread_of(consumer.worker).runner.closing(), "the read is kept")
+    wait_until(lambda: snapshot_of(consumer.worker).taken_entries, "the read is kept")
     check_worker(consumer.worker)
     assert not consumer.all_entries_are_free()
     rig.network.thaw(producer.fabric.agent_name)
@@ -184,7 +184,7 @@ def test_the_peer_of_a_load_that_waits_is_not_forgotten(rig: Rig) -> None:
 def test_a_lease_that_ends_while_a_load_waits_for_it_fails_the_load(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair()
     (offer,), (load,) = park(producer, consumer)
-    words = memory_of(producer.worker).table.words
+    words = slots_of(producer.worker).words
     word, words[offer.slot] = int(words[offer.slot]), EMPTY
     any_rig.step_until(lambda: consumer.seen.failed, "it has failed", only=consumer)
     words[offer.slot] = word
@@ -199,7 +199,7 @@ def late(
     offer = producer.prefill(tokens=5, seed=8)
     word = slot_word(epoch_from_text(offer.params.kvferry.lease_epoch), SlotState.READY)
     wait_until(lambda: producer.word(offer) == word, "it is ready")
-    memory_of(producer.worker).table.words[offer.slot] = EMPTY
+    slots_of(producer.worker).words[offer.slot] = EMPTY
     params = producer.changed(offer, ticket={"opens_within_s": opens_within_s})
     return offer, consumer.load(params), word
 
@@ -208,7 +208,7 @@ def test_a_slot_that_opens_in_time_is_waited_for(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer, load, word = late(producer, consumer, opens_within_s=60.0)
     wait_until(lambda: consumer.parked_loads(), "it is parked")
-    memory_of(producer.worker).table.words[offer.slot] = word
+    slots_of(producer.worker).words[offer.slot] = word
     assert rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=8)
 
@@ -219,7 +219,7 @@ def test_a_slot_that_does_not_open_in_time_fails_the_load(rig: Rig) -> None:
     began_s = time.monotonic()
     assert rig.until_over(consumer, load) is FailureReason.FENCE
     assert time.monotonic() - began_s > TIMEOUT_S - 0.05
-    memory_of(producer.worker).table.words[offer.slot] = word
+    slots_of(producer.worker).words[offer.slot] = word
 
 
 def test_closing_with_loads_that_wait_leaves_no_read_in_flight(rig: Rig) -> None:
@@ -227,4 +227,4 @@ def test_closing_with_loads_that_wait_leaves_no_read_in_flight(rig: Rig) -> None
     park(producer, consumer, count=3)
     consumer.worker.close()
     assert not rig.network.released
-    assert consumer.all_entries_are_free()
+    assert not consumer.fabric.transfers()

@@ -95,7 +95,7 @@ def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
 
         def noticed(lost: int = lost) -> bool:
             assert producer.take_notifications() == []
-            return producer._undecodable == lost
+            return producer.undecodable == lost
 
         until(noticed, "the foreign notification was noticed")
     nixl.consumer.notify(nixl.peer, b"done")

@@ -14,5 +14,4 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr("kvferry.protocol.side_channel.connection.random.uniform", lambda *_: 1.0)
     made = Scene()
     yield made
-    made.registry.close()
-    made.fabric.close()
+    made.close()

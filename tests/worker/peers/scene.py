@@ -37,7 +37,7 @@ class Scene:
         asked: the handshakes so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ttl_s: float = TTL_S) -> None:
         self.network = MemoryNetwork()
         shape = CacheShape()
         self._group, self._caches, self._remote = (
@@ -58,7 +58,7 @@ class Scene:
             FabricReader(self.fabric), self._caches.kv, None, self.slot_reads, timeout_s=1.0
         )
         self.registry = PeerRegistry(
-            first_reads, self._handshake, lambda: None, ttl_s=TTL_S, max_peers=MOST_PEERS
+            first_reads, self._handshake, lambda: None, ttl_s=ttl_s, max_peers=MOST_PEERS
         )
         self.add(KEY, "producer")
 
@@ -119,6 +119,10 @@ class Scene:
         """The configuration names the peer, and it has answered."""
         self.registry.prewarm_static(key, now_s)
         self.settle(now_s)
+
+    def close(self) -> None:
+        self.registry.close()
+        self.fabric.close()
 
     def nothing_is_left(self) -> bool:
         """Whether only the list of the slot reads is prepared, and nothing else is in use."""

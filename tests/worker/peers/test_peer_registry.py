@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -225,9 +226,9 @@ def test_failures_are_remembered_of_a_bounded_number_of_peers(
     assert backoff.why_not(keys[0], 100.0) is None
 
 
-def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
-    scene.registry._ttl_s = 0.0
-    scene.connect(0.0)
-    assert scene.registry.next_s() is None
-    scene.registry.step(1e9, ())
-    assert scene.fabric.peers == {"producer"}
+def test_a_time_of_nothing_is_for_ever() -> None:
+    with contextlib.closing(Scene(ttl_s=0.0)) as scene:
+        scene.connect(0.0)
+        assert scene.registry.next_s() is None
+        scene.registry.step(1e9, ())
+        assert scene.fabric.peers == {"producer"}

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvferry.worker.device import Device
+from tests.fakes.device_mark import FakeClock
 from tests.worker.relayout.bandwidth_model import GPUS, Gpu, Program, predict
 from tests.worker.relayout.cases import random_case
 
@@ -75,13 +77,18 @@ def test_elements_are_rounded_as_the_definition_says(variants: dict[bool, Machin
         assert not code.count("F2F", "F2FP"), "a cast of the hardware's"
 
 
-def test_a_load_launches_only_what_the_warm_up_compiled() -> None:
+def test_a_load_launches_only_what_the_warm_up_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock(over=True)
+    monkeypatch.setattr(Device, "mark", lambda _: clock.mark())
     pool = torch.zeros(1 << 17, dtype=torch.uint8)
     with gpu(90) as driver:
         relayout = TritonRelayout([pool], [pool], table_bytes=TABLE_BYTES + 8, tables=2)
         compiled, launched = len(driver.compiled), Counter[int]()
+        clock.over = False
         for seed in range(40):
-            relayout._slots.reverse()  # the other table, which must be aligned too
+            # Only the wave before is under way: the other table is used, which must be aligned too.
+            for mark in clock.marks[:-1]:
+                mark.over = True
             case = random_case(seed, converts=seed % 2 == 1)
             assert relayout.try_start(case.at(pool.data_ptr(), pool.data_ptr())) is not None
             launched[driver.launches[-1]] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -49,6 +50,27 @@ def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: FakeClo
     clock.marks[-1].over = True
     assert relayout.try_start(wave(memory)) is not None
     assert relayout.try_start(wave(memory)) is None
+
+
+def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_done_with_it(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    memory = torch.zeros(64, dtype=torch.uint8)
+    relayout = TritonRelayout([memory], [memory], tables=1)
+    for mark in clock.marks:  # those of the warm-up
+        mark.over = True
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "kvferry.worker.relayout.triton_relayout.launch_relayout",
+            Mock(side_effect=RuntimeError),
+        )
+        with pytest.raises(RuntimeError):
+            relayout.try_start(wave(memory))
+    assert relayout.try_start(wave(memory)) is None
+    clock.marks[-1].over = True
+    assert relayout.try_start(wave(memory)) is not None
 
 
 def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: FakeClock) -> None:

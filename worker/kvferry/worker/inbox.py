@@ -10,7 +10,11 @@ from typing import TypeAlias
 from kvferry.protocol.orders import OrdersHead
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.port import OpenHandles
+from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import StepResults
 from kvferry.worker.loads.state import LoadState
+from kvferry.worker.peers.registry import PeerRegistrySnapshot
+from kvferry.worker.staging.pool import PoolSnapshot
 
 
 class Signal(enum.Enum):
@@ -53,16 +57,30 @@ class ThreadSnapshot:
     """The state of a transfer thread between two of its turns.
 
     Attributes:
+        is_idle: nothing is left to do but what is due at long intervals.
         loads: by state the number of loads that are not over.
+        begun: the records so far of those that have begun.
+        untaken: what the next report to the engine has.
+        peers: the producers that are known.
+        held: leases that wait for a consumer's report.
         first_reads: first contacts whose reads have not ended.
+        taken_entries: for reads of slots.
+        pool: the staging pool; None without one.
         refused: handles that the fabric has not taken back yet.
         handles: that the fabric has.
         sums: everything that is taken, and by whom, in a line.
         wrong: what does not add up.
     """
 
+    is_idle: bool
     loads: dict[LoadState, int]
+    begun: tuple[LoadRecord, ...]
+    untaken: StepResults
+    peers: PeerRegistrySnapshot
+    held: int
     first_reads: int
+    taken_entries: int
+    pool: PoolSnapshot | None
     refused: int
     handles: OpenHandles
     sums: str

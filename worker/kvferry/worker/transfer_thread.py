@@ -10,6 +10,7 @@ thread.
 
 from __future__ import annotations
 
+import copy
 import logging
 import queue
 import threading
@@ -114,6 +115,7 @@ class TransferThread:
         self.runner = LoadRunner(context, self.results, settings.load_timeout_s, settings.max_loads)
         self._table = memory.table
         self._pool = memory.staging.pool if memory.staging is not None else None
+        self._slot_reads = memory.slot_reads
         self._reported_gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
         self._integrity = WorkerIntegrity(
@@ -223,7 +225,9 @@ class TransferThread:
         try:
             message = self._inbox.get(timeout=self._wait_s())
             while True:
-                self._pace.woken()
+                # Who only looks must not change how often the thread polls.
+                if not isinstance(message, TakeSnapshot):
+                    self._pace.woken()
                 self._take(message)
                 message = self._inbox.get_nowait()
         except queue.Empty:
@@ -328,8 +332,15 @@ class TransferThread:
 
     def _snapshot(self) -> ThreadSnapshot:
         return ThreadSnapshot(
+            is_idle=self._is_idle(),
             loads=self.runner.loads.counts(),
+            begun=tuple(copy.copy(load.record) for load in self.runner.begun()),
+            untaken=self.results.snapshot(),
+            peers=self.registry.snapshot(),
+            held=self._table.held(),
             first_reads=len(self.registry.first_reads.all()),
+            taken_entries=len(self._slot_reads.words) - self._slot_reads.free(),
+            pool=self._pool.snapshot() if self._pool is not None else None,
             refused=len(self.reader.refused()),
             handles=self.reader.fabric.open_handles(),
             sums=self._integrity.describe(),

@@ -61,7 +61,11 @@ and an engine that waits for a long one steps less often.
 
 
 class WorkerSide:
-    """The worker side of one worker. Its `FerryWorker` is created when vLLM registers the caches."""
+    """The worker side of one worker.
+
+    Attributes:
+        worker: None before vLLM registers the caches.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
@@ -69,7 +73,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
-        self._worker: FerryWorker | None = None
+        self.worker: FerryWorker | None = None
         self._index = 0
         self._handshake: FerryHandshake | None = None
         self._step = StepResults()
@@ -103,10 +107,10 @@ class WorkerSide:
         Args:
             is_child: whether this connector is a child of a MultiConnector.
         """
-        if self._worker is not None:
+        if self.worker is not None:
             # vLLM asks when it has captured its graphs, perhaps long before the first step. From now on peers can send
             # notifications, and NIXL keeps them, of any size, until the worker's thread takes them.
-            self._worker.start()
+            self.worker.start()
         if self._handshake is None:
             return None
         self._is_child = is_child
@@ -121,17 +125,17 @@ class WorkerSide:
         self._watch.begin()
         self._wants_report |= metadata.wants_report
         self._is_idle = metadata.is_idle
-        if metadata.head and self._worker is not None:
-            self._worker.carry_out(metadata.head, metadata.frame)
+        if metadata.head and self.worker is not None:
+            self.worker.carry_out(metadata.head, metadata.frame)
 
     def end_step(self) -> None:
         """The step's forward pass has been launched, drafters included, or it has raised."""
-        if self._worker is None:
+        if self.worker is None:
             return
         if self._watch.has_raised():
-            self._worker.fail_step()
+            self.worker.fail_step()
         else:
-            self._worker.end_step()
+            self.worker.end_step()
 
     def take_results(self) -> KVConnectorTransferResults:
         """The loads that ended since the last step. `take_stats` and `take_metadata` return the step's other results.
@@ -146,9 +150,9 @@ class WorkerSide:
             self._step = StepResults()
             return KVConnectorTransferResults()
         self._step = StepResults()
-        if self._worker is not None:
+        if self.worker is not None:
             timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
-            self._step = self._worker.take_results(timeout_s)
+            self._step = self.worker.take_results(timeout_s)
         self._has_reported = False
         if self._tracing is not None and self._step.load_records:
             self._tracing.ended(self._step.load_records)
@@ -196,8 +200,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop the thread and release the memory. Idempotent."""
-        if self._worker is not None:
-            self._worker.close()
+        if self.worker is not None:
+            self.worker.close()
         if self._tracing is not None:
             self._tracing.close()
 
@@ -205,19 +209,19 @@ class WorkerSide:
         started_s = time.monotonic()
         groups = engine_groups()
         try:
-            self._worker = self._make_worker(kv_caches)
+            self.worker = self._make_worker(kv_caches)
         except Exception as error:
             # The other workers wait in the same collective call. They get the error and stop too; then it is raised.
             gather_workers(error, groups)
             raise
-        siblings = gather_workers(self._worker.description, groups)
-        self._worker.add_siblings(siblings)
-        place = self._worker.description.place
+        siblings = gather_workers(self.worker.description, groups)
+        self.worker.add_siblings(siblings)
+        place = self.worker.description.place
         self._handshake = FerryHandshake.from_workers(place, siblings)
         logger.info(
             "worker %s registered %d paged tensors in %.2f s",
             place,
-            len(self._worker.description.tensors),
+            len(self.worker.description.tensors),
             time.monotonic() - started_s,
         )
 

@@ -153,9 +153,13 @@ class ConsumerLedger:
 
     def decline(self, source: RemotePrefill) -> None:
         """The request of these params was never created: release the lease, unless a request holds or held it."""
-        lease = RemoteLease.from_params(source)
-        if lease.key not in self._claims and lease.key not in self._ended:
-            self._end_claim(ReleaseLease(lease))
+        if not self.knows(source):
+            self._end_claim(ReleaseLease(RemoteLease.from_params(source)))
+
+    def knows(self, source: RemotePrefill) -> bool:
+        """Whether a request holds or held the lease of these params."""
+        key = RemoteLease.from_params(source).key
+        return key in self._claims or key in self._ended
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """The number of tokens beyond the local prefix hit to load; 0 when nothing is to be loaded."""

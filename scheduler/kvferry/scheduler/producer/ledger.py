@@ -12,6 +12,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, new_epoch
 from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import Blocks
+from kvferry.protocol.stream_rows import STREAM_ROWS
 from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.counters import Counters
@@ -51,6 +52,7 @@ class ProducerLedger:
         workers: the number of workers of this engine, in all pipeline stages and replicas; ids begin at 0.
         pool: the engine's block pool, see `BlockReferences`.
         requests: this engine's; the consumer's ledger has the same.
+        stream_rows: prompts that are read while they are computed, at most.
         counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
 
@@ -73,6 +75,7 @@ class ProducerLedger:
         workers: int = 1,
         pool: BlockPool | None = None,
         requests: RequestTable | None = None,
+        stream_rows: int = STREAM_ROWS,
     ) -> None:
         self._requests = RequestTable() if requests is None else requests
         self.slots = LeaseSlots(slots, draw_epoch)
@@ -84,7 +87,7 @@ class ProducerLedger:
         self._workers = range(workers)
         self._counters = counters
         self._orders = LeaseOrders()
-        self.streams = PublishedStreams(self.slots, self._orders, counters)
+        self.streams = PublishedStreams(self.slots, self._orders, counters, stream_rows)
 
     def __len__(self) -> int:
         """The number of leases that have a slot."""

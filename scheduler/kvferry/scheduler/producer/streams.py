@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LeaseOpen, LeaseProgress
-from kvferry.protocol.stream_rows import STREAM_ROWS
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease, PublishedStream
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
@@ -27,7 +26,7 @@ class PublishedStreams:
     """
 
     def __init__(
-        self, slots: LeaseSlots, orders: LeaseOrders, counters: Counters, rows: int = STREAM_ROWS
+        self, slots: LeaseSlots, orders: LeaseOrders, counters: Counters, rows: int
     ) -> None:
         self._slots = slots
         self._orders = orders

@@ -57,6 +57,9 @@ class NixlFabric:
         config: how the agent is made.
         environ: where `ucx_defaults` are looked up and set before the agent is made.
 
+    Attributes:
+        undecodable: batches of notifications that were lost, since a sender's name is not text.
+
     Raises:
         FabricUnavailable: NIXL or a backend cannot be used.
     """
@@ -79,7 +82,7 @@ class NixlFabric:
         self._registered: list[Any] = []
         self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
         self._open_transfers = 0
-        self._undecodable = 0
+        self.undecodable = 0
 
     def register(self, regions: Sequence[Region]) -> None:
         agent = self._open("register")
@@ -257,8 +260,8 @@ class NixlFabric:
         except UnicodeDecodeError as error:
             # The bindings lose the whole batch if one sender's name is not UTF-8, and any agent can
             # send. kvferry's own names always are. Logged once: a sender could fill the log.
-            self._undecodable += 1
-            if self._undecodable == 1:
+            self.undecodable += 1
+            if self.undecodable == 1:
                 logger.warning(
                     "agent=%s lost notifications: the name of a sender is %s",
                     self.agent_name,

@@ -57,6 +57,20 @@ class Wave:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """Attributes:
+    free_bytes, quarantined_bytes: of the capacity.
+    waves: that are out, by start.
+    waiting: loads that wait for their first wave, the one that waits longest first.
+    """
+
+    free_bytes: int
+    quarantined_bytes: int
+    waves: tuple[Wave, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Wish:
     """What a load asks for, in aligned bytes."""
 
@@ -122,6 +136,15 @@ class StagingPool:
     def waves(self) -> tuple[Wave, ...]:
         """The waves that are out, by start."""
         return tuple(self._out[start] for start in sorted(self._out))
+
+    def snapshot(self) -> PoolSnapshot:
+        """The pool now."""
+        return PoolSnapshot(
+            free_bytes=self.free_bytes,
+            quarantined_bytes=self.quarantined_bytes,
+            waves=self.waves(),
+            waiting=self.waiting,
+        )
 
     def try_take(
         self, load: str, peer: str, wanted: int, *, at_least: int | None = None
