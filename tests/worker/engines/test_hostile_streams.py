@@ -18,6 +18,7 @@ from kvferry.protocol.ids import (
 )
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
+from kvferry.worker.loads import deadline
 from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
@@ -60,6 +61,43 @@ def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
     table.words[slot] = slot_word(other, SlotState.READY)
     assert stream.over() is FailureReason.FENCE
     rows.headers[row], table.words[slot] = header, word
+    stream.abort()
+
+
+def test_a_header_that_names_no_epoch_fails_the_load(rig: Rig) -> None:
+    stream, rows = waiting(rig)
+    assert stream.prefill.params is not None
+    slot, row = stream.prefill.params.kvferry.lease_slot, stream.prefill.params.kvferry.stream_row
+    slots = slots_of(stream.producer.worker)
+    header, word = rows.headers[row].copy(), int(slots.words[slot])
+    rows.headers[row, 1] = 2**64 - 1
+    slots.words[slot] = slot_word(new_epoch(), SlotState.READY)
+    assert stream.over() is FailureReason.FENCE
+    rows.headers[row], slots.words[slot] = header, word
+    stream.abort()
+
+
+def test_a_producer_that_names_new_epochs_for_ever_does_not_keep_the_transfer_thread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads of the fake fabric have ended when they are posted, as those within one host may."""
+    monkeypatch.setattr(deadline, "LONGEST", 3)
+    stream, rows = waiting(rig)
+    assert stream.prefill.params is not None
+    slot, row = stream.prefill.params.kvferry.lease_slot, stream.prefill.params.kvferry.stream_row
+    slots = slots_of(stream.producer.worker)
+    header, word = rows.headers[row].copy(), int(slots.words[slot])
+    post = stream.consumer.fabric.post_read
+
+    def named_anew(*args: Any) -> Any:
+        rows.headers[row, 1] = header_word(new_epoch())
+        return post(*args)
+
+    monkeypatch.setattr(stream.consumer.fabric, "post_read", named_anew)
+    stream.consumer.set_timeouts(load_s=0.3)
+    slots.words[slot] = slot_word(new_epoch(), SlotState.READY)
+    assert stream.over() is FailureReason.DEADLINE
+    rows.headers[row], slots.words[slot] = header, word
     stream.abort()
 
 

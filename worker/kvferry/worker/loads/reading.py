@@ -177,6 +177,9 @@ class StreamedRead:
                 may_open_late = not has_opened and fence.read_s < fence.opens_until_s
                 if (yield from self._follow_epoch(words, may_open_late=may_open_late)):
                     done = order.first_token
+                    # A read may end with its post, and a producer may name new epochs for ever: without a pause here
+                    # the transfer thread would follow them and do nothing else, not even judge the deadline.
+                    yield None
                     words = yield from fence.read_slot(peer)
                     continue
                 # The next reading of the slot decides; it need not find other words.
@@ -260,7 +263,7 @@ class StreamedRead:
             Whether another epoch is followed now; False while one may still come.
 
         Raises:
-            LoadFailed: the lease is over.
+            LoadFailed: the lease is over, or the headers name no epoch.
             FabricError: the headers cannot be read.
         """
         fence = self._parts.fence
@@ -281,9 +284,14 @@ class StreamedRead:
         header_epoch = named.pop()
         if header_epoch in (header_word(fence.epoch), EMPTY):
             return False
+        epoch = Epoch(header_epoch >> 4)
+        # No producer writes such a word, and following it would begin anew with every look: it equals no epoch's.
+        if header_word(epoch) != header_epoch:
+            text = f"the row's header is {header_epoch:#x}, which names no epoch"
+            raise LoadFailed(FailureReason.FENCE, text)
         # What was read of the blocks before may have been given away in the step that preempted the prompt, so nothing
         # of it is kept. The former epoch never becomes READY.
-        fence.epoch = Epoch(header_epoch >> 4)
+        fence.epoch = epoch
         self.held = 0
         if self.listed is not None:
             self.listed.forget()
