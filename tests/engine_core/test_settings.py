@@ -59,11 +59,11 @@ def test_every_key_of_a_worker_reaches_it(
 
 
 def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_connectors() -> None:
-    """As the upstream guide writes them, in quotes; under kvferry's own name the unknown one stops the start."""
+    """As the upstream guide writes them, a choice in quotes; under kvferry's own name the unknown one stops the start."""
     extra = {
         "shared_storage_path": "cache",
         "enable_cross_layers_blocks": "True",
-        "kv_recompute_threshold": "32",
+        "kv_recompute_threshold": 32,
     }
     engine = SchedulerEngine(
         "NixlConnector", module="kvferry.connector", role="kv_consumer", extra=extra

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.connector.config_values import (
-    NumberRange,
     address_of,
     addresses,
     choice,
@@ -38,7 +37,7 @@ MAX_PEER_LABELS = 1024
 logger = logging.getLogger(__name__)
 
 STOCK_NAME = "NixlConnector"
-"""The name of vLLM's own connector. Under it, a configuration made for that connector must start."""
+"""The name of vLLM's own connector. Under it, the keys of a configuration made for that connector are accepted."""
 
 
 def _option(
@@ -220,18 +219,14 @@ def read_config(
     Raises:
         InvalidConfig: an unknown key, or an invalid value; the text names the key and what is valid.
     """
-    # A configuration that was made for the stock connector must start under its name. What that connector ignores is
-    # ignored with a warning there, and its numbers are read as leniently. Under any other name these are mistakes.
+    # What the stock connector ignores is ignored with a warning under its name. Under any other name it is a mistake.
     is_stock = kv_connector == STOCK_NAME
     options = {option.name: option.metadata for option in fields(FerryConfig)}
     values: dict[str, Any] = {}
     for key, value in extra.items():
         if key in options:
-            check = options[key]["check"]
-            if is_stock and options[key]["peer"] and isinstance(check, NumberRange):
-                check = check.nearest
             if value is not None:
-                values[key] = check(key, value)
+                values[key] = options[key]["check"](key, value)
         elif key in WITHOUT_MEANING:
             logger.warning("%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key])
         else:

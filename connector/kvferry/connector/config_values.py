@@ -6,19 +6,14 @@ Raises:
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.protocol.errors import InvalidConfig, shorten
+from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.protocol.side_channel.hosts import read_host
-
-logger = logging.getLogger(__name__)
 
 SMALLEST_POOL_BYTES = 1 << 20
 """Below this size a wave would hold next to nothing."""
@@ -71,27 +66,6 @@ class NumberRange:
         if self.is_whole:
             return value
         return float(value)
-
-    def nearest(self, key: str, value: Any) -> float:
-        """The number in range that is nearest to `value`, which may be quoted."""
-        number = math.nan
-        if not isinstance(value, bool):
-            with contextlib.suppress(TypeError, ValueError, OverflowError):
-                number = float(value)
-        if math.isnan(number):
-            raise InvalidConfig(key, value, self._expected())
-        clipped = min(max(number, self.low), self.high)
-        if clipped != number:
-            logger.warning(
-                "%s=%s is out of range: %g is used; %s",
-                key,
-                shorten(value),
-                clipped,
-                self._expected(),
-            )
-        if self.is_whole:
-            return int(clipped)
-        return float(clipped)
 
     def _expected(self) -> str:
         if self.is_whole:
