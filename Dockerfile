@@ -12,6 +12,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY protocol protocol
 COPY plan plan
 COPY trace trace
+COPY link link
 COPY scheduler scheduler
 COPY worker worker
 COPY connector connector

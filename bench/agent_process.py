@@ -26,13 +26,13 @@ import msgspec
 import numpy as np
 
 from bench.llama import llama
+from kvferry.link.client import SideChannelClient
+from kvferry.link.server import SideChannelListener
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.protocol.handshake import EngineDescription, LeaseTable
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, PeerAgent, Region, TransferState

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CODE = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli", "bench")
+CODE = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector", "cli", "bench")
 MEASURED = (*CODE, "tests", "requirements", "pyproject.toml", ":(exclude)bench/results")
 """Paths, for git, of what a figure depends on. Benchmarks use the engines of tests/; earlier results do not count."""
 _ID = re.compile(r"[0-9a-f]{7,40}")

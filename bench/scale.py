@@ -19,10 +19,10 @@ from dataclasses import astuple, dataclass
 from bench.agent_process import HOST, AgentProcess, usage
 from bench.figures import Chart, Results, Series, Table, publish
 from bench.provenance import begin
+from kvferry.link.lease_commands import RemoteLease, RenewLease
+from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RenewLease
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 
 _MEMORY = 1 << 16
 _LEASE_S = 30.0

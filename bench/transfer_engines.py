@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from bench.transfer_shapes import FACTS, Scenario, Side
+from kvferry.link.server import SideChannelListener
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import SlotState, epoch_to_text, new_boot_id, new_epoch, slot_word
 from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params_mac import new_mac_key
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.nixl import NixlFabric

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-OURS = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli", "tests", "bench")
+OURS = (
+    "protocol",
+    "plan",
+    "trace",
+    "link",
+    "scheduler",
+    "worker",
+    "connector",
+    "cli",
+    "tests",
+    "bench",
+)
 REPLACES_FUNCTIONS = ("tests/faults/switches.py", "tests/worker/device/test_mutants.py")
 """They put other functions in the place of the product's: guards that are switched off, rules that are broken."""
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}

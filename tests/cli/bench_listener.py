@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from kvferry.cli.bench.client import Session
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.transfer.messages import Reply, Request, Task
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
-from kvferry.protocol.side_channel.secrets import Secrets
-from tests.scheduler.channel import HOST, free_port
+from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.secrets import Secrets
+from tests.link.channel import HOST, free_port
 
 TAME = ("-m", "tests.cli.owners")
 TASK = Task(device="cpu", max_bytes=64 << 10)

@@ -25,7 +25,7 @@ from kvferry.cli.transfer.process import RUN_BYTES
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import refused, run
 from tests.cli.owners import CHANGED, OFFER, READS
-from tests.scheduler.channel import HOST, free_port
+from tests.link.channel import HOST, free_port
 
 pytestmark = pytest.mark.slow
 

@@ -25,16 +25,16 @@ from kvferry.cli.transfer.messages import (
     decode_reply,
     encode_frame,
 )
+from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.secrets import VARIABLE
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import Hello, Refused
 from kvferry.protocol.handshake import encode as encode_channel
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
-from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.cli.bench_listener import TASK, Served, bench_listening
 from tests.cli.command import refused
 from tests.cli.owners import OFFER
-from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
-from tests.scheduler.channel import HOST, client, free_port
+from tests.link.channel import HOST, client, free_port
+from tests.link.secret_files import NEW, OLD, OTHER, listing, write
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ from kvferry.cli.doctor import channel
 from kvferry.cli.doctor.channel import PORT_VARIABLE, check_address, check_secret, check_telemetry
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Mark
-from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
-from kvferry.protocol.side_channel.secrets import VARIABLE
-from tests.protocol.secret_files import NEW, OLD, listing, write
-from tests.scheduler.channel import free_port
+from kvferry.link.secrets import VARIABLE
+from kvferry.protocol.hosts import HOST_VARIABLE
+from tests.link.channel import free_port
+from tests.link.secret_files import NEW, OLD, listing, write
 
 HERE = "127.0.0.1"
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.allowed_hosts import AllowedHosts
-from kvferry.protocol.side_channel import allowed_hosts
-from kvferry.protocol.side_channel.host_names import look_up, plain_address
-from tests.protocol.secret_files import NEW
+from kvferry.link import allowed_hosts
+from kvferry.link.host_names import look_up, plain_address
+from tests.link.secret_files import NEW
 
 LIST = (
     "10.1.0.0/16",

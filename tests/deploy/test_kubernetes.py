@@ -13,7 +13,7 @@ import pytest
 import tomllib
 import yaml
 
-from kvferry.protocol.side_channel.secrets import read_secrets
+from kvferry.link.secrets import read_secrets
 from tests.deploy.judging import programs
 from tests.deploy.launches import (
     DEPLOY,

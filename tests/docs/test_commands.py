@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from kvferry.cli.main import main as kvferry
-from kvferry.protocol.side_channel.secrets import read_secrets
+from kvferry.link.secrets import read_secrets
 from tests.docs.commands import PAGES, ROOT, Command, blocks, typed
 
 

@@ -11,7 +11,7 @@ from scripts.generate_docs import DOCS, pages
 
 ROOT = DOCS.parent
 _VARIABLE = re.compile(r"\bKVFERRY_[A-Z0-9_]+\b")
-_ENGINE_CODE = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli")
+_ENGINE_CODE = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector", "cli")
 _ALL_CODE = (*_ENGINE_CODE, "bench", "scripts", "tests", "deploy", "Dockerfile")
 
 

@@ -32,7 +32,7 @@ class Slow:
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
         for module in (
             "connector.scheduler_side.metadata_builder",
-            "scheduler.side_channel.server",
+            "link.server",
         ):  # both wind the clock of leases
             monkeypatch.setattr(f"kvferry.{module}.time", clock)
         with side_channel(free_port()):

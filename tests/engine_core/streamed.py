@@ -21,7 +21,7 @@ from kvferry.protocol.prompt_queries import (
 from kvferry.scheduler.producer.lease import ProducerLease
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import Scheduled, tokens
-from tests.scheduler.channel import client
+from tests.link.channel import client
 
 PROMPT = tokens(200, seed=3)
 REMOTE_DECODE = {"do_remote_decode": True}

@@ -10,11 +10,11 @@ import pytest
 
 from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.scheduler_side.prompt_queries import Settled
+from kvferry.link import allowed_hosts, host_names
+from kvferry.link.secrets import VARIABLE
+from kvferry.protocol.hosts import HOST_VARIABLE
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, announced_id, encode_params
-from kvferry.protocol.side_channel import allowed_hosts, host_names
-from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
-from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise

@@ -11,13 +11,13 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.engine.facts import has_no_dp_siblings
 from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.load_notifier import LoadNotifier
 from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
-from tests.scheduler.channel import free_port
+from tests.link.channel import free_port
 from tests.waiting import wait_until
 
 PROMPT = tokens(40)

@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
+from kvferry.link import host_names
+from kvferry.link.secrets import VARIABLE, Secret
 from kvferry.protocol.errors import InvalidConfig, InvalidSecretFile
-from kvferry.protocol.side_channel import host_names
-from kvferry.protocol.side_channel.hosts import HOST_VARIABLE
-from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
+from kvferry.protocol.hosts import HOST_VARIABLE
 from kvferry.worker.fabric.nixl import NixlFabric
 from tests.harness.core.scheduler import SchedulerEngine, tokens
-from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
+from tests.link.secret_files import NEW, OLD, OTHER, listing, write
 
 PROMPT = tokens(40)
 

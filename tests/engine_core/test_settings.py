@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
+from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 from tests.harness.core.node import Node
@@ -59,7 +59,7 @@ def test_every_key_of_a_worker_reaches_it(
 
 
 def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_connectors() -> None:
-    """As the upstream guide writes them, a choice in quotes; under kvferry's own name the unknown one stops the start."""
+    """As the upstream guide writes them, a choice in quotes; under kvferry's own name the unknown one stops it."""
     extra = {
         "shared_storage_path": "cache",
         "enable_cross_layers_blocks": "True",

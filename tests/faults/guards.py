@@ -225,7 +225,7 @@ GUARDS = (
         "expiry",
         "a lease without renewals ends",
         (3,),
-        "kvferry.protocol.awake_clock:AwakeClock.wind",
+        "kvferry.link.awake_clock:AwakeClock.wind",
         switches.always(0.0),
         (
             "tests/scheduler/test_lease_clock.py::test_the_clock_starts_when_the_request_has_ended",
@@ -332,7 +332,7 @@ GUARDS = (
         "awake",
         "a lease's clock stands while its producer does",
         (5,),
-        "kvferry.protocol.awake_clock:AwakeClock.wind",
+        "kvferry.link.awake_clock:AwakeClock.wind",
         switches.count_sleep,
         (
             "tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_does_not_expire_leases",
@@ -342,7 +342,7 @@ GUARDS = (
         "awake-loads",
         "the deadlines of loads stand while their consumer does",
         (5,),
-        "kvferry.protocol.awake_clock:AwakeClock.wind",
+        "kvferry.link.awake_clock:AwakeClock.wind",
         switches.count_sleep,
         (
             "tests/worker/test_load_runner.py::test_a_pause_of_this_process_fails_no_load_and_time_awake_does",
@@ -352,33 +352,31 @@ GUARDS = (
         "listener",
         "nothing that arrives ends the listener's thread",
         (6,),
-        "kvferry.scheduler.side_channel.guarded_socket:GuardedSocket.guarded",
+        "kvferry.link.guarded_socket:GuardedSocket.guarded",
         switches.unguarded,
         (
-            "tests/scheduler/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",
+            "tests/link/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",
         ),
     ),
     Guard(
         "places",
         "no host that clients name gets more connections and turns to connect than are free",
         (5,),
-        "kvferry.scheduler.side_channel.connection_slots:has_share",
+        "kvferry.link.connection_slots:has_share",
         switches.always(True),
         (
-            "tests/scheduler/test_connection_slots.py::"
+            "tests/link/test_connection_slots.py::"
             "test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_connected_before",
-            "tests/scheduler/test_connection_slots.py::test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others",
+            "tests/link/test_connection_slots.py::test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others",
         ),
     ),
     Guard(
         "curve-auth",
         "with a secret, only peers that have it are admitted",
         (6,),
-        "kvferry.scheduler.side_channel.curve_auth:CurveAuth._admits",
+        "kvferry.link.curve_auth:CurveAuth._admits",
         switches.always(True),
-        (
-            "tests/scheduler/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",
-        ),
+        ("tests/link/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",),
     ),
     Guard(
         "allowed-hosts",
@@ -397,7 +395,7 @@ GUARDS = (
         "protected-mode",
         "without a secret and a list only this host's engines are producers",
         (1, 6),
-        "kvferry.protocol.side_channel.allowed_hosts:AllowedHosts.why_not",
+        "kvferry.link.allowed_hosts:AllowedHosts.why_not",
         switches.always(None),
         (
             "tests/engine_core/test_allowed_hosts.py::"
@@ -410,10 +408,10 @@ GUARDS = (
         "found-addresses",
         "the address that a name leads to is judged too",
         (1, 6),
-        "kvferry.protocol.side_channel.allowed_hosts:AllowedHosts.why_not_found",
+        "kvferry.link.allowed_hosts:AllowedHosts.why_not_found",
         switches.always(None),
         (
-            "tests/protocol/test_allowed_connections.py::test_a_name_of_this_host_must_lead_to_this_host",
+            "tests/link/test_allowed_connections.py::test_a_name_of_this_host_must_lead_to_this_host",
         ),
     ),
     Guard(

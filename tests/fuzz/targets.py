@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvferry.link.lease_commands import RemoteLease
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.description_json import (
     EngineJson,
@@ -41,7 +42,6 @@ from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.protocol.params_reader import decode_params, read_params, read_turn
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe, decode_answers
-from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.worker.fabric.errors import InvalidMetadata
 from kvferry.worker.fabric.metadata_envelope import open_metadata, wrap_metadata

@@ -16,6 +16,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kvferry.link import connections
+from kvferry.link.connections import MAX_UNFINISHED_BYTES
+from kvferry.link.lease_inbox import MAX_WAITING_LEASES
+from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import (
     MAX_RENEWALS,
     MAX_REQUEST_BYTES,
@@ -28,14 +32,10 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.prompt_queries import PromptQuery, Subscribe, Unsubscribe
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.scheduler.side_channel import connections
-from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
-from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.step import MAX_WAITING_LEASES
 from tests.fuzz.test_targets import hostile_bytes
+from tests.link.channel import HOST, ask, client, free_port, listening
 from tests.promises import promise
 from tests.protocol.samples import BOOT, EPOCH, make_description
-from tests.scheduler.channel import HOST, ask, client, free_port, listening
 from tests.waiting import wait_until
 
 _COUNTED = ("bad_frames", "handshakes_served", "dropped_messages")

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from kvferry.link import sender
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
-from kvferry.scheduler.side_channel import sender
 from kvferry.worker.fabric.agent import load_bindings
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.loads.state import LoadState

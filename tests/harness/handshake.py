@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvferry.link.client import SideChannelClient
+from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.side_channel.client import SideChannelClient
-from kvferry.protocol.side_channel.secrets import Secrets
 
 
 def fetch_description(

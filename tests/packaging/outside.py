@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli")
+PACKAGES = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector", "cli")
 REQUIREMENTS = ROOT / "requirements"
 
 

@@ -15,9 +15,9 @@ import pytest
 from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
 from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
+from tests.link.channel import HOST, listening
 from tests.packaging.outside import Installed, closure, link
 from tests.protocol.samples import KEY
-from tests.scheduler.channel import HOST, listening
 from tests.trace.example import write_example
 
 DENSE = "layers=4,heads=8,dim=64"

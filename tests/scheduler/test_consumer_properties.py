@@ -10,10 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import (
+from kvferry.link.lease_commands import (
     ForgetLease,
     LeaseCommand,
     LeaseKey,
@@ -21,6 +18,9 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemoteLease,
     RenewLease,
 )
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import Counters
 from tests.protocol.samples import make_ticket, params_of_length
 

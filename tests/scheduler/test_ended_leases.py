@@ -7,8 +7,9 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.link.lease_commands import LeaseKey
 from kvferry.protocol.ids import EPOCH_BITS, epoch_to_text, new_boot_id, new_epoch
-from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES, EndedLeases, LeaseKey
+from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES, EndedLeases
 
 KEYS = st.tuples(
     st.sampled_from(["0" * 31 + "1", "f" * 32, "ab" * 16]),

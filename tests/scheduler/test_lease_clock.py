@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from kvferry.protocol.awake_clock import AwakeClock
+from kvferry.link.awake_clock import AwakeClock
+from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
+from kvferry.link.server import SideChannelListener
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.side_channel.server import SideChannelListener
+from tests.link.channel import HOST, free_port
 from tests.promises import promise
-from tests.scheduler.channel import HOST, free_port
 from tests.waiting import wait_until
 
 LEASE_S = 30.0

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvferry.link.query_commands import StartQuery, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt, digest_chain
 from kvferry.protocol.prompt_queries import (
     Answer,
@@ -26,7 +27,6 @@ from kvferry.scheduler.consumer.pending_queries import (
     UNKNOWN_S,
     PendingQueries,
 )
-from kvferry.scheduler.consumer.pending_query import StartQuery, StopQuery
 from kvferry.scheduler.producer import prompt_directory
 from kvferry.scheduler.producer.prompt_directory import KEPT_S, SUBSCRIPTION_S, PromptDirectory
 

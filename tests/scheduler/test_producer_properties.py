@@ -9,12 +9,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger

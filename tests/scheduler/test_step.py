@@ -6,17 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.link import lease_inbox
+from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
+from kvferry.link.lease_inbox import LeaseInbox, ReceivedLease
+from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
-from kvferry.scheduler import step as lease_inbox
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.step import LeaseInbox, ReceivedLease, next_orders, receive_messages
+from kvferry.scheduler.step import next_orders, receive_messages
+from tests.link.channel import free_port
 from tests.protocol.samples import BOOT, EPOCH
-from tests.scheduler.channel import free_port
 
 LEASE_S = 6.0
 

@@ -6,10 +6,10 @@ import json
 import logging
 from collections.abc import Sequence
 
+from kvferry.link.allowed_hosts import ANY, AllowedHosts
+from kvferry.link.secrets import VARIABLE, Secrets
 from kvferry.protocol.errors import shorten
-from kvferry.protocol.side_channel.allowed_hosts import ANY, AllowedHosts
-from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, host_is_loopback, read_host
-from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
+from kvferry.protocol.hosts import HOST_VARIABLE, host_is_loopback, read_host
 
 __all__ = ["AllowedHosts", "TrustedHosts", "allowed_hosts_of", "warn_of_trust"]
 

@@ -24,10 +24,10 @@ from kvferry.connector.config_values import (
     whole,
     yes_or_no,
 )
+from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig, one_of
 from kvferry.protocol.params import SHORTEST_LEASE_S
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
 from kvferry.trace.recorder import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
-from kvferry.protocol.side_channel.hosts import read_host
+from kvferry.protocol.hosts import read_host
 
 SMALLEST_POOL_BYTES = 1 << 20
 """Below this size a wave would hold next to nothing."""

@@ -23,26 +23,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.link.renewer import LeaseRenewer
+from kvferry.link.server import SideChannelListener
 from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.plan.tokens import first_needed
 from kvferry.protocol.digests import Prompt, digest_chain, shared_tokens
 from kvferry.protocol.errors import InvalidBlocks
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseName, ModelFacts
+from kvferry.protocol.hosts import check_announced
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.protocol.params_reader import read_params
-from kvferry.protocol.side_channel.hosts import check_announced
 from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import NixlFabric

@@ -1,4 +1,4 @@
 """Everything that crosses a process border: wire messages, step metadata, errors.
 
-Needs msgspec and numpy only; `side_channel` needs pyzmq as well, its `secrets` apart.
+Needs msgspec and numpy only. It opens no socket and starts no thread.
 """

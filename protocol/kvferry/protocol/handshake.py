@@ -41,10 +41,10 @@ from msgspec import Meta
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
+from kvferry.protocol.hosts import host_port
 from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe
-from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.stream_rows import StreamRows
 
 CHANNEL_VERSION = 3

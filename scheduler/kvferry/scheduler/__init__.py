@@ -1,4 +1,4 @@
-"""The ledger of requests: leases on the producing side, loads on the consuming side, and the side channel between.
+"""The ledger of requests: leases on the producing side, loads on the consuming side.
 
-The ledgers do no I/O and read no clock. Needs msgspec, numpy and pyzmq; no torch, no NIXL, no vLLM.
+The ledgers do no I/O and read no clock. Needs msgspec and numpy; no torch, no NIXL, no vLLM.
 """

@@ -15,15 +15,15 @@ import zmq
 
 from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
+from kvferry.link.secrets import VARIABLE
+from kvferry.link.server import SideChannelListener
 from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
-from kvferry.protocol.side_channel.secrets import VARIABLE
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.side_channel.server import SideChannelListener
 from tests.cli.command import refused, run
+from tests.link.channel import HOST, free_port, listening
+from tests.link.secret_files import NEW, OLD, listing, write
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
-from tests.protocol.secret_files import NEW, OLD, listing, write
-from tests.scheduler.channel import HOST, free_port, listening
 
 FORM = "layers=6,heads=8,dim=16,tp=2,pp=2,window=64@0-4/2"
 

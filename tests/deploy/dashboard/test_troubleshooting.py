@@ -11,7 +11,7 @@ from tests.deploy.dashboard.promql import samples
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = REPOSITORY / "docs" / "troubleshooting.md"
 TEXT = PAGE.read_text()
-PARTS = ("protocol", "plan", "trace", "scheduler", "worker", "connector")
+PARTS = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector")
 WARNINGS = ("warning", "error", "exception", "critical")
 
 METRIC = re.compile(r"(vllm:[a-z_]+)(?:\{(\w+)=\"(\w+)\"\})?")

@@ -9,8 +9,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvferry.link.client import SideChannelClient
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.worker.fabric.errors import PeerLost
 from tests.harness.cache_engine import FACTS, SETTINGS
 from tests.harness.caches import CacheShape

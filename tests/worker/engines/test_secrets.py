@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.side_channel.secrets import Secrets
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
-from tests.protocol.secret_files import NEW, OLD
+from tests.link.secret_files import NEW, OLD
 
 STEPS: tuple[Secrets, ...] = ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
 """The secrets in every engine's file, one step of the rotation after the other; see docs/operations.md."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.link.host_names import MAX_LOOKUPS
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.side_channel.host_names import MAX_LOOKUPS
 from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS, Handshakes
 from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until

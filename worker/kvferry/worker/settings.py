@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.secrets import Secrets
 from kvferry.plan.cost import DIRECT_MIN_BYTES
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
-from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
 

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import ParamSpec
 
+from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.load_notifier import LoadNotifier
 from kvferry.protocol.orders import (
     FailureReason,
     LeaseHold,

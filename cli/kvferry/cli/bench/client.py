@@ -22,12 +22,12 @@ from kvferry.cli.transfer.messages import (
     decode_reply,
     encode_frame,
 )
+from kvferry.link.allowed_hosts import ANY_HOST
+from kvferry.link.client import SideChannelClient
+from kvferry.link.secrets import Secrets
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, KvferryError
 from kvferry.protocol.handshake import Refused
-from kvferry.protocol.side_channel.allowed_hosts import ANY_HOST
-from kvferry.protocol.side_channel.client import SideChannelClient
-from kvferry.protocol.side_channel.hosts import host_port
-from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.hosts import host_port
 
 ALIVE_S = 2.0
 CHECK = "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor` on both machines"

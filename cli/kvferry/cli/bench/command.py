@@ -18,9 +18,9 @@ from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.formatting import binary_bytes, print_line, print_table
 from kvferry.cli.transfer.child import Outcome, check_installed
 from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, CaseProgress, Device, Task
+from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.errors import one_of
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
-from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.protocol.visible import visible, visible_json
 
 SCHEMA = 1

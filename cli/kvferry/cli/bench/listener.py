@@ -28,14 +28,14 @@ from kvferry.cli.transfer.messages import (
     decode_request,
     encode_frame,
 )
+from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.guarded_socket import GuardedSocket
+from kvferry.link.host_names import listening_address
+from kvferry.link.secrets import VARIABLE, Secrets
 from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused
-from kvferry.protocol.side_channel.allowed_hosts import AllowedHosts
-from kvferry.protocol.side_channel.host_names import listening_address
-from kvferry.protocol.side_channel.hosts import host_port
-from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
+from kvferry.protocol.hosts import host_port
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
 
 SILENT_S = 20.0
 """A client that is silent for so long is gone; it sends a message every 2 s."""

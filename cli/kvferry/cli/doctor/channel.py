@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
+from kvferry.link.host_names import listening_address
+from kvferry.link.secrets import MAKE_ONE, VARIABLE, secrets_from_environment
 from kvferry.protocol.errors import InvalidSecretFile
-from kvferry.protocol.side_channel.host_names import listening_address
-from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, read_host
-from kvferry.protocol.side_channel.secrets import MAKE_ONE, VARIABLE, secrets_from_environment
+from kvferry.protocol.hosts import HOST_VARIABLE, read_host
 
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 DEFAULT_HOST = "localhost"

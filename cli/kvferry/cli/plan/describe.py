@@ -12,14 +12,14 @@ from kvferry.cli.arguments import number_option, read_address
 from kvferry.cli.formatting import digits
 from kvferry.cli.plan.summary import side_of
 from kvferry.cli.plan.tables import print_engine
+from kvferry.link.allowed_hosts import ANY_HOST
+from kvferry.link.client import SideChannelClient
+from kvferry.link.secrets import Secrets, secrets_from_environment
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription
-from kvferry.protocol.side_channel.allowed_hosts import ANY_HOST
-from kvferry.protocol.side_channel.client import SideChannelClient
-from kvferry.protocol.side_channel.hosts import host_port
-from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
+from kvferry.protocol.hosts import host_port
 from kvferry.protocol.visible import visible_json
 
 CLIENT_ID = "kvferry describe"

@@ -22,10 +22,10 @@ from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from kvferry.protocol.hosts import check_announced
 from kvferry.protocol.ids import BootId, new_boot_id
 from kvferry.protocol.params import NamedPrefill, RemotePrefill
 from kvferry.protocol.params_mac import new_mac_key
-from kvferry.protocol.side_channel.hosts import check_announced
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

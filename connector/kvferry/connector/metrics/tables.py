@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvferry.link.connections import REASONS
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.side_channel.connections import REASONS
 
 # Up to the default of `load_timeout_s`.
 _SECONDS = (

@@ -22,6 +22,7 @@ from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.requests import report_cached_tokens
+from kvferry.link.lease_commands import RemoteLease
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
@@ -35,7 +36,6 @@ from kvferry.protocol.params_reader import (
 )
 from kvferry.protocol.prompt_queries import request_key
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger

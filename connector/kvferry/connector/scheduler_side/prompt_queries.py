@@ -20,11 +20,12 @@ from typing import NamedTuple
 from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
 from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.link.query_commands import SETTLING, Producer
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.params import NamedPrefill
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key
-from kvferry.scheduler.consumer.pending_queries import SETTLING, PendingQueries
-from kvferry.scheduler.consumer.pending_query import PendingQuery, Producer
+from kvferry.scheduler.consumer.pending_queries import PendingQueries
+from kvferry.scheduler.consumer.pending_query import PendingQuery
 
 MOST_AT_ONCE = 32
 """Most answers, and most queries that are given up, in one call of `take`; the others are for the next calls. Clients

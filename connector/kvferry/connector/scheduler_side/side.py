@@ -36,8 +36,8 @@ from kvferry.connector.scheduler_side.worker_reports import WorkerReports
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
-from kvferry.protocol.load_notifier import LoadListener
-from kvferry.protocol.side_channel.secrets import secrets_from_environment
+from kvferry.link.load_notifier import LoadListener
+from kvferry.link.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger

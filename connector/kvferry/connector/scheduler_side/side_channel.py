@@ -19,20 +19,20 @@ from kvferry.connector.config_values import address_of
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.link.load_notifier import LoadListener
+from kvferry.link.prewarmer import PeerPrewarmer
+from kvferry.link.query_client import QueryClient
+from kvferry.link.renewer import LeaseRenewer
+from kvferry.link.secrets import VARIABLE, Secrets
+from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
-from kvferry.protocol.load_notifier import LoadListener
+from kvferry.protocol.hosts import HOST_VARIABLE, host_port
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.prompt_queries import announced_id
-from kvferry.protocol.side_channel.hosts import HOST_VARIABLE, host_port
-from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
-from kvferry.scheduler.side_channel.query_client import QueryClient
-from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.step import receive_messages
 
 logger = logging.getLogger(__name__)

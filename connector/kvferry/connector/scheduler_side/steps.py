@@ -41,7 +41,7 @@ from collections.abc import Iterable
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.vllm.loop import EngineLoop
-from kvferry.protocol.load_notifier import LoadListener
+from kvferry.link.load_notifier import LoadListener
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 

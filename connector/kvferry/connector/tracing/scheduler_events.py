@@ -12,12 +12,13 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.tracing.spans import SpanItem, SpanSink, WorkerLoads
 from kvferry.connector.tracing.worker_events import has_opentelemetry_on, open_trace_file
+from kvferry.link.lease_commands import RemoteLease
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill
 from kvferry.protocol.params_reader import read_params, read_turn
 from kvferry.scheduler.consumer.ledger import LoadObserver
-from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RemotePrompt
+from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import LeaseObserver
 from kvferry.trace.events import (

@@ -37,8 +37,8 @@ from kvferry.connector.messages import (
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
 from kvferry.connector.worker_side.step_watch import StepWatch
+from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.geometry import Place
-from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric

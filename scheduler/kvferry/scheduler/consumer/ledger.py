@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvferry.link.lease_commands import (
+    ForgetLease,
+    LeaseCommand,
+    LeaseKey,
+    ReleaseLease,
+    RemoteLease,
+    RenewLease,
+)
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
@@ -17,15 +25,9 @@ from kvferry.scheduler.consumer.remote_prompt import (
     LOAD_TRANSITIONS,
     MAX_ENDED_LEASES,
     EndedLeases,
-    ForgetLease,
-    LeaseCommand,
-    LeaseKey,
     LoadEvent,
     LoadState,
-    ReleaseLease,
-    RemoteLease,
     RemotePrompt,
-    RenewLease,
 )
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.requests import RequestTable

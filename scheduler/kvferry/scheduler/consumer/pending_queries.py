@@ -17,15 +17,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvferry.link.query_commands import SETTLING, Producer, QueryCommand, StartQuery, StopQuery
+from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
-from kvferry.protocol.side_channel.hosts import one_spelling
-from kvferry.scheduler.consumer.pending_query import (
-    PendingQuery,
-    Producer,
-    QueryCommand,
-    StartQuery,
-    StopQuery,
-)
+from kvferry.scheduler.consumer.pending_query import PendingQuery
 from kvferry.scheduler.requests import RequestRecord, RequestTable
 
 UNKNOWN_S = 10.0
@@ -39,9 +34,6 @@ MAX_OPEN = 1 << 14
 """Most open queries; the prompts of further requests are computed here."""
 MAX_ENDED = 1 << 10
 """Most of them whose requests have ended; of more the first that ended is given up."""
-
-SETTLING = (PromptProgress.TICKET, PromptProgress.OVER)
-"""Answers that settle a query."""
 
 
 class _Timers:

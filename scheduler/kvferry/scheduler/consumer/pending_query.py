@@ -1,31 +1,11 @@
-"""One query about a prompt that another engine prefills, and the commands to the side channel about it."""
+"""One query about a prompt that another engine prefills."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.link.query_commands import Producer
 from kvferry.protocol.prompt_queries import PromptQuery
-
-Producer = tuple[str, int]
-"""Host and port of a side channel."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartQuery:
-    """Query this producer, again and again until `StopQuery`."""
-
-    producer: Producer
-    query: PromptQuery
-
-
-@dataclass(frozen=True, slots=True)
-class StopQuery:
-    """The query is settled."""
-
-    number: int
-
-
-QueryCommand = StartQuery | StopQuery
 
 
 @dataclass(slots=True, eq=False)

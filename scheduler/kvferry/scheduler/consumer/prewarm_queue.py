@@ -6,9 +6,9 @@ from collections import Counter
 
 import msgspec
 
+from kvferry.link.fair_share import has_share
+from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.side_channel.hosts import one_spelling
-from kvferry.scheduler.fair_share import has_share
 
 AGAIN_S = 10.0
 """Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""

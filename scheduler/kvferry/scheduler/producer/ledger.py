@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from kvferry.protocol.awake_clock import AwakeClock
+from kvferry.link.awake_clock import AwakeClock
+from kvferry.link.heartbeats import heartbeat_s
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, new_epoch
@@ -16,7 +17,6 @@ from kvferry.protocol.stream_rows import STREAM_ROWS
 from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.heartbeats import heartbeat_s
 from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.deadlines import Deadlines
 from kvferry.scheduler.producer.lease import (

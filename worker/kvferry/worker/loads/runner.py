@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator
 
-from kvferry.protocol.awake_clock import LONGEST_TURN_S, AwakeClock
+from kvferry.link.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.link.connection import backoff_s
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.side_channel.connection import backoff_s
 from kvferry.worker.peers.peer import PeerKey
 
 FIRST_S = 0.5

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvferry.link.client import SideChannelClient
 from kvferry.plan.cost import Costs
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidMessage, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
-from kvferry.protocol.side_channel.client import SideChannelClient
-from kvferry.protocol.side_channel.hosts import host_port
+from kvferry.protocol.hosts import host_port
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.plan_cache import PlanCache

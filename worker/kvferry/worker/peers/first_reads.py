@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.link.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.worker.caches import KvCaches

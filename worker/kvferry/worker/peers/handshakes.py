@@ -22,7 +22,7 @@ from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InputError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.side_channel.hosts import one_spelling
+from kvferry.protocol.hosts import one_spelling
 from kvferry.worker.peers.peer import Handshake, PeerKey
 
 

@@ -12,9 +12,9 @@ from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.hosts import host_port
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.side_channel.hosts import host_port
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, ROW_HEADER_BYTES, StreamRows
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import (

@@ -1,0 +1,178 @@
+"""The hosts that an engine may connect to, whatever params name: clients can write params.
+
+Whoever answers at such a host is taken for a producer: its caches are read, and its description has metadata that NIXL
+parses in native code. So without a secret, which only engines have, and without a list, only this host is allowed.
+
+    listed          allows                                       and not
+    10.1.0.0/16     10.1.2.3, ::ffff:10.1.2.3, 0xa.0x10203       names that resolve to it
+    10.1.2.3        the same address
+    p0.example      p0.example, P0.Example.                      p0.example.evil, its address
+    *.example       p0.example, a.b.example                      example
+    *               every address and every name                 169.254.169.254
+    (no list, but a secret: as with *, since who has not the secret cannot answer)
+    (no list and no secret)   127.0.0.1, addresses of this host's interfaces; localhost, this host's name
+
+An address is compared as an address, in any spelling, and a name as a name. That takes no look-up, so the engine's
+thread can decide. When a name has been looked up, on another thread, its address is judged too (`why_not_found`), and
+that very address is connected. A listed name may resolve to any address, so list only names in zones that you control.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.link.secrets import Secrets
+from kvferry.link.this_host import is_this_host, names_of_this_host
+from kvferry.protocol.hosts import Address, name_or_none, read_host, why_unusable
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+ANY = "*"
+_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedHosts:
+    """An allow-list.
+
+    Attributes:
+        networks: allowed networks; a single address is a network of one.
+        names: allowed names, in lower case, without a trailing dot.
+        suffixes: allowed suffixes, as `names`, each with a leading dot.
+        any_host: whether all other hosts are allowed too, except link-local addresses: these must be listed.
+        this_host: whether this host's addresses are allowed, and `names` as far as they mean such an address.
+    """
+
+    networks: tuple[Network, ...] = ()
+    names: frozenset[str] = frozenset()
+    suffixes: tuple[str, ...] = ()
+    any_host: bool = False
+    this_host: bool = False
+
+    @classmethod
+    def from_entries(cls, entries: Iterable[str]) -> AllowedHosts:
+        """Parse the entries of a configuration.
+
+        Raises:
+            ValueError: an entry is not valid; the error's text is that entry.
+        """
+        networks: list[Network] = []
+        names: list[str] = []
+        suffixes: list[str] = []
+        any_host = False
+        for entry in entries:
+            if entry == ANY:
+                any_host = True
+                continue
+            network = _read_network(entry)
+            if network is not None:
+                networks.append(network)
+                continue
+            name = name_or_none(entry.removeprefix("*."))
+            if name is None:
+                raise ValueError(entry)
+            if entry.startswith("*."):
+                suffixes.append(f".{name}")
+            else:
+                names.append(name)
+        return cls(
+            networks=tuple(networks),
+            names=frozenset(names),
+            suffixes=tuple(suffixes),
+            any_host=any_host,
+        )
+
+    @classmethod
+    def without_list(cls, secrets: Secrets, own_host: str = "localhost") -> AllowedHosts:
+        """What is allowed where nothing is listed.
+
+        Args:
+            secrets: of the side channel.
+            own_host: as this engine announces its own side channel; engines beside it may announce it, too.
+        """
+        # With a secret any host may be connected to: only an engine that has the secret can answer.
+        if secrets:
+            return cls(any_host=True)
+        names = set(names_of_this_host())
+        own_name = name_or_none(own_host)
+        if own_name is not None:
+            names.add(own_name)
+        return cls(names=frozenset(names), this_host=True)
+
+    def allow(self, host: str) -> bool:
+        """Whether this engine may connect to a host, given as params spell it. Looks no name up, and does not wait."""
+        return self.why_not(host) is None
+
+    def why_not(self, host: str) -> str | None:
+        """None if this engine may connect to a host; otherwise why not, as the end of a sentence about the host."""
+        try:
+            name_or_address = read_host(host)
+        except ValueError as invalid:
+            return f"is {invalid}"
+        if isinstance(name_or_address, str):
+            is_allowed = self.any_host or self._lists_name(name_or_address)
+        else:
+            is_allowed = self._allow_address(name_or_address)
+        return None if is_allowed else self._not_allowed()
+
+    def why_not_found(self, host: str, address: Address) -> str | None:
+        """Why this engine may not connect to the address that was looked up for an allowed host; None if it may."""
+        unusable = why_unusable(address)
+        if unusable is not None:
+            return f"is {address}: {unusable}"
+        if self._trusts_name_server(host) or self._allow_address(address):
+            return None
+        return f"is {address}, which {self._not_allowed()}"
+
+    def _lists_name(self, name: str) -> bool:
+        return name in self.names or name.endswith(self.suffixes)
+
+    def _trusts_name_server(self, host: str) -> bool:
+        """True for a name of the configured list: it may lead to any address."""
+        # Without a list, names only say which hosts are probably this one: their addresses decide.
+        if self.this_host:
+            return False
+        name = name_or_none(host)
+        return name is not None and self._lists_name(name)
+
+    def _not_allowed(self) -> str:
+        if self.this_host:
+            return "is not this host, and there is neither a secret nor allowed_hosts here"
+        if self.any_host:
+            return "is link-local: allowed_hosts must list it"
+        return "is not in allowed_hosts"
+
+    def _allow_address(self, address: Address) -> bool:
+        for network in self.networks:
+            if address.version == network.version and address in network:
+                return True
+        if self.any_host:
+            # Among link-local addresses clouds have the services that give a machine its credentials.
+            return not address.is_link_local
+        return self.this_host and is_this_host(address)
+
+
+ANY_HOST = AllowedHosts(networks=(ipaddress.IPv4Network("0.0.0.0/0"),), any_host=True)
+"""For commands: whoever runs one names the host."""
+
+
+def _read_network(entry: str) -> Network | None:
+    """The network that an entry names; None if it names none: it has bits beyond its prefix, or a zone."""
+    if "%" in entry:
+        return None
+    if "/" not in entry:
+        entry = entry.removeprefix("[").removesuffix("]")
+    try:
+        network = ipaddress.ip_network(entry)
+    except ValueError:
+        return None
+    # Hosts that are written as mapped addresses are read as IPv4, so the network must be IPv4 as well to hold them.
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
+        mapped = network.network_address.ipv4_mapped
+        network = ipaddress.IPv4Network((int(mapped or 0), network.prefixlen - _MAPPED.prefixlen))
+    # Whoever lists 0.0.0.0 alone means something else.
+    if network.num_addresses == 1 and why_unusable(network.network_address) is not None:
+        return None
+    return network

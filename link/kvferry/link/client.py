@@ -1,0 +1,333 @@
+"""The client of other engines' side channels: handshakes, renewals, releases, queries and prewarming all use it.
+
+One thread with an asyncio loop has all of a client's sockets. So a host that does not answer delays no other, and
+waiting costs a socket and no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.connection import Connection, EndlessMessages, within
+from kvferry.link.host_names import HostNames
+from kvferry.link.secrets import Secrets
+from kvferry.link.sockets import derive_keys
+from kvferry.protocol.description_parts import PartsReceived
+from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
+from kvferry.protocol.handshake import (
+    MAX_PART_FRAME_BYTES,
+    EngineDescription,
+    Hello,
+    Refused,
+    decode_reply,
+    encode,
+)
+from kvferry.protocol.hosts import Address, advice, host_port, read_address
+
+_JOIN_S = 5.0
+# A listener that restarts ends a connection once.
+MAX_ATTEMPTS = 3
+_CANCEL_AGAIN_S = 0.1
+
+MAX_EXCHANGED_BYTES = 2 << 20
+"""Of an answer to a request that is not interpreted here."""
+
+Converse = Callable[[Connection], Coroutine[Any, Any, bytes]]
+
+T = TypeVar("T")
+
+
+class SideChannelClient:
+    """Connects to listeners until `close`. May be used from any thread; coroutines run on its own.
+
+    Args:
+        secrets: of the side channel; with each listener the one that it has is used.
+        allowed: hosts that may be connected to; by default those that need no list (`AllowedHosts.without_list`).
+
+    Raises:
+        InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
+        RuntimeError: the system gives no more threads.
+    """
+
+    def __init__(self, secrets: Secrets = (), allowed: AllowedHosts | None = None) -> None:
+        derive_keys(secrets)
+        self._secrets = secrets
+        self._allowed = allowed if allowed is not None else AllowedHosts.without_list(secrets)
+        self._names = HostNames()
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._context = zmq.asyncio.Context(io_threads=1)
+        # By default a context has 1,023 sockets: 341 connections of three sockets each. Beyond that renewals failed
+        # with "Too many open files", whatever `ulimit -n` said. So only files bound the number of connections.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._loop = asyncio.SelectorEventLoop()
+        self._endless = EndlessMessages()
+        self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._context.term()
+            self._endless.close()
+            self._loop.close()
+            raise
+
+    def __enter__(self) -> SideChannelClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # For any thread that may wait.
+
+    def fetch_description(
+        self,
+        host: str,
+        port: int,
+        engine_id: str,
+        client_id: str,
+        timeout_s: float,
+        *,
+        queries_prompts: bool = False,
+        waits: bool = True,
+    ) -> EngineDescription:
+        """The description of the engine that answers at an address.
+
+        Args:
+            queries_prompts: whether the caller is an engine that queries prompts, see `Hello`.
+            waits: as `exchange`.
+
+        Raises:
+            PeerRefused: the answer was a refusal, or as `exchange`.
+            HandshakeFailed: as `exchange`.
+            InvalidMessage: the answer is not one of the protocol's.
+        """
+        hello = Hello(engine_id=engine_id, client_id=client_id, queries_prompts=queries_prompts)
+        exchange = self._exchange(
+            host,
+            port,
+            lambda connection: describe(connection, hello),
+            MAX_PART_FRAME_BYTES,
+            timeout_s,
+            waits=waits,
+        )
+        reply = decode_reply(self.wait_for(exchange))
+        if isinstance(reply, EngineDescription):
+            return reply
+        why = refusal(reply)
+        if reply.field == "engine_id":
+            # Another engine answers there: perhaps one of this host, where that of another host was meant.
+            why += advice(host)
+        raise PeerRefused(f"{host_port(host, port)} {why}")
+
+    def exchange(
+        self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True
+    ) -> bytes:
+        """Send one frame to a listener and return the one frame of its answer. Neither is interpreted.
+
+        Args:
+            waits: whether to wait for a listener as long as there is none.
+
+        Raises:
+            HandshakeFailed: no answer came in time, it is longer than `MAX_EXCHANGED_BYTES`, the address is invalid, or
+                the client was closed.
+            PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
+        """
+
+        async def converse(connection: Connection) -> bytes:
+            await connection.send(request)
+            return await connection.receive()
+
+        exchange = self._exchange(
+            host,
+            port,
+            converse,
+            MAX_EXCHANGED_BYTES,
+            timeout_s,
+            waits=waits,
+        )
+        return self.wait_for(exchange)
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            HandshakeFailed: the client was closed.
+        """
+        with self._lock:
+            if self._is_closing:
+                coroutine.close()
+                raise HandshakeFailed("this side channel is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise HandshakeFailed("this side channel is closed") from None
+
+    # For any thread; never wait.
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Call this on the loop; does nothing after `close`."""
+        with self._lock:
+            if not self._is_closing:
+                self._loop.call_soon_threadsafe(call)
+
+    def watch(self, descriptor: int, on_readable: Callable[[], None]) -> None:
+        """Call this on the loop whenever the file is readable, until `close`."""
+        self.call_soon(lambda: self._loop.add_reader(descriptor, on_readable))
+
+    def close(self) -> None:
+        """End everything under way, and the thread. Idempotent."""
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+
+    # On the loop.
+
+    async def connect(
+        self, host: str, port: int, max_answer_bytes: int, *, waits: bool = False
+    ) -> Connection:
+        """Connect to a listener.
+
+        Args:
+            waits: whether to wait for a listener as long as there is none.
+
+        Raises:
+            NothingListens: there is none, and it does not wait.
+            HandshakeFailed: there is no such host, or it is not allowed.
+            PeerRefused: the secrets of both ends do not match.
+        """
+        # Every connection of this process to a side channel is made here, so this is the one place that judges hosts.
+        address = await self._allowed_address(host)
+        try:
+            return await Connection.open(
+                self._context,
+                address,
+                port,
+                secrets=self._secrets,
+                max_answer_bytes=max_answer_bytes,
+                endless=self._endless,
+                waits=waits,
+            )
+        except NothingListens as closed:
+            raise NothingListens(f"{closed}{advice(host)}") from None
+        except (zmq.ZMQError, ValueError) as refused:
+            raise HandshakeFailed(f"cannot be connected: {refused}") from None
+
+    async def _allowed_address(self, host: str) -> Address:
+        """The address to connect to.
+
+        Raises:
+            HandshakeFailed: there is no such host, or it is not allowed.
+        """
+        # Judged before the look-up, too: a client could otherwise make an engine look up any name.
+        why = self._allowed.why_not(host)
+        if why is not None:
+            raise HandshakeFailed(why)
+        # Looked up once. The address is judged and then connected, so no later answer of a name server counts.
+        looked_up = await self._names.address(host)
+        address = None
+        if looked_up is not None:
+            address = read_address(looked_up)
+        if address is None:
+            raise HandshakeFailed("cannot be looked up")
+        why = self._allowed.why_not_found(host, address)
+        if why is not None:
+            raise HandshakeFailed(why)
+        return address
+
+    async def _exchange(
+        self,
+        host: str,
+        port: int,
+        converse: Converse,
+        max_answer_bytes: int,
+        timeout_s: float,
+        *,
+        waits: bool,
+    ) -> bytes:
+        where = host_port(host, port)
+        attempts = self._attempt(host, port, converse, max_answer_bytes, waits=waits)
+        try:
+            return await within(timeout_s, attempts, advice(host))
+        except PeerRefused as refused:
+            raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
+        except HandshakeFailed as failed:
+            raise HandshakeFailed(f"{where} {failed}") from None
+
+    async def _attempt(
+        self, host: str, port: int, converse: Converse, max_answer_bytes: int, *, waits: bool
+    ) -> bytes:
+        for _ in range(MAX_ATTEMPTS):
+            connection = await self.connect(host, port, max_answer_bytes, waits=waits)
+            try:
+                return await converse(connection)
+            except ConnectionEnded:
+                continue
+            finally:
+                connection.close()
+        raise HandshakeFailed(f"ended {MAX_ATTEMPTS} connections without an answer")
+
+    def _run(self) -> None:
+        try:
+            # ZMQ starts its threads with the first socket: now, and not while the first message is to be sent.
+            with contextlib.suppress(zmq.ZMQError):
+                self._context.socket(zmq.PAIR).close(linger=0)
+            self._loop.call_soon(self._endless.begin)
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(_cancel_others())
+            self._context.destroy()
+            self._endless.close()
+            self._loop.close()
+
+
+async def describe(connection: Connection, hello: Hello) -> bytes:
+    """The frame of the listener's description, or of its refusal.
+
+    Raises:
+        ConnectionEnded: the connection has ended before.
+        InvalidMessage: a part is not the one that comes next.
+    """
+    # In parts, each asked for by itself, so that a connection that brings more than one part can be ended.
+    received = PartsReceived()
+    while True:
+        await connection.send(encode(msgspec.structs.replace(hello, at=received.num_bytes)))
+        frame = received.take(await connection.receive())
+        if frame is not None:
+            return frame
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of the loop."""
+    while True:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if not others:
+            return
+        for task in others:
+            task.cancel()
+        # Then again, for those that are left: before Python 3.12 `wait_for` can swallow a cancellation.
+        await asyncio.wait(others, timeout=_CANCEL_AGAIN_S)
+
+
+def refusal(refused: Refused) -> str:
+    """A listener's refusal, as text with control characters escaped."""
+    field = _escaped(refused.field)
+    value = _escaped(refused.value)
+    expected = _escaped(refused.expected)
+    return f"refused: {field} is {value}; expected {expected}"
+
+
+def _escaped(text: str) -> str:
+    return repr(text)[1:-1]

@@ -1,0 +1,312 @@
+"""A connection to a listener, on an asyncio loop, and when to try again after one has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from kvferry.link.secrets import VARIABLE, Secret, Secrets
+from kvferry.link.sockets import (
+    ConnectionEvent,
+    client_socket,
+    connection_event,
+    unpack_event,
+    watch,
+)
+from kvferry.link.tcp import (
+    CHECK_INTERVAL_S,
+    RECEIVE_BUFFER_BYTES,
+    Arrivals,
+    TcpConnection,
+)
+from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
+from kvferry.protocol.hosts import Address, host_port
+
+# A restarting listener cuts a connection once; one that has a secret cuts it every time.
+_ATTEMPTS_WITHOUT_SECRET = 3
+
+_SPARE_BYTES = 4 * RECEIVE_BUFFER_BYTES
+"""Bytes that a connection may bring beyond its longest answer: what is in TCP's buffer, and short answers behind it."""
+
+_MAX_DOUBLINGS = 64
+"""Of a backoff, so that 2.0 to this power still is a float."""
+
+T = TypeVar("T")
+
+
+class EndlessMessages:
+    """Checks the connections of one client that bring bytes, at most every `CHECK_INTERVAL_S`.
+
+    Used on the client's loop. `tcp.py` says why ZMQ does not bound a message itself.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals = Arrivals()
+        self._checks: dict[int, Callable[[], None]] = {}  # by file
+
+    def begin(self) -> None:
+        """Check connections from now on."""
+        asyncio.get_running_loop().add_reader(self._arrivals.fileno(), self._check_arrivals)
+
+    def add(self, file: int, check: Callable[[], None]) -> None:
+        """Call `check` whenever the connection has brought bytes."""
+        # ZMQ may have closed another connection with this file number: its check is replaced.
+        self._checks[file] = check
+        self._arrivals.watch(file)
+
+    def remove(self, file: int, check: Callable[[], None]) -> None:
+        """The connection is closed."""
+        # Its file number may be another connection's already.
+        if self._checks.get(file) == check:
+            del self._checks[file]
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        self._arrivals.close()
+
+    def _check_arrivals(self) -> None:
+        loop = asyncio.get_running_loop()
+        # Not again at once: while bytes arrive there is always something to check.
+        loop.remove_reader(self._arrivals.fileno())
+        loop.call_later(CHECK_INTERVAL_S, self.begin)
+        for file in self._arrivals.take():
+            check = self._checks.get(file)
+            if check is not None:
+                check()
+
+
+class Connection:
+    """Made by `open`, which returns once both ends have proved that they have the same secret, or both have none.
+
+    Nothing is sent before that. A connection that has ended is of no more use. An endless message ends it, and so does
+    a message of several frames.
+
+    Args:
+        file: its TCP connection's.
+        max_answer_bytes: of a message that it brings.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.asyncio.Socket,
+        monitor: zmq.asyncio.Socket,
+        file: int,
+        max_answer_bytes: int,
+        endless: EndlessMessages,
+    ) -> None:
+        self._socket = socket
+        self._monitor = monitor
+        # The same socket without asyncio, for frames that have certainly arrived.
+        self._frames: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._file = file
+        self._tcp = TcpConnection(file)
+        self._max_bytes = max_answer_bytes + _SPARE_BYTES
+        # After the handshake the monitor reports nothing but the connection's end.
+        self._ended = asyncio.ensure_future(monitor.recv_multipart())
+        self._endless = endless
+        endless.add(file, self._end_endless)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other end has closed it, or sent an endless message."""
+        return self._ended.done()
+
+    @classmethod
+    async def open(
+        cls,
+        context: zmq.asyncio.Context,
+        address: Address,
+        port: int,
+        *,
+        secrets: Secrets,
+        max_answer_bytes: int,
+        endless: EndlessMessages,
+        waits: bool,
+    ) -> Connection:
+        """Connect.
+
+        | secrets listed here | attempts | refused |
+        | --- | --- | --- |
+        | none | without encryption | when the listener has a secret |
+        | A, B | with A, then with B, until one is accepted | when the listener has none, or others |
+
+        Args:
+            max_answer_bytes: a longer answer ends the connection.
+            waits: whether to wait for a listener as long as there is none.
+
+        Raises:
+            NothingListens: there is none, and it does not wait. A host that drops packets says nothing: the caller
+                needs a deadline as well.
+            PeerRefused: the secrets of both ends do not match; the text names the reason and the remedy.
+            HandshakeFailed: something else listens there.
+            zmq.ZMQError: the address is none, or there are no more sockets.
+        """
+
+        async def attempt(secret: Secret | None) -> Connection | ConnectionEvent:
+            return await cls._attempt(
+                context, address, port, secret, max_answer_bytes, endless, waits
+            )
+
+        # The listener proves by CURVE that it has the secret, so the secret that is accepted is the right one.
+        for secret in secrets or (None,) * _ATTEMPTS_WITHOUT_SECRET:
+            result = await attempt(secret)
+            if isinstance(result, Connection):
+                return result
+            if result is ConnectionEvent.ONE_SIDED:
+                raise _listener_has_none() if secrets else _listener_has_one("has a secret")
+            if result is ConnectionEvent.GARBLED and not secrets:
+                raise HandshakeFailed("does not keep to the protocol of ZMQ")
+        if not secrets:
+            raise _listener_has_one("cuts every connection, most likely because it has a secret")
+        # One more connection without encryption, over which nothing is sent, tells a listener without a secret from one
+        # with another secret: an operator has to mend different things.
+        result = await attempt(None)
+        if isinstance(result, Connection):
+            result.close()
+            raise _listener_has_none()
+        listed = ", ".join(secret.fingerprint for secret in secrets)
+        raise PeerRefused(
+            f"it has none of the secrets listed here ({listed}): let the files that {VARIABLE} names share one"
+        )
+
+    @classmethod
+    async def _attempt(
+        cls,
+        context: zmq.asyncio.Context,
+        address: Address,
+        port: int,
+        secret: Secret | None,
+        max_answer_bytes: int,
+        endless: EndlessMessages,
+        waits: bool,
+    ) -> Connection | ConnectionEvent:
+        """The connection, or why there is none."""
+        with contextlib.ExitStack() as undo:
+            socket = client_socket(context, address, secret, max_answer_bytes)
+            undo.callback(socket.close, linger=0)
+            monitor = watch(socket)
+            undo.callback(_close_monitor, socket, monitor)
+            socket.connect(f"tcp://{host_port(address, port)}")
+            while True:
+                event, file = unpack_event(await monitor.recv_multipart())
+                if event != zmq.EVENT_CONNECT_RETRIED:
+                    break
+                if not waits:
+                    raise NothingListens(
+                        "cannot be connected: nothing listens there, or it cannot be reached"
+                    )
+            result = connection_event(await monitor.recv_multipart())
+            if result is not ConnectionEvent.THROUGH:
+                return result
+            undo.pop_all()
+            return cls(socket, monitor, file, max_answer_bytes, endless)
+
+    def close_at_end(self) -> None:
+        """Close it as soon as it has ended, for a connection that only sends."""
+        # Otherwise ZMQ would connect again by itself.
+        self._ended.add_done_callback(lambda _: self.close())
+
+    async def send(self, frame: bytes) -> None:
+        """Send one message; never waits.
+
+        Raises:
+            HandshakeFailed: too many messages wait in its queue.
+        """
+        try:
+            await self._socket.send_multipart([b"", frame], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as full:
+            raise HandshakeFailed(f"takes no messages: {full}") from None
+
+    async def receive(self) -> bytes:
+        """The next message.
+
+        Raises:
+            ConnectionEnded: it has ended before one came.
+            HandshakeFailed: the message has more or fewer frames than one; the connection is closed.
+        """
+        envelope = asyncio.ensure_future(self._socket.recv())
+        try:
+            await asyncio.wait((envelope, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            # The message first: ZMQ reports it before the end that came with it.
+            if envelope.done() and not self._socket.closed:
+                self._tcp.message_received()
+                return self._receive_body(envelope.result())
+        finally:
+            envelope.cancel()
+        raise ConnectionEnded("has closed the connection")
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close it; messages in its queue have `linger_ms` to be sent. Idempotent."""
+        self._ended.cancel()
+        self._endless.remove(self._file, self._end_endless)
+        if not self._socket.closed:
+            _close_monitor(self._socket, self._monitor)
+            self._socket.close(linger=linger_ms)
+
+    def _end_endless(self) -> None:
+        if self._tcp.unfinished_bytes() > self._max_bytes:
+            self._tcp.shut_down()  # the monitor reports the end
+
+    def _receive_body(self, envelope: bytes) -> bytes:
+        """The one frame after the envelope."""
+        # All frames of a message arrive together, so this does not wait.
+        body = None
+        if self._frames.getsockopt(zmq.RCVMORE):
+            body = self._frames.recv(copy=False)
+        if envelope or body is None or body.more:
+            # More frames are not received: ZMQ has all of them already, and frees them on a thread of its own when its
+            # socket is closed. Received by Python, 11 million empty frames took the loop 27 s and 760 MB.
+            self.close()
+            raise HandshakeFailed("answered in another number of frames than one")
+        return body.bytes
+
+
+async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: str = "") -> T:
+    """The coroutine's result.
+
+    Args:
+        advice: what may help, for the error.
+
+    Raises:
+        HandshakeFailed: there is no result in time.
+    """
+    try:
+        return await asyncio.wait_for(coroutine, timeout_s)
+    except asyncio.TimeoutError:
+        raise HandshakeFailed(f"did not answer within {timeout_s:g} s{advice}") from None
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """The delay before the next attempt, which doubles with every consecutive failure.
+
+    Args:
+        failures: consecutive failures so far, at least 1.
+        first_s, longest_s: bounds before the jitter of up to ±50 %.
+    """
+    doublings = min(failures - 1, _MAX_DOUBLINGS)
+    delay_s = min(longest_s, first_s * 2.0**doublings)
+    # Jittered, so that the engines of a fleet do not retry at the same time.
+    return delay_s * random.uniform(0.5, 1.5)  # noqa: S311
+
+
+def _close_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    socket.disable_monitor()
+    monitor.close(linger=0)
+
+
+def _listener_has_none() -> PeerRefused:
+    return PeerRefused(
+        f"it has no secret, and there is one here: set {VARIABLE} there to a file with the same secret"
+    )
+
+
+def _listener_has_one(how: str) -> PeerRefused:
+    return PeerRefused(
+        f"it {how}, and there is none here: set {VARIABLE} here to a file with the same secret"
+    )

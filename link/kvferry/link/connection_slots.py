@@ -1,0 +1,345 @@
+"""Slots for connections to other engines, shared between the hosts that clients name.
+
+    waits ── its turn ──► connects ──► in use ◄──► idle ── the slot is needed, or it was idle for long ──► (gone)
+      └─ too many wait       └─ fails
+
+Clients choose hosts and ports, and an address costs its time until a connection to it is made or has failed: nothing if
+its port is closed, the timeout if it drops packets or stays silent. So
+
+- an address takes no slot before its connection is made: whatever clients name, no idle connection is closed for an
+  address that does not answer;
+- addresses are connected to in turns, few at a time. Those that were connected before (*proven* ones, until an attempt
+  fails) have turns of their own, and so have those that no client named;
+- hosts share. Of the turns, of the slots in use and of the waiting addresses a host gets one more only while it has
+  fewer than are free: one host gets half of them, two get a third each, and there is always one for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import resource
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from kvferry.link.connection import Connection
+from kvferry.link.fair_share import has_share
+from kvferry.protocol.errors import HandshakeFailed, KvferryError
+from kvferry.protocol.hosts import one_spelling
+
+Address = tuple[str, int]
+"""Host and port of a side channel."""
+
+MAX_WAITING = 4096
+"""Most addresses that wait for their turn."""
+
+_MAX_PROVEN = 4096
+
+# A connection takes four files, and the process needs others.
+_FILES_PER_SLOT = 16
+"""With fewer files for each slot there are fewer slots."""
+
+
+class Kind(enum.Enum):
+    """Who wants an address to be connected to; each kind has turns of its own."""
+
+    PROVEN = enum.auto()
+    """Anyone, and it was connected before."""
+    NAMED = enum.auto()
+    """A request that names it."""
+    SIBLING = enum.auto()
+    """Another engine's answer that names it as its sibling."""
+
+
+# With 256 slots 64, 64 and 16 addresses are connected to at a time.
+SLOTS_PER_TURN = {Kind.PROVEN: 4, Kind.NAMED: 4, Kind.SIBLING: 16}
+
+
+class ProvenAddresses:
+    """Addresses that were connected, until an attempt fails."""
+
+    def __init__(self) -> None:
+        self._addresses: OrderedDict[Address, None] = OrderedDict()
+
+    def __contains__(self, address: Address) -> bool:
+        return address in self._addresses
+
+    def add(self, address: Address) -> None:
+        self._addresses[address] = None
+        self._addresses.move_to_end(address)
+        if len(self._addresses) > _MAX_PROVEN:
+            # The one connected to longest ago.
+            self._addresses.popitem(last=False)
+
+    def discard(self, address: Address) -> None:
+        self._addresses.pop(address, None)
+
+
+class _Turns:
+    """The attempts to connect to addresses of one kind, and those that wait.
+
+    Attributes:
+        connecting: attempts under way, by host.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.connecting: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
+
+    async def begin(self, host: str) -> None:
+        """Wait for the turn of this host; `end` must follow, unless this raises."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(host, OrderedDict())[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            # The turn may have been given while the cancellation was under way.
+            was_given = turn.done() and not turn.cancelled()
+            if was_given:
+                self.end(host)
+            else:
+                self._forget(host, turn)
+            raise
+
+    def end(self, host: str) -> None:
+        self.connecting[host] -= 1
+        if not self.connecting[host]:
+            del self.connecting[host]
+
+    def give(self, may_begin: Callable[[str], bool]) -> None:
+        """Let as many attempts begin as may."""
+        # Hosts that may not are passed over. They are few, since each has its share.
+        num_passed_over = 0
+        num_connecting = self.connecting.total()
+        while num_connecting < self._capacity and num_passed_over < len(self._waiting):
+            host = next(iter(self._waiting))
+            self._waiting.move_to_end(host)
+            has_turn = has_share(self.connecting[host], num_connecting, self._capacity)
+            if not has_turn or not may_begin(host):
+                num_passed_over += 1
+                continue
+            turn = next(iter(self._waiting[host]))
+            self._forget(host, turn)
+            if turn.cancelled():
+                continue
+            self.connecting[host] += 1
+            num_connecting += 1
+            num_passed_over = 0
+            turn.set_result(None)
+
+    def waiting_hosts(self) -> frozenset[str]:
+        return frozenset(self._waiting)
+
+    def _forget(self, host: str, turn: asyncio.Future[None]) -> None:
+        turns_of_host = self._waiting.get(host)
+        if turns_of_host is None:
+            return
+        turns_of_host.pop(turn, None)
+        if not turns_of_host:
+            del self._waiting[host]
+
+
+class ConnectionSlot:
+    """A connection and its slot, in use until `idle` is called."""
+
+    def __init__(
+        self,
+        slots: ConnectionSlots,
+        host: str,
+        connection: Connection,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._slots = slots
+        self.host = host
+        self.connection = connection
+        self.give_up = give_up
+
+    def idle(self) -> None:
+        """It may be taken for another connection: then `give_up` is called, which must lead to `close`. Idempotent."""
+        self._slots.set_idle(self)
+
+    def use(self) -> None:
+        """It is in use again, if it was not given up. Idempotent."""
+        self._slots.set_in_use(self)
+
+    def close(self, linger_ms: int) -> None:
+        """Close the connection; its unsent messages have `linger_ms` to be sent. Idempotent."""
+        self._slots.forget(self)
+        self.connection.close(linger_ms=linger_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSlotsSnapshot:
+    """Attributes:
+    in_use, idle: the connections by host.
+    connecting, waiting: addresses that are connected to, and that wait for their turn, by host.
+    """
+
+    in_use: Mapping[str, int]
+    idle: Mapping[str, int]
+    connecting: Mapping[str, int]
+    waiting: Mapping[str, int]
+
+
+class ConnectionSlots:
+    """Used on one loop.
+
+    Args:
+        capacity: connections, besides those that are being made.
+        proven: may be that of other slots: an address that was queried is known when its leases are renewed.
+    """
+
+    def __init__(self, capacity: int, proven: ProvenAddresses | None = None) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            capacity = max(1, min(capacity, files // _FILES_PER_SLOT))
+        self.capacity = capacity
+        self._turns = {
+            kind: _Turns(max(1, capacity // slots)) for kind, slots in SLOTS_PER_TURN.items()
+        }
+        self.proven = proven if proven is not None else ProvenAddresses()
+        self._waiting: Counter[str] = Counter()
+        self._num_waiting = 0
+        self._in_use: dict[ConnectionSlot, None] = {}
+        self._in_use_by_host: Counter[str] = Counter()
+        # The one that is idle for longest is first.
+        self._idle: OrderedDict[ConnectionSlot, None] = OrderedDict()
+        self._idle_by_host: dict[str, OrderedDict[ConnectionSlot, None]] = {}
+
+    def __len__(self) -> int:
+        """The number of connections."""
+        return len(self._in_use) + len(self._idle)
+
+    def snapshot(self) -> ConnectionSlotsSnapshot:
+        """Who has how many places and turns now, each count from its own table."""
+        connecting: Counter[str] = Counter()
+        waiting = dict(self._waiting)
+        for turns in self._turns.values():
+            connecting.update(turns.connecting)
+            for host in turns.waiting_hosts():
+                waiting.setdefault(host, 0)  # counted by one table and not by the other: shown
+        return ConnectionSlotsSnapshot(
+            in_use=dict(self._in_use_by_host),
+            idle={host: len(slots) for host, slots in self._idle_by_host.items()},
+            connecting=dict(connecting),
+            waiting=waiting,
+        )
+
+    async def connect(
+        self,
+        address: Address,
+        connect: Callable[[], Awaitable[Connection]],
+        give_up: Callable[[], None],
+        kind: Kind = Kind.NAMED,
+    ) -> ConnectionSlot:
+        """Wait for the turn of this address, and connect.
+
+        Args:
+            connect: makes the connection, and has a deadline.
+            give_up: as `ConnectionSlot.idle`.
+
+        Raises:
+            HandshakeFailed: too many addresses wait.
+            KvferryError: as `connect`.
+        """
+        # By one spelling: a name of seven letters can be written in 128 ways, and each had a share of its own.
+        host = one_spelling(address[0])
+        turns = self._turns[Kind.PROVEN if address in self.proven else kind]
+        await self._wait_for_turn(turns, host)
+        try:
+            connection = await connect()
+        except KvferryError:
+            self.proven.discard(address)
+            raise
+        else:
+            self.proven.add(address)
+            return self._add(ConnectionSlot(self, host, connection, give_up))
+        finally:
+            turns.end(host)
+            self._give_turns()
+
+    async def _wait_for_turn(self, turns: _Turns, host: str) -> None:
+        if not has_share(self._waiting[host], self._num_waiting, MAX_WAITING):
+            raise HandshakeFailed("too many other addresses of this host wait to be connected")
+        self._waiting[host] += 1
+        self._num_waiting += 1
+        try:
+            asyncio.get_running_loop().call_soon(self._give_turns)
+            await turns.begin(host)
+        except asyncio.CancelledError:
+            self._give_turns()  # it may have had its turn
+            raise
+        finally:
+            self._num_waiting -= 1
+            self._waiting[host] -= 1
+            if not self._waiting[host]:
+                del self._waiting[host]
+
+    # For `ConnectionSlot`.
+
+    def set_idle(self, slot: ConnectionSlot) -> None:
+        if slot not in self._in_use:
+            return
+        self._end_use(slot)
+        self._idle[slot] = None
+        self._idle_by_host.setdefault(slot.host, OrderedDict())[slot] = None
+        if len(self) > self.capacity:
+            self._take_idle(slot.host)
+        self._give_turns()
+
+    def set_in_use(self, slot: ConnectionSlot) -> None:
+        if slot in self._idle:
+            self._end_idle(slot)
+            self._begin_use(slot)
+
+    def forget(self, slot: ConnectionSlot) -> None:
+        if slot in self._in_use:
+            self._end_use(slot)
+            self._give_turns()
+        elif slot in self._idle:
+            self._end_idle(slot)
+
+    def _add(self, slot: ConnectionSlot) -> ConnectionSlot:
+        if len(self) >= self.capacity:
+            self._take_idle(slot.host)
+        self._begin_use(slot)
+        return slot
+
+    def _take_idle(self, host: str) -> None:
+        """Give up an idle connection for one to this host, if there is one. Connections in use are never taken."""
+        # First one of the same host, so that a host displaces itself; then the one that is idle for longest.
+        idle_of_host = self._idle_by_host.get(host)
+        taken = next(iter(idle_of_host or self._idle), None)
+        if taken is not None:
+            self._end_idle(taken)
+            taken.give_up()
+
+    def _give_turns(self) -> None:
+        if len(self._in_use) < self.capacity:
+            for turns in self._turns.values():
+                turns.give(self._may_connect)
+
+    def _may_connect(self, host: str) -> bool:
+        # Attempts count as slots in use, or all turns together could bring a host more than its share.
+        num_connecting = sum(turns.connecting[host] for turns in self._turns.values())
+        num_of_host = self._in_use_by_host[host] + num_connecting
+        return has_share(num_of_host, len(self._in_use), self.capacity)
+
+    def _begin_use(self, slot: ConnectionSlot) -> None:
+        self._in_use[slot] = None
+        self._in_use_by_host[slot.host] += 1
+
+    def _end_use(self, slot: ConnectionSlot) -> None:
+        del self._in_use[slot]
+        self._in_use_by_host[slot.host] -= 1
+        if not self._in_use_by_host[slot.host]:
+            del self._in_use_by_host[slot.host]
+
+    def _end_idle(self, slot: ConnectionSlot) -> None:
+        del self._idle[slot]
+        idle_of_host = self._idle_by_host[slot.host]
+        del idle_of_host[slot]
+        if not idle_of_host:
+            del self._idle_by_host[slot.host]

@@ -1,1 +1,0 @@
-"""The side channel: its client, and what both ends share (sockets, secrets)."""

@@ -1,1 +1,0 @@
-"""The side channel: the server that answers, the heartbeat that renews leases, the prewarmer that finds producers."""

@@ -1,0 +1,124 @@
+"""Both ends of the side channel: a listener that keeps whole messages, and a client that can send any bytes."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+
+from kvferry.link.lease_inbox import LeaseInbox, LeaseMessage
+from kvferry.link.secrets import Secrets
+from kvferry.link.server import SideChannelListener
+from kvferry.protocol.handshake import (
+    CHANNEL_VERSION,
+    EngineDescription,
+    Hello,
+    Refused,
+    decode_reply,
+    encode,
+)
+from kvferry.scheduler.counters import Counters
+
+HOST = "127.0.0.1"
+
+
+class MessageInbox(LeaseInbox):
+    """First in, first out; nothing is merged or dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: queue.SimpleQueue[LeaseMessage] = queue.SimpleQueue()
+
+    def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
+        self._messages.put(message)
+        return True
+
+    def get(self, timeout: float = 0.0) -> LeaseMessage:
+        """The oldest. Raises `queue.Empty` after `timeout` seconds."""
+        return self._messages.get(timeout=timeout) if timeout else self._messages.get_nowait()
+
+    def qsize(self) -> int:
+        return self._messages.qsize()
+
+    def empty(self) -> bool:
+        return self._messages.empty()
+
+
+class RecordingListener(SideChannelListener):
+    """Its inbox gives whole messages."""
+
+    inbox: MessageInbox
+
+    def __init__(self, host: str, port: int, counters: Counters, secrets: Secrets = ()) -> None:
+        super().__init__(host, port, counters, secrets)
+        self.inbox = MessageInbox()
+
+
+def free_port(host: str = HOST) -> int:
+    """A port that was free a moment ago."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def listening(
+    counters: Counters | None = None,
+    secrets: Secrets = (),
+    *,
+    description: EngineDescription | None = None,
+) -> Iterator[tuple[RecordingListener, int]]:
+    """A listener on a free port, closed at the end; it is starting where there is no description."""
+    port = free_port()
+    listener = RecordingListener(HOST, port, counters or Counters(), secrets)
+    if description is not None:
+        listener.publish(description)
+    try:
+        yield listener, port
+    finally:
+        listener.close()
+
+
+@contextmanager
+def client(
+    port: int, kind: int = zmq.DEALER, *, host: str = HOST, receive_queue: int = 1000
+) -> Iterator[zmq.Socket[bytes]]:
+    """A connected socket, closed at the end with everything that is under way."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    sock = context.socket(kind)
+    sock.setsockopt(zmq.RCVTIMEO, 10_000)
+    sock.setsockopt(zmq.SNDTIMEO, 10_000)
+    sock.setsockopt(zmq.RCVHWM, receive_queue)
+    sock.setsockopt(zmq.LINGER, 2_000)
+    sock.setsockopt(zmq.IPV6, int(":" in host))
+    sock.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+    try:
+        yield sock
+    finally:
+        sock.close()
+        context.term()
+
+
+def ask(
+    port: int, engine_id: str = "prefill-0", version: int = CHANNEL_VERSION, host: str = HOST
+) -> EngineDescription | Refused:
+    """One handshake over a socket of its own."""
+    with client(port, zmq.REQ, host=host) as sock:
+        sock.send(encode(Hello(engine_id=engine_id, client_id="test", version=version)))
+        return decode_reply(sock.recv())
+
+
+BEFORE: set[threading.Thread] = set()
+"""Threads that other tests of this process have left; set before every test."""
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    """Running threads with this name, except those that existed before the test."""
+    return [
+        thread for thread in threading.enumerate() if thread.name == name and thread not in BEFORE
+    ]
