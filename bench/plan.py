@@ -23,7 +23,7 @@ from bench.figures import Results, Table, Target, publish
 from bench.llama import BLOCK_TOKENS, llama
 from bench.provenance import begin
 from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
+from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import Placing, TransferPlan
 from kvferry.plan.waves import SourceTable, Window, source_table, source_units, window_reads
@@ -74,14 +74,15 @@ class Prepared:
     """A worker's state for a peer: its plan, tables for direct reads, and for staged ones."""
 
     plan: TransferPlan
-    direct: tuple[tuple[DescriptorTable, ...], ...]
+    direct: tuple[DescriptorTable, ...]
     staged: tuple[tuple[SourceTable, ...], ...]
 
     @classmethod
     def of(cls, consumer: EngineDescription, producer: EngineDescription) -> Prepared:
         """Prepare the state of the consumer's first worker."""
         plan = plan_transfer(consumer, 0, producer)
-        direct = tuple(route_tables(route, 0, 0, Placing.DIRECT) for route in plan.routes)
+        tables = (route_table(route, 0, 0, Placing.DIRECT) for route in plan.routes)
+        direct = tuple(table for table in tables if table is not None)
         staged = tuple(
             tuple(source_table(source, 0) for source in route.sources) for route in plan.routes
         )
@@ -98,9 +99,7 @@ class Prepared:
     ) -> int:
         """Everything that a request needs before it is posted; returns the descriptors that it reads."""
         units = pair_request(self.plan, consumer.groups, producer.groups, request)
-        count = sum(
-            len(descriptor_pairs(table, units).remote) for of in self.direct for table in of
-        )
+        count = sum(len(descriptor_pairs(table, units).remote) for table in self.direct)
         for table in (table for of in self.staged for table in of):
             found = source_units(table.source, units[table.source.tokens])
             count += len(window_reads(table, found, Window(0, table.runs, 0, len(found))))

@@ -13,7 +13,7 @@ import torch
 
 from bench.transfer_shapes import Scenario
 from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
+from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.orders import LoadOrder
 from kvferry.worker.fabric.agent import AgentConfig, load_bindings, make_agent
@@ -31,14 +31,10 @@ Read = tuple[Any, np.ndarray, Any, np.ndarray]
 
 @dataclass(frozen=True)
 class Pieces:
-    """A request's reads by one table of one producer worker: descriptor numbers, int32 `[n]`.
-
-    `number` counts the tables of a worker.
-    """
+    """A request's reads from one producer worker: descriptor numbers, int32 `[n]`."""
 
     table: DescriptorTable
     worker: int
-    number: int
     local: np.ndarray
     remote: np.ndarray
 
@@ -60,10 +56,12 @@ def pieces_of(scenario: Scenario, peer: Peer, order: LoadOrder, device: int) -> 
     )
     found = []
     for route in peer.routes:
-        for number, table in enumerate(route_tables(route.route, device, device)):
-            pairs = descriptor_pairs(table, units)
-            if len(pairs.local):
-                found.append(Pieces(table, route.route.worker, number, pairs.local, pairs.remote))
+        table = route_table(route.route, device, device)
+        if table is None:
+            continue
+        pairs = descriptor_pairs(table, units)
+        if len(pairs.local):
+            found.append(Pieces(table, route.route.worker, pairs.local, pairs.remote))
     return found
 
 
@@ -85,7 +83,7 @@ class BareNixl:
         ]
         self._handles: list[Any] = []
         self._names: dict[int, Any] = {}
-        self._tables: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._tables: dict[int, tuple[Any, Any]] = {}
         own_words = self._prepare(
             self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, _slots(words, len(self._words))
         )
@@ -102,16 +100,15 @@ class BareNixl:
         """Prepare what `read` takes."""
         found: list[Read] = []
         for one in pieces:
-            key = (one.worker, one.number)
-            if key not in self._tables:
+            if one.worker not in self._tables:
                 local = self._prepare(
                     self._nixl.NIXL_INIT_AGENT, self._segment, one.table.local_rows
                 )
                 remote = self._prepare(
                     self._names[one.worker], self._segment, one.table.remote_rows
                 )
-                self._tables[key] = (local, remote)
-            local, remote = self._tables[key]
+                self._tables[one.worker] = (local, remote)
+            local, remote = self._tables[one.worker]
             found.append((local, one.local, remote, one.remote))
         return found
 

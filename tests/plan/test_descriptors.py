@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from kvferry.plan.descriptors import (
     DescriptorPairs,
     DescriptorTable,
     descriptor_pairs,
-    route_tables,
+    route_table,
 )
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.tokens import TokenMap
@@ -34,6 +34,13 @@ def route_of(
     sides = [engine(*(pair[side] for pair in pairs), groups=groups) for side in range(2)]
     (route,) = plan_transfer(sides[0], 0, sides[1]).routes
     return route
+
+
+def table_of(route: Route, local_device: int = 0, remote_device: int = 0) -> DescriptorTable:
+    """All of a route as one table."""
+    table = route_table(route, local_device, remote_device)
+    assert table is not None
+    return table
 
 
 def units_of(pairs: list[tuple[int, int, int, int]]) -> UnitPairs:
@@ -138,7 +145,7 @@ def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(
     route: Route, data: st.DataObject
 ) -> None:
     units = data.draw(unit_pairs(route))
-    (table,) = route_tables(route, 0, 0)
+    table = table_of(route)
     pairs = descriptor_pairs(table, units)
     moved = list(bytes_moved(table, pairs))
     assert not [address for address, times in Counter(to for to, _ in moved).items() if times > 1]
@@ -153,7 +160,7 @@ def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(
     route: Route, data: st.DataObject
 ) -> None:
     units = data.draw(unit_pairs(route))
-    (table,) = route_tables(route, 0, 0)
+    table = table_of(route)
     pairs = descriptor_pairs(table, units)
     at = 0
     for index in table.indices:
@@ -167,7 +174,7 @@ def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(
 
 def test_rows_are_address_length_device_stride_and_count_of_each_run() -> None:
     local, remote = tensor(blocks=8), tensor(base=FAR, blocks=3, block_stride=128, head_stride=40)
-    (table,) = route_tables(route_of((local, remote)), local_device=2, remote_device=5)
+    table = table_of(route_of((local, remote)), local_device=2, remote_device=5)
     assert table.local_rows.tolist() == [[4096, 32, 2, 32, 16]], (
         "two heads of a dense block at one distance"
     )
@@ -179,8 +186,8 @@ def test_rows_are_address_length_device_stride_and_count_of_each_run() -> None:
 
 
 def test_a_table_grows_with_tensors_and_runs_but_not_with_blocks() -> None:
-    (few,) = route_tables(route_of((tensor(blocks=1), tensor(blocks=1))), 0, 0)
-    (many,) = route_tables(route_of((tensor(blocks=1 << 20), tensor(blocks=1 << 20))), 0, 0)
+    few = table_of(route_of((tensor(blocks=1), tensor(blocks=1))))
+    many = table_of(route_of((tensor(blocks=1 << 20), tensor(blocks=1 << 20))))
     assert few.local_rows.shape == many.local_rows.shape == (1, 5)
     assert few.num_bytes == many.num_bytes == 2 * 5 * 8 + 2 * 4
 
@@ -199,46 +206,27 @@ def descriptor(rows: np.ndarray, index: int) -> tuple[int, int]:
     raise IndexError
 
 
-def moved_by(
-    tables: Sequence[DescriptorTable], units: Mapping[TokenMap, UnitPairs]
-) -> dict[int, int]:
-    """Local address → remote address of every byte that a few units need, by tables of any size."""
+def moved_by(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]) -> dict[int, int]:
+    """Local address → remote address of every byte that a few units need, by a table of any size."""
     moved: dict[int, int] = {}
-    for table in tables:
-        check_table(table)
-        pairs = descriptor_pairs(table, units)
-        for here, there in zip(pairs.local.tolist(), pairs.remote.tolist(), strict=True):
-            (to, length), (source, same) = (
-                descriptor(table.local_rows, here),
-                descriptor(table.remote_rows, there),
-            )
-            assert length == same
-            moved.update((to + byte, source + byte) for byte in range(length))
+    check_table(table)
+    pairs = descriptor_pairs(table, units)
+    for here, there in zip(pairs.local.tolist(), pairs.remote.tolist(), strict=True):
+        (to, length), (source, same) = (
+            descriptor(table.local_rows, here),
+            descriptor(table.remote_rows, there),
+        )
+        assert length == same
+        moved.update((to + byte, source + byte) for byte in range(length))
     return moved
 
 
-def test_layers_with_too_many_descriptors_for_an_index_are_divided_over_tables() -> None:
-    """Five layers of 2**27 blocks, eight runs a block: 2**30 descriptors a layer, and two would be one too many."""
-    blocks = 1 << 27
-    local = [tensor(layer=f"{n}", base=n << 50, blocks=blocks) for n in range(5)]
-    remote = [other(one, base=one.base + FAR, head_stride=8, tile_stride=16) for one in local]
-    route = route_of(*zip(local, remote, strict=True))
-    tables = route_tables(route, 0, 0)
-    assert len(tables) == 5
-    units = {route.slices[0].tokens: units_of([(blocks - 1, 0, blocks - 2, 0)])}
-    assert moved_by(tables, units) == wanted_bytes(route, units)
-    highest = max(
-        int(pairs.local.max()) for pairs in (descriptor_pairs(table, units) for table in tables)
-    )
-    assert highest == 8 * blocks - 1, "the last descriptor is among them, and no index wraps around"
-
-
-def test_a_layer_whose_runs_are_too_many_for_an_index_is_divided_by_its_runs() -> None:
-    """Eight runs a block and almost 2**29 blocks: more than 2**31 descriptors of one layer."""
-    blocks = (1 << 29) - 1
+def test_no_index_wraps_around_in_the_largest_table() -> None:
+    """Eight runs a block and 2**28 - 1 blocks: eight descriptors below the limit of a plan, 2**31 - 1."""
+    blocks = (1 << 28) - 1
     local = tensor(blocks=blocks, block_stride=128)
     route = route_of((local, other(local, base=FAR, head_stride=8, tile_stride=16)))
-    tables = route_tables(route, 0, 0)
-    assert len(tables) > 1
+    table = table_of(route)
     units = {route.slices[0].tokens: units_of([(blocks - 1, 0, blocks - 2, 0)])}
-    assert moved_by(tables, units) == wanted_bytes(route, units)
+    assert moved_by(table, units) == wanted_bytes(route, units)
+    assert int(descriptor_pairs(table, units).local.max()) == 8 * blocks - 1

@@ -52,7 +52,7 @@ class Scene:
             slots = self.fabric.prepare_remote(
                 agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
             )
-            routes.append(PeerRoute(cast("Any", None), agent, slots, (), ()))
+            routes.append(PeerRoute(cast("Any", None), agent, slots, None, ()))
         return Peer(
             PeerKey("host", 1, "engine", "0" * 32),
             cast("Any", None),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
+from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route
 
@@ -30,11 +30,12 @@ class Copies:
 
 
 def route_copies(route: Route, units: Mapping[TokenMap, UnitPairs]) -> tuple[Copies, ...]:
-    """The copies of a route, one value per placing and table; staged copies go directly to their final place."""
+    """The copies of a route, one value per placing; staged copies go directly to their final place."""
     copies: list[Copies] = []
     for placing in Placing:
-        tables = route_tables(route, 0, 0, placing)
-        copies += [_table_copies(table, units, placing) for table in tables]
+        table = route_table(route, 0, 0, placing)
+        if table is not None:
+            copies.append(_table_copies(table, units, placing))
     return tuple(copies)
 
 

@@ -7,14 +7,14 @@ costs O(tensors × slices), never O(blocks).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, RunAxis, UnitStride, grid
+from kvferry.plan.runs import Bundle, RunAxis, UnitStride, grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route
 
@@ -68,19 +68,19 @@ class DescriptorPairs:
     num_bytes: int
 
 
-def route_tables(
+def route_table(
     route: Route, local_device: int, remote_device: int, placing: Placing | None = None
-) -> tuple[DescriptorTable, ...]:
-    """The tables of a route: one, unless it has more descriptors than `MAX_DESCRIPTORS`.
+) -> DescriptorTable | None:
+    """The table of a route; None if nothing of it is placed so.
+
+    A plan has `MAX_DESCRIPTORS` at most, all routes together (`plan_transfer`), so every index fits into 31 bits.
 
     Args:
         placing: of the bundles to include; None for all of them, as if everything were direct.
     """
     bundles = [bundle for bundle in route.bundles if placing in (None, route.placing_of(bundle))]
-    return tuple(_table(portion, local_device, remote_device) for portion in _portions(bundles))
-
-
-def _table(bundles: Sequence[Bundle], local_device: int, remote_device: int) -> DescriptorTable:
+    if not bundles:
+        return None
     local = RowBuilder(local_device)
     remote = RowBuilder(remote_device)
     indices: list[BundleIndex] = []
@@ -291,58 +291,3 @@ def _row_layout(bundle: Bundle, side: BundleSide) -> _RowLayout:
         number_in_row=step_of_run[:, None] + positions * fold.axis_steps,
         step=fold.steps,
     )
-
-
-def _portions(bundles: Sequence[Bundle]) -> Iterator[list[Bundle]]:
-    """The bundles, divided so that neither side of a portion has too many descriptors."""
-    portion: list[Bundle] = []
-    used = 0
-    for whole in bundles:
-        bundle = _unrolled(whole)
-        descriptors_each = bundle.runs_per_place * _max_units(bundle.tokens)
-        start = 0
-        while start < len(bundle.bases):
-            if portion and used + descriptors_each > MAX_DESCRIPTORS:
-                yield portion
-                portion = []
-                used = 0
-            room = (MAX_DESCRIPTORS - used) // descriptors_each
-            # At least one, so that this ends whatever a place has.
-            places = max(1, min(room, len(bundle.bases) - start))
-            stop = start + places
-            part = replace(
-                bundle,
-                bases=bundle.bases[start:stop],
-                members=bundle.members[start:stop],
-                conversions=bundle.conversions[start:stop],
-            )
-            portion.append(part)
-            used += places * descriptors_each
-            start = stop
-    if portion:
-        yield portion
-
-
-def _max_units(tokens: TokenMap) -> int:
-    """Units of the larger cache: the descriptors of one run."""
-    return max(tokens.positions(side) * side.blocks for side in (tokens.local, tokens.remote))
-
-
-def _unrolled(bundle: Bundle) -> Bundle:
-    """The bundle with axes unrolled into places until the descriptors of one place fit into an index."""
-    units = _max_units(bundle.tokens)
-    while bundle.axes and bundle.runs_per_place * units > MAX_DESCRIPTORS:
-        axis, *axes = bundle.axes
-        steps = range(axis.steps)
-        bundle = replace(
-            bundle,
-            axes=tuple(axes),
-            bases=tuple(
-                (local + step * axis.local_stride, remote + step * axis.remote_stride)
-                for local, remote in bundle.bases
-                for step in steps
-            ),
-            members=tuple(members for members in bundle.members for _ in steps),
-            conversions=tuple(conversion for conversion in bundle.conversions for _ in steps),
-        )
-    return bundle

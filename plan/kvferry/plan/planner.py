@@ -11,7 +11,7 @@ from kvferry.plan.engine_shape import EngineShape
 from kvferry.plan.placing import TokenMaps, parts_of, place
 from kvferry.plan.refusals import PlanRefused, Reason, check_description
 from kvferry.plan.run_merger import merge
-from kvferry.plan.runs import Bundle, TensorSlice
+from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, TensorSlice
 from kvferry.plan.tokens import map_tokens
 from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Range
@@ -60,9 +60,6 @@ _MAX_TENSOR_REASONS = 8
 # is limited before anything of it is made.
 MAX_ROWS = 1 << 22
 """Rows of descriptors of one plan, at most: 160 MiB a side."""
-
-MAX_TOTAL_DESCRIPTORS = 1 << 38
-"""Descriptors of one plan, at most, in tables of up to 2**31: a cache of 16 TiB in runs of 64 bytes."""
 
 
 def plan_transfer(
@@ -194,7 +191,7 @@ class _PlanSizes:
                 tokens.positions(side) * side.blocks for side in sides
             )
         _check_size("rows", self._rows, MAX_ROWS)
-        _check_size("descriptors", self._descriptors, MAX_TOTAL_DESCRIPTORS)
+        _check_size("descriptors", self._descriptors, MAX_DESCRIPTORS)
 
 
 def _check_size(noun: str, number: int, limit: int) -> None:

@@ -15,7 +15,10 @@ from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor, Range
 
 MAX_DESCRIPTORS = (1 << 31) - 1
-"""Indices of descriptors are int32, in NIXL too."""
+"""Most descriptors of one plan, all its routes together: their indices are int32, in NIXL too.
+
+A cache of 512 GiB in runs of 256 bytes. Larger ones were divided over tables; no worker has such memory.
+"""
 
 
 class RunAxis(NamedTuple):

@@ -98,20 +98,22 @@ class DataReads:
             self._record.go_on(following, time.monotonic())
 
     def _post(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
-        """Post the reads that go straight into the caches: one for each prepared table with anything to read."""
+        """Post the reads that go straight into the caches: one for each route with anything to read."""
         transfers: list[Transfer] = []
         for route in peer.routes:
-            for prepared in route.tables:
-                wanted = descriptor_pairs(prepared.table, units)
-                # Nothing of this table is wanted, such as a window's tensors in the first parts of a prompt.
-                if not len(wanted.local):
-                    continue
-                transfer = self._reads.post(
-                    prepared.local, wanted.local, prepared.remote, wanted.remote
-                )
-                transfers.append(transfer)
-                self._record.planned_bytes += wanted.num_bytes
-                self._record.planned_descriptors += len(wanted.local)
+            prepared = route.table
+            if prepared is None:
+                continue
+            wanted = descriptor_pairs(prepared.table, units)
+            # Nothing of this table is wanted, such as a window's tensors in the first parts of a prompt.
+            if not len(wanted.local):
+                continue
+            transfer = self._reads.post(
+                prepared.local, wanted.local, prepared.remote, wanted.remote
+            )
+            transfers.append(transfer)
+            self._record.planned_bytes += wanted.num_bytes
+            self._record.planned_descriptors += len(wanted.local)
         return transfers
 
     def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.plan.descriptors import DescriptorTable, route_tables
+from kvferry.plan.descriptors import DescriptorTable, route_table
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
@@ -84,7 +84,7 @@ class PeerRoute:
 
     Attributes:
         slots: its lease table; descriptor `i` is slot `i`.
-        tables: the reads in place from this worker.
+        table: the reads in place from this worker; None if there are none.
         sources: the reads through the staging pool.
         rows: its rows; None if its prompts can only be read when they are complete.
     """
@@ -92,7 +92,7 @@ class PeerRoute:
     route: Route
     agent: PeerAgent
     slots: RemoteDescriptors
-    tables: tuple[PreparedTable, ...]
+    table: PreparedTable | None
     sources: tuple[PreparedSource, ...]
     rows: PreparedRows | None = None
 
@@ -207,26 +207,26 @@ class _Connecting:
             kind = MemoryKind(worker.memory)
         except ValueError:
             raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
-        tables = self._tables(route, agent, worker.device, kind)
+        table = self._table(route, agent, worker.device, kind)
         sources = self._sources(route, agent, worker.device, kind)
         rows = None
         if worker.stream_rows is not None:
             rows = self._rows(agent, worker.stream_rows)
-        return PeerRoute(route, agent, slots, tables, sources, rows)
+        return PeerRoute(route, agent, slots, table, sources, rows)
 
-    def _tables(
+    def _table(
         self, route: Route, agent: PeerAgent, device: int, kind: MemoryKind
-    ) -> tuple[PreparedTable, ...]:
+    ) -> PreparedTable | None:
         """What is read in place; without a pool, everything."""
         placing = None
         if self._staging is not None:
             placing = Placing.DIRECT
-        tables: list[PreparedTable] = []
-        for table in route_tables(route, self._caches.device_index, device, placing):
-            local = self._local(DescriptorRows(self._caches.kind, table.local_rows))
-            remote = self._remote(agent, DescriptorRows(kind, table.remote_rows))
-            tables.append(PreparedTable(table, local, remote))
-        return tuple(tables)
+        table = route_table(route, self._caches.device_index, device, placing)
+        if table is None:
+            return None
+        local = self._local(DescriptorRows(self._caches.kind, table.local_rows))
+        remote = self._remote(agent, DescriptorRows(kind, table.remote_rows))
+        return PreparedTable(table, local, remote)
 
     def _sources(
         self, route: Route, agent: PeerAgent, device: int, kind: MemoryKind
