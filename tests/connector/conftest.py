@@ -1,39 +1,22 @@
-"""Tests of this folder use vLLM's own types, operations and factories, but start no engine.
-
-vLLM is optional for the rest of the project, so without it the folder is left out. Its import, and torch's under it,
-raise warnings that are not ours to fix: they are named here, and everything else still fails a test.
-"""
+"""Tests of this folder use vLLM's own types, operations and factories, but start no engine."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 
 import pytest
 
+from tests.needs_vllm import LEFT_OUT, import_quietly
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-_NOT_OURS = (
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
-    "ignore:builtin type .* has no __module__ attribute:DeprecationWarning",
-)
-
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = LEFT_OUT
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for line in _NOT_OURS:
-        config.addinivalue_line("filterwarnings", line)
-    if importlib.util.find_spec("vllm"):
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # until its own configuration takes over
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            importlib.import_module("vllm.v1.core.sched.scheduler")
-            importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    import_quietly(config, "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn")
 
 
 @pytest.fixture

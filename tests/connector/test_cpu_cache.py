@@ -23,7 +23,7 @@ from tests.connector.cpu_cache import (
     random,
     slots_of,
 )
-from tests.connector.moves import move_by_plan
+from tests.connector.recorded_handover import move_by_plan
 from tests.plan.samples import engine, worker
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)

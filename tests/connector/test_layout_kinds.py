@@ -34,9 +34,9 @@ from tests.connector.caches import (
     storage_of,
     views_of,
 )
-from tests.connector.moves import described_engine, hand_over
 from tests.connector.recorded import RECORDED, attention, latent
 from tests.connector.recorded_engine import RecordedEngine, skipped_tokens
+from tests.connector.recorded_handover import described_engine, hand_over
 from tests.connector.state_models import orient
 
 every_model = pytest.mark.parametrize("name", RECORDED)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.connector.recorded import RECORDED
 from tests.connector.recorded_engine import RecordedEngine
-from tests.connector.recorded_handover import hand_over_recorded
+from tests.connector.recorded_handover import hand_over
 from tests.connector.state_models import orient
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def test_states_arrive_right_per_projection_whatever_the_ranks(
         RecordedEngine(RECORDED[name], producer),
         RecordedEngine(RECORDED[name], consumer),
     )
-    moved = hand_over_recorded(source, target, NUM_TOKENS, next(_seeds), POOLS[pool])
+    moved = hand_over(source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS[pool])
     tensors = [tensor for one in target.workers for tensor in one.caches.tensors]
     attention = sum(
         len(tensor.heads) * tensor.cell_bytes for tensor in tensors if tensor.kind in ("k", "v")
@@ -67,7 +67,7 @@ def test_states_arrive_from_engines_that_keep_a_columns_channels_together(
     source = RecordedEngine(RECORDED["Nemotron-H"], 2)
     orient(monkeypatch, layouts[1])
     target = RecordedEngine(RECORDED["Nemotron-H"])
-    hand_over_recorded(source, target, NUM_TOKENS, next(_seeds), POOLS["staged"])
+    hand_over(source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS["staged"])
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3.2", "Gemma-3", "Llama-4", "Llama with a drafter"])
@@ -76,12 +76,16 @@ def test_attention_of_every_kind_arrives_from_layers_that_lie_in_one_block(name:
         RecordedEngine(RECORDED[name], layout="BLHNC"),
         RecordedEngine(RECORDED[name], 2),
     )
-    hand_over_recorded(source, target, NUM_TOKENS, next(_seeds), POOLS["direct"])
+    hand_over(source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS["direct"])
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next, prefix caching and drafts", "Nemotron-H"])
 def test_states_arrive_from_a_pipeline_whose_kernel_blocks_are_smaller(name: str) -> None:
     source = RecordedEngine(RECORDED[name], pp=2, kernel_tokens=32)
-    hand_over_recorded(
-        source, RecordedEngine(RECORDED[name], 2), NUM_TOKENS, next(_seeds), POOLS["direct"]
+    hand_over(
+        source,
+        RecordedEngine(RECORDED[name], 2),
+        NUM_TOKENS,
+        next(_seeds),
+        staging_pool_bytes=POOLS["direct"],
     )

@@ -1,40 +1,24 @@
-"""Tests of this folder drive vLLM's real scheduler in process: no server, no model weights, no workers.
-
-vLLM is optional for the rest of the project, so without it the folder is left out. Its import, and torch's under it,
-raise warnings that are not ours to fix: they are named here, and everything else still fails a test.
-"""
+"""Tests of this folder drive vLLM's real scheduler in process: no server, no model weights, no workers."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.needs_vllm import LEFT_OUT, import_quietly
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-_NOT_OURS = (
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
-    "ignore:builtin type .* has no __module__ attribute:DeprecationWarning",
-)
-
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = LEFT_OUT
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for line in _NOT_OURS:
-        config.addinivalue_line("filterwarnings", line)
-    if importlib.util.find_spec("vllm"):
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # until its own configuration takes over
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            importlib.import_module("vllm.v1.core.sched.scheduler")
+    import_quietly(config, "vllm.v1.core.sched.scheduler")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from kvferry.plan.blocks import RequestBlocks
 from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.models import Model
 from tests.geometry.shards import Shards
@@ -38,6 +39,17 @@ class Request:
     first_token: int
     stop_token: int
     num_tokens: int
+
+    @property
+    def blocks(self) -> RequestBlocks:
+        """As the plan takes it."""
+        return RequestBlocks(
+            local=self.local,
+            remote=self.remote,
+            first_token=self.first_token,
+            stop_token=self.stop_token,
+            num_tokens=self.num_tokens,
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.blocks import RequestBlocks, pair_request
+from kvferry.plan.blocks import pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
@@ -82,11 +82,8 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
         produced(worker.tensors, producer.groups, memory, request, numbers)
         for worker, memory in zip(producer.workers, there, strict=True)
     ]
-    blocks = RequestBlocks(
-        request.local, request.remote, request.first_token, request.stop_token, request.num_tokens
-    )
     for plan, worker, memory in zip(plans, consumer.workers, case.consumer.memories(), strict=True):
-        units = pair_request(plan, consumer.groups, producer.groups, blocks)
+        units = pair_request(plan, consumer.groups, producer.groups, request.blocks)
         reported = [
             (route.worker, part) for route in plan.routes for part in route_copies(route, units)
         ]

@@ -18,6 +18,7 @@ import pytest
 from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.model import prepare
 from scripts.accuracy.settings import TINY_MODEL
+from tests.needs_vllm import LEFT_OUT
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import ServerPair
 
@@ -28,7 +29,7 @@ if importlib.util.find_spec("torch"):
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("transformers")
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = LEFT_OUT
 
 
 def model_folder(name: str) -> str:
