@@ -15,10 +15,11 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.caches import KvCaches
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
-from tests.harness.cache_engine import FACTS, SETTINGS, free_port
+from tests.harness.cache_engine import FACTS, SETTINGS
 from tests.harness.exported import slots_of
 from tests.harness.fault_fabric import FaultFabric
 from tests.harness.inside import thread_of
+from tests.ports import free_port
 from tests.waiting import step_until
 
 HEADS, SIZE, BLOCK = 2, 8, 16

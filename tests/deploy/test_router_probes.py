@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.link.channel import free_port
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.needs_vllm import LEFT_OUT, import_quietly
+from tests.ports import free_port
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -88,7 +89,7 @@ def make_engine() -> Iterator[Any]:
         ) -> Any:
             if module == "kvferry.connector":
                 config["extra"] = {"kv_lease_duration": lease_s, **config.get("extra", {})}
-            with node.side_channel(node.free_port()):
+            with node.side_channel(free_port()):
                 engine = node.SchedulerEngine(connector, module=module, role=role, **config)
             stack.callback(engine.close)
             if module == "kvferry.connector":

@@ -12,7 +12,8 @@ from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.scheduler.counters import Counters
 from tests.harness.core.scheduler import BLOCK_TOKENS
-from tests.link.channel import HOST, RecordingListener, free_port
+from tests.link.channel import HOST, RecordingListener
+from tests.ports import free_port
 
 
 def offer(

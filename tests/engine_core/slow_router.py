@@ -10,9 +10,9 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.lease import LeaseState
-from tests.harness.cache_engine import free_port
 from tests.harness.core.node import side_channel
 from tests.harness.core.scheduler import SchedulerEngine, tokens
+from tests.ports import free_port
 
 LEASE_S = 60.0
 HEARTBEAT_S = LEASE_S / 6

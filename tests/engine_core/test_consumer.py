@@ -17,7 +17,7 @@ from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
-from tests.link.channel import free_port
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 PROMPT = tokens(40)

@@ -31,7 +31,7 @@ SEEDS = itertools.count(20)
 
 
 @dataclass
-class Scene:
+class OnePrompt:
     """A producer and a consumer, and one prompt that goes from one to the other."""
 
     producer: Node
@@ -109,29 +109,29 @@ def preempt(node: Node, name: str) -> None:
 # How a prompt gets into each state.
 
 
-def offered(scene: Scene) -> None:
+def offered(scene: OnePrompt) -> None:
     scene.offer()
 
 
-def loading(scene: Scene) -> None:
+def loading(scene: OnePrompt) -> None:
     scene.hangs.set()
     scene.offer()
     scene.consumer.step()
 
 
-def loaded(scene: Scene) -> None:
+def loaded(scene: OnePrompt) -> None:
     scene.offer()
     scene.until(scene.is_decoding)
 
 
-def failed(scene: Scene) -> None:
+def failed(scene: OnePrompt) -> None:
     scene.offer()
     scene.producer.engine.connector.scheduler_side.leases.release_all("reset")
     scene.producer.until(lambda: scene.producer.engine.is_whole)
     scene.until(scene.is_decoding)
 
 
-def declined(scene: Scene) -> None:
+def declined(scene: OnePrompt) -> None:
     """The consumer has all of the prompt that the producer offers."""
     longer = [*scene.prompt, *tokens(20, seed=7)]
     scene.consumer.engine.add(f"before-{scene.seed}", longer, max_tokens=1)
@@ -141,12 +141,12 @@ def declined(scene: Scene) -> None:
     scene.until(scene.is_decoding)
 
 
-def aborted(scene: Scene) -> None:
+def aborted(scene: OnePrompt) -> None:
     loading(scene)
     scene.consumer.engine.abort(scene.decode)
 
 
-LOADS: dict[LoadState, tuple[Callable[[Scene], None], bool]] = {
+LOADS: dict[LoadState, tuple[Callable[[OnePrompt], None], bool]] = {
     LoadState.OFFERED: (offered, False),
     LoadState.LOADING: (loading, False),
     LoadState.LOADED: (loaded, True),
@@ -157,25 +157,25 @@ LOADS: dict[LoadState, tuple[Callable[[Scene], None], bool]] = {
 """How to reach the state, and whether vLLM can preempt the request in it: only a running one."""
 
 
-def intended(scene: Scene) -> None:
+def intended(scene: OnePrompt) -> None:
     scene.producer.engine.add(scene.prefill, scene.prompt, REMOTE_DECODE, max_tokens=1)
 
 
-def computing(scene: Scene) -> None:
+def computing(scene: OnePrompt) -> None:
     intended(scene)
     scene.producer.step()
 
 
-def held(scene: Scene) -> None:
+def held(scene: OnePrompt) -> None:
     scene.producer.prefill(scene.prefill, scene.prompt)
 
 
-def ending(scene: Scene) -> None:
+def ending(scene: OnePrompt) -> None:
     held(scene)
     scene.producer.engine.connector.scheduler_side.leases.release_all("reset")
 
 
-LEASES: dict[LeaseState, tuple[Callable[[Scene], None], bool]] = {
+LEASES: dict[LeaseState, tuple[Callable[[OnePrompt], None], bool]] = {
     LeaseState.INTENDED: (intended, False),
     LeaseState.COMPUTING: (computing, True),
     LeaseState.HELD: (held, False),
@@ -202,7 +202,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
 
 
 @pytest.fixture
-def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator[OnePrompt]:
     """While `hangs` is set no read ever seems to end."""
     hangs, poll = threading.Event(), NixlFabric.poll
 
@@ -210,14 +210,14 @@ def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator
         return TransferState.IN_FLIGHT if hangs.is_set() else poll(fabric, transfer)
 
     monkeypatch.setattr(NixlFabric, "poll", poll_late)
-    yield Scene(*nodes, hangs)
+    yield OnePrompt(*nodes, hangs)
     hangs.clear()
 
 
 @promise(2, 3)
 @pytest.mark.parametrize("state", LoadState, ids=lambda state: state.value)
 def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
-    scene: Scene, state: LoadState
+    scene: OnePrompt, state: LoadState
 ) -> None:
     bring, _ = LOADS[state]
     bring(scene)
@@ -242,7 +242,7 @@ def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
     "state", [x for x, (_, runs) in LOADS.items() if runs], ids=lambda state: state.value
 )
 def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_again(
-    scene: Scene, state: LoadState
+    scene: OnePrompt, state: LoadState
 ) -> None:
     bring, _ = LOADS[state]
     before = scene.consumer.engine.counted("loads")
@@ -259,7 +259,7 @@ def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_agai
 
 @pytest.mark.parametrize("state", LEASES, ids=lambda state: state.value)
 def test_a_prefill_that_is_aborted_holds_nothing_and_one_that_was_answered_is_still_handed_over(
-    scene: Scene, state: LeaseState
+    scene: OnePrompt, state: LeaseState
 ) -> None:
     bring, _ = LEASES[state]
     bring(scene)
@@ -274,7 +274,7 @@ def test_a_prefill_that_is_aborted_holds_nothing_and_one_that_was_answered_is_st
 
 
 @promise(1)
-def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(scene: Scene) -> None:
+def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(scene: OnePrompt) -> None:
     assert [state for state, (_, runs) in LEASES.items() if runs] == [LeaseState.COMPUTING]
     computing(scene)
     assert scene.lease_state() is LeaseState.COMPUTING

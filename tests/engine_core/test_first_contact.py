@@ -9,11 +9,11 @@ import pytest
 from kvferry.protocol.prompt_queries import engine_of
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.test_engine_loop import make_core
-from tests.harness.cache_engine import free_port
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 from tests.harness.integrity import snapshot_of
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 __all__ = ["make_core"]

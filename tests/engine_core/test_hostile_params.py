@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cache_engine import free_port
 from tests.harness.core.node import Node, stop_parallel_state
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
+from tests.ports import free_port
 from tests.promises import promise
 
 pytestmark = pytest.mark.slow

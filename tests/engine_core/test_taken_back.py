@@ -31,7 +31,7 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ove
 STEPS = pytest.mark.parametrize("max_step_tokens", [64, 256], ids=["in parts", "in one step"])
 
 
-class Scene:
+class StoreProducer:
     """A producer with a store whose caches hold rubbish, and what is checked of it after every step.
 
     Attributes:
@@ -107,7 +107,7 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
 ) -> None:
     # A lease that has ended before its ticket was used is waited for so long.
     monkeypatch.setattr("kvferry.connector.scheduler_side.ticket_builder._OPENS_WITHIN_S", 1.0)
-    scene = Scene(make, policy, overlap=overlap, max_step_tokens=max_step_tokens)
+    scene = StoreProducer(make, policy, overlap=overlap, max_step_tokens=max_step_tokens)
     consumer: Node = make("kv_consumer")
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, scene.params, max_tokens=COUNT)
@@ -134,7 +134,7 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
 def test_what_the_store_has_loaded_is_handed_over(
     make: Any, overlap: bool, max_step_tokens: int
 ) -> None:
-    scene = Scene(make, overlap=overlap, max_step_tokens=max_step_tokens)
+    scene = StoreProducer(make, overlap=overlap, max_step_tokens=max_step_tokens)
     consumer: Node = make("kv_consumer")
     for name in ("x", "y"):
         prefill, decode = f"cmpl-{name}-0-0123abcd", f"cmpl-{name}-0-89efcdab"
@@ -156,7 +156,7 @@ def test_what_the_store_has_loaded_is_handed_over(
 @pytest.mark.parametrize("fails", [False, True], ids=["loaded", "failed"])
 @OVERLAP
 def test_so_it_is_in_sequence(make: Any, overlap: bool, fails: bool) -> None:
-    scene = Scene(make, overlap=overlap, max_step_tokens=256)
+    scene = StoreProducer(make, overlap=overlap, max_step_tokens=256)
     consumer: Node = make("kv_consumer")
     scene.add("p", stored=STORED, fails=fails)
     params = scene.node.answer("p").params
@@ -172,7 +172,7 @@ def test_so_it_is_in_sequence(make: Any, overlap: bool, fails: bool) -> None:
 def test_a_window_is_handed_over_although_its_blocks_are_held_from_the_requests_end(
     make: Any, length: int
 ) -> None:
-    scene = Scene(make, window=40, max_step_tokens=256)
+    scene = StoreProducer(make, window=40, max_step_tokens=256)
     consumer: Node = make("kv_consumer", window=40)
     prompt = PROMPT[:length]
     scene.add("p", prompt, stored=STORED)
@@ -187,7 +187,7 @@ def test_a_window_is_handed_over_although_its_blocks_are_held_from_the_requests_
 def test_a_prefill_that_goes_on_is_offered_from_its_next_step_on(
     make: Any, max_tokens: int
 ) -> None:
-    scene = Scene(make, max_step_tokens=256)
+    scene = StoreProducer(make, max_step_tokens=256)
     scene.add("p", stored=STORED, max_tokens=max_tokens)
     scene.node.step()
     assert not scene.seen
@@ -204,7 +204,9 @@ def test_prompts_that_share_what_was_to_be_loaded_are_not_read_before_it_is_comp
 ) -> None:
     """vLLM puts the blocks into its prefix cache when it schedules the load, so others hit them in the same step, in
     the one that overlaps with it, and, under `recompute`, ever after."""
-    scene = Scene(make, policy, overlap=overlap, max_step_tokens=max_step_tokens, num_blocks=60)
+    scene = StoreProducer(
+        make, policy, overlap=overlap, max_step_tokens=max_step_tokens, num_blocks=60
+    )
     prompts = [[*PROMPT[:STORED], *tokens(20 + 16 * n, seed=10 + n)] for n in range(4)]
     scene.add("a", prompts[0], stored=STORED, fails=True)
     scene.add("b", prompts[1])
@@ -226,7 +228,7 @@ def test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again(
     make: Any, overlap: bool
 ) -> None:
     """vLLM leaves its blocks in the prefix cache, for the request that is to compute them: it is aborted."""
-    scene = Scene(make, overlap=overlap, max_step_tokens=256)
+    scene = StoreProducer(make, overlap=overlap, max_step_tokens=256)
     scene.add("a", stored=STORED, fails=True)
     for _ in range(2 if overlap else 1):
         scene.node.step()
@@ -240,7 +242,7 @@ def test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again(
 
 def test_a_prompt_that_is_preempted_before_the_answer_is_computed_again(make: Any) -> None:
     """vLLM does not look for it then: it has no blocks any more. Its answer is delivered all the same."""
-    scene = Scene(make, overlap=True, max_step_tokens=64)
+    scene = StoreProducer(make, overlap=True, max_step_tokens=64)
     scene.add("p", stored=STORED, fails=True)
     scene.node.step()
     preempt(scene.node, "p")
@@ -297,7 +299,9 @@ class Draw:
     def __init__(self, make: Any, seed: int, policy: str, **config: Any) -> None:
         self.rng = random.Random(seed)
         max_step_tokens = self.rng.choice([32, 48, 64, 96])
-        self.scene = Scene(make, policy, num_blocks=60, max_step_tokens=max_step_tokens, **config)
+        self.scene = StoreProducer(
+            make, policy, num_blocks=60, max_step_tokens=max_step_tokens, **config
+        )
         self.scheduler = self.scene.node.engine.scheduler
 
     def add(self) -> None:

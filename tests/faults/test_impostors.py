@@ -11,9 +11,9 @@ import pytest
 
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
 from tests.faults.impostors import GARBAGE, HTTP, HUGE_FRAME, tcp_impostor, zmq_impostor
-from tests.harness.cache_engine import free_port
 from tests.harness.child import Start
 from tests.harness.process import SLACK_S, Fleet
+from tests.ports import free_port
 from tests.promises import promise
 
 HANDSHAKE_S = 2.0

@@ -14,10 +14,10 @@ from tests.faults.checks import (
     until_over,
     warmed_up,
 )
-from tests.harness.cache_engine import free_port
 from tests.harness.child import Start
 from tests.harness.fault_fabric import Point
 from tests.harness.process import SLACK_S, TCP, EngineProcess, Fleet
+from tests.ports import free_port
 from tests.promises import promise
 
 LEASE_S = 1.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.checks import transfer, until_idle, until_over, warmed_up
-from tests.harness.cache_engine import free_port
 from tests.harness.child import Start
 from tests.harness.fault_fabric import Point
 from tests.harness.process import SLACK_S, Fleet
+from tests.ports import free_port
 from tests.promises import promise
 
 

@@ -33,7 +33,8 @@ from kvferry.protocol.prompt_queries import PromptQuery, Subscribe, Unsubscribe
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.fuzz.test_targets import hostile_bytes
-from tests.link.channel import HOST, ask, client, free_port, listening
+from tests.link.channel import HOST, ask, client, listening
+from tests.ports import free_port
 from tests.promises import promise
 from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.waiting import wait_until

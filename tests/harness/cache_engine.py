@@ -24,11 +24,11 @@ from kvferry.worker.loads.results import StepResults
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
-from scripts.accuracy.devices import free_ports
 from tests.harness.fault_fabric import FaultFabric
 from tests.harness.inside import first_contact_of, thread_of
 from tests.harness.integrity import check_worker
 from tests.harness.seen import Seen
+from tests.ports import free_port
 
 HOST = "127.0.0.1"
 LEASE_S = 30.0
@@ -216,8 +216,3 @@ def wait_until_idle(worker: FerryWorker) -> None:
             return
         time.sleep(0.005)
     check_worker(worker, idle=True)
-
-
-def free_port() -> int:
-    """A port without a listener, which the kernel gives to no outgoing connection meanwhile."""
-    return free_ports(1)[0]

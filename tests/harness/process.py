@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.harness import child
-from tests.harness.cache_engine import free_port
 from tests.harness.child import Start, State
 from tests.harness.children import START_S, Child
 from tests.harness.fault_fabric import Point
+from tests.ports import free_port
 
 SLACK_S = 15.0
 """Slack for every bound on a busy machine."""

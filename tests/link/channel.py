@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.scheduler.counters import Counters
+from tests.ports import free_port as free_port
 
 HOST = "127.0.0.1"
 
@@ -56,14 +56,6 @@ class RecordingListener(SideChannelListener):
     def __init__(self, host: str, port: int, counters: Counters, secrets: Secrets = ()) -> None:
         super().__init__(host, port, counters, secrets)
         self.inbox = MessageInbox()
-
-
-def free_port(host: str = HOST) -> int:
-    """A port that was free a moment ago."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

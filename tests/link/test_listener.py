@@ -307,7 +307,7 @@ def test_a_name_is_listened_on_where_its_consumers_look_for_it(
         )
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    port = free_port(address)
+    port = free_port()
     listener = RecordingListener("node-6.example", port, counters)
     try:
         listener.publish(make_description())

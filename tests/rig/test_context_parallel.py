@@ -26,7 +26,7 @@ TOKENS = 45
 
 
 @dataclass(frozen=True)
-class Scene:
+class ReadPair:
     """A pair, and from which producer workers each consumer worker must read.
 
     Attributes:
@@ -39,16 +39,16 @@ class Scene:
 
 def scene(
     model: Model, pcp: int, *readers: tuple[tuple[int, int], ...], tp: int = 1, here: int = 16
-) -> Scene:
+) -> ReadPair:
     """The consumer has a tensor parallel rank for every one of `readers`, blocks of `here` tokens, and NHD caches."""
     there = side(model, pcp=pcp, tp=tp)
-    return Scene(
+    return ReadPair(
         pair(model, there, side(model, tp=len(readers), block=here, layout="NHD"), tokens=TOKENS),
         readers,
     )
 
 
-SCENES = {
+CASES = {
     "pcp 2 to tp 1": scene(attention(), 2, ((0, 0),)),
     "pcp 2 to tp 2": scene(attention(), 2, ((0, 0),), ((1, 0),)),
     "pcp 4 to tp 4, other blocks": scene(
@@ -75,12 +75,12 @@ def planned(producer: RigEngine, consumer: RigEngine) -> Read:
     return read_by(plan_engine(consumer.description, producer.description))
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(
     pool: RankPool, name: str
 ) -> None:
     """All heads that no route reads are made wrong, so only the heads of the plan can have been read."""
-    made = SCENES[name].pair
+    made = CASES[name].pair
     with rig_of(made, make_producer=functools.partial(ContextParallelEngine, pool)) as (
         producer,
         consumer,
@@ -96,7 +96,7 @@ def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(
         tuple((route.place.pcp, route.place.tp) for route in plan.routes if route.slices)
         for plan in plans
     )
-    assert readers == SCENES[name].readers
+    assert readers == CASES[name].readers
     assert not producer.unequal, (
         "every replica holds all tokens of all requests, and nothing else has changed"
     )

@@ -16,7 +16,7 @@ POOLS = {"direct": 0, "staged": 1 << 16}
 
 
 @dataclass(frozen=True)
-class Scene:
+class NamedPair:
     """A pair, and the amounts to be read.
 
     Attributes:
@@ -41,52 +41,52 @@ class Scene:
         return sum(tokens) * self.read_tokens * self.copies + self.other_bytes
 
 
-def pipeline(producer: int, consumer: int) -> Scene:
+def pipeline(producer: int, consumer: int) -> NamedPair:
     model = attention(layers=3)
-    return Scene(pair(model, side(model, pp=producer), side(model, pp=consumer), tokens=45), 48)
+    return NamedPair(pair(model, side(model, pp=producer), side(model, pp=consumer), tokens=45), 48)
 
 
-def tensor(heads: int, producer: int, consumer: int, copies: int = 1) -> Scene:
+def tensor(heads: int, producer: int, consumer: int, copies: int = 1) -> NamedPair:
     model = attention(heads=heads)
-    return Scene(
+    return NamedPair(
         pair(model, side(model, tp=producer), side(model, tp=consumer), tokens=45), 48, copies
     )
 
 
-def context(model: Model, producer: int, consumer: int) -> Scene:
+def context(model: Model, producer: int, consumer: int) -> NamedPair:
     there, here = (
         side(model, tp=producer, dcp=producer, run=4),
         side(model, tp=consumer, dcp=consumer, run=2),
     )
-    return Scene(pair(model, there, here, tokens=45), 46 if consumer > 1 else 48)
+    return NamedPair(pair(model, there, here, tokens=45), 46 if consumer > 1 else 48)
 
 
-def blocks(producer: int, consumer: int, read_tokens: int, layout: str = "HND") -> Scene:
+def blocks(producer: int, consumer: int, read_tokens: int, layout: str = "HND") -> NamedPair:
     model = attention(heads=2)
     there, here = (
         side(model, block=producer, layout=layout),
         side(model, block=consumer, layout=layout),
     )
-    return Scene(pair(model, there, here, tokens=99), read_tokens)
+    return NamedPair(pair(model, there, here, tokens=99), read_tokens)
 
 
-def layouts(producer: str, consumer: str, size: int = 8) -> Scene:
+def layouts(producer: str, consumer: str, size: int = 8) -> NamedPair:
     model = attention(size=size)
-    return Scene(
+    return NamedPair(
         pair(model, side(model, layout=producer), side(model, layout=consumer), tokens=45), 48
     )
 
 
-def replicas(producer: int, consumer: int) -> Scene:
+def replicas(producer: int, consumer: int) -> NamedPair:
     model = attention()
-    return Scene(
+    return NamedPair(
         pair(model, side(model, pcp=producer), side(model, pcp=consumer, tp=2), tokens=45),
         48,
         consumer,
     )
 
 
-def states(producer: int, consumer: int, *, overlaid: bool) -> Scene:
+def states(producer: int, consumer: int, *, overlaid: bool) -> NamedPair:
     """Of a window of 20 tokens of 45, the blocks of the tokens 16 to 47; a state of (6 + 2 + 2)·6 + 4·20 bytes."""
     model = hybrid()
     made = pair(
@@ -95,17 +95,19 @@ def states(producer: int, consumer: int, *, overlaid: bool) -> Scene:
         side(model, tp=consumer, overlaid=overlaid),
         tokens=45,
     )
-    return Scene(made, 48, other_bytes=(6 + 2 + 2) * 6 + 4 * 20 + 32 * 2 * 16)
+    return NamedPair(made, 48, other_bytes=(6 + 2 + 2) * 6 + 4 * 20 + 32 * 2 * 16)
 
 
-def windows(producer: int, consumer: int, held_from: int) -> Scene:
+def windows(producer: int, consumer: int, held_from: int) -> NamedPair:
     """A window of 20 tokens of 45: the tokens before the held ones in a block become zero."""
     model = attention(window=20)
     there, here = side(model, block=producer), side(model, block=consumer, tp=2)
-    return Scene(pair(model, there, here, tokens=45), 0, other_bytes=(48 - held_from) * 4 * 2 * 32)
+    return NamedPair(
+        pair(model, there, here, tokens=45), 0, other_bytes=(48 - held_from) * 4 * 2 * 32
+    )
 
 
-SCENES = {
+NAMED_PAIRS = {
     "tp 2 to 3": tensor(6, 2, 3),
     "tp 3 to 2": tensor(6, 3, 2),
     "tp 6 to 4": tensor(6, 6, 4),
@@ -119,7 +121,7 @@ SCENES = {
     "dcp 2 to 1": context(attention(), 2, 1),
     "dcp 1 to 2": context(attention(), 1, 2),
     "mla, dcp 3 to 2": context(latent(), 3, 2),
-    "mla, tp 4 to 2": Scene(
+    "mla, tp 4 to 2": NamedPair(
         pair(latent(), side(latent(), tp=4), side(latent(), tp=2), tokens=45), 48, copies=2
     ),
     "blocks of 32 to 64, cpu": blocks(32, 64, 128, "cpu"),
@@ -140,9 +142,9 @@ SCENES = {
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", NAMED_PAIRS)
 def test_every_byte_arrives(name: str, pool: str) -> None:
-    scene = SCENES[name]
+    scene = NAMED_PAIRS[name]
     with rig_of(scene.pair, replace(SETTINGS, staging_pool_bytes=POOLS[pool])) as (
         producer,
         consumer,
@@ -163,7 +165,7 @@ def test_every_byte_arrives(name: str, pool: str) -> None:
 
 def test_one_request_after_the_other_between_the_same_engines() -> None:
     """The second one finds its peers connected, and other tokens in the same blocks."""
-    made = SCENES["tp 2 to 3"].pair
+    made = NAMED_PAIRS["tp 2 to 3"].pair
     shorter = replace(made.request, num_tokens=42, stop_token=42)
     with rig_of(made) as (producer, consumer):
         hand_over(made, producer, consumer, "first")

@@ -26,14 +26,14 @@ from tests.geometry.requests import Request, span_of
 from tests.harness.inside import thread_of
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.rig.handover import rig_of
-from tests.rig.test_named_pairs import POOLS, SCENES
+from tests.rig.test_named_pairs import NAMED_PAIRS, POOLS
 from tests.rig.test_random_pairs import without_dtype
 from tests.waiting import step_until
 
 STREAMED = [
     name
-    for name in SCENES
-    if any(group.policy == "full" for group in SCENES[name].pair.model.groups)
+    for name in NAMED_PAIRS
+    if any(group.policy == "full" for group in NAMED_PAIRS[name].pair.model.groups)
 ]
 REQUEST = "request"
 DRAWS = 20
@@ -42,7 +42,7 @@ DRAWS = 20
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", STREAMED)
 def test_every_byte_arrives_part_by_part(name: str, pool: str) -> None:
-    early, read = check_stream(SCENES[name].pair, POOLS[pool], random.Random(name))
+    early, read = check_stream(NAMED_PAIRS[name].pair, POOLS[pool], random.Random(name))
     assert all(early) == (read > 0)
 
 

@@ -52,7 +52,7 @@ TIMEOUT_S = 5.0
 LATE_S = TIMEOUT_S + SLACK_S
 
 
-class Scene:
+class WatchedLoads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.turned_s = 100.0, 100.0
         monkeypatch.setattr("kvferry.worker.loads.watchdog.time.monotonic", lambda: self.now_s)
@@ -71,11 +71,11 @@ class Scene:
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    return Scene(monkeypatch)
+def scene(monkeypatch: pytest.MonkeyPatch) -> WatchedLoads:
+    return WatchedLoads(monkeypatch)
 
 
-def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(scene: Scene) -> None:
+def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(scene: WatchedLoads) -> None:
     scene.watchdog.ordered(["good", "bad", "alive"])
     scene.now_s += LATE_S - 0.01
     failed = {"bad": FailureReason.FENCE, "alive": FailureReason.DEADLINE}
@@ -94,7 +94,7 @@ def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(scene: Scen
 
 
 def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_alive(
-    scene: Scene,
+    scene: WatchedLoads,
 ) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += 1.0
@@ -115,7 +115,7 @@ def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_ali
     assert scene.poll().alive == frozenset({"stuck", "later"})
 
 
-def test_as_long_as_the_thread_turns_it_judges_progress_itself(scene: Scene) -> None:
+def test_as_long_as_the_thread_turns_it_judges_progress_itself(scene: WatchedLoads) -> None:
     scene.watchdog.ordered(["slow"])
     scene.now_s += 10 * LATE_S
     scene.turned_s = scene.now_s - LATE_S + 0.01
@@ -124,7 +124,7 @@ def test_as_long_as_the_thread_turns_it_judges_progress_itself(scene: Scene) -> 
     assert scene.poll_twice().failed == {"slow": FailureReason.DEADLINE}
 
 
-def test_a_pause_of_the_whole_process_fails_no_load(scene: Scene) -> None:
+def test_a_pause_of_the_whole_process_fails_no_load(scene: WatchedLoads) -> None:
     """The step thread is the first to go on, before the transfer thread has turned."""
     scene.watchdog.ordered(["paused"])
     for _ in range(3):
@@ -137,7 +137,7 @@ def test_a_pause_of_the_whole_process_fails_no_load(scene: Scene) -> None:
 
 @pytest.mark.parametrize("late", ["loaded", "failed"])
 def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_blocks(
-    scene: Scene, late: str
+    scene: WatchedLoads, late: str
 ) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += LATE_S
@@ -149,7 +149,9 @@ def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_bl
     assert (results.loaded, results.failed, results.alive) == (set(), {}, frozenset())
 
 
-def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(scene: Scene) -> None:
+def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(
+    scene: WatchedLoads,
+) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += LATE_S
     assert scene.poll_twice().alive == frozenset({"stuck"})

@@ -27,7 +27,7 @@ GRACE_S = 0.5
 EPOCH = Epoch(77)
 
 
-class Scene:
+class WatchedPeer:
     """A watch, and one peer of two workers whose slots the test writes."""
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def scene() -> WatchedPeer:
+    return WatchedPeer()
 
 
 def test_one_read_of_each_worker_serves_all_waits_and_those_whose_slot_changed_are_over(
-    scene: Scene,
+    scene: WatchedPeer,
 ) -> None:
     waits = [scene.add(slot) for slot in (7, 3, 500, 3, 1999)]
     assert scene.step() == []
@@ -106,7 +106,9 @@ def test_one_read_of_each_worker_serves_all_waits_and_those_whose_slot_changed_a
     assert scene.nothing_is_left()
 
 
-def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(scene: Scene) -> None:
+def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(
+    scene: WatchedPeer,
+) -> None:
     scene.add(1)
     begun_s: list[float] = []
     for _ in range(4000):
@@ -125,7 +127,7 @@ def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(sc
 
 
 def looks_of_a_step(
-    scene: Scene, seconds: float, tokens: int = 16, slot: int = 1, missing: int = 160
+    scene: WatchedPeer, seconds: float, tokens: int = 16, slot: int = 1, missing: int = 160
 ) -> list[float]:
     """A step of a producer, which computes so many tokens of a prompt that lacks some more. Returns when looks for them
     begin, in seconds from its start."""
@@ -145,7 +147,7 @@ def looks_of_a_step(
 
 
 def test_no_look_begins_in_three_quarters_of_the_time_that_the_two_steps_before_took(
-    scene: Scene,
+    scene: WatchedPeer,
 ) -> None:
     for _ in range(3):
         first = looks_of_a_step(scene, 0.06)
@@ -158,20 +160,24 @@ def test_no_look_begins_in_three_quarters_of_the_time_that_the_two_steps_before_
     assert looks_of_a_step(scene, 0.06)[0] > 0.04, "others that wait change nothing"
 
 
-def test_steps_of_uneven_length_are_looked_at_as_early_as_the_short_ones_want(scene: Scene) -> None:
+def test_steps_of_uneven_length_are_looked_at_as_early_as_the_short_ones_want(
+    scene: WatchedPeer,
+) -> None:
     for _ in range(4):
         looks_of_a_step(scene, 0.06)
         looks_of_a_step(scene, 0.004)
     assert looks_of_a_step(scene, 0.06)[0] < 0.01
 
 
-def test_looks_begin_fifty_milliseconds_after_a_step_at_the_latest(scene: Scene) -> None:
+def test_looks_begin_fifty_milliseconds_after_a_step_at_the_latest(scene: WatchedPeer) -> None:
     for _ in range(4):
         steady = looks_of_a_step(scene, 1.0)
     assert steady[0] == pytest.approx(0.05, abs=0.004)
 
 
-def test_a_prompts_last_step_is_looked_at_earlier_by_as_much_as_it_is_smaller(scene: Scene) -> None:
+def test_a_prompts_last_step_is_looked_at_earlier_by_as_much_as_it_is_smaller(
+    scene: WatchedPeer,
+) -> None:
     for _ in range(4):
         looks_of_a_step(scene, 0.06)
     assert looks_of_a_step(scene, 0.06, tokens=4, missing=4)[0] == pytest.approx(
@@ -179,7 +185,7 @@ def test_a_prompts_last_step_is_looked_at_earlier_by_as_much_as_it_is_smaller(sc
     )
 
 
-def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(scene: Scene) -> None:
+def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(scene: WatchedPeer) -> None:
     for _ in range(4):
         looks_of_a_step(scene, 0.06)
     scene.step(0.005)
@@ -188,7 +194,7 @@ def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(scene: Scen
     assert looks_of_a_step(scene, 0.06, slot=3)[0] < 0.002, "the producer has been idle"
 
 
-def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: Scene) -> None:
+def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: WatchedPeer) -> None:
     scene.network.freeze("p1")
     wait = scene.add(1, until_s=scene.now_s + 0.01)
     assert scene.step() == []
@@ -201,7 +207,7 @@ def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: Sce
     assert wait.words == ((0, 9), (0, 0))
 
 
-def test_more_waits_than_a_look_has_entries_for_are_served_in_turn(scene: Scene) -> None:
+def test_more_waits_than_a_look_has_entries_for_are_served_in_turn(scene: WatchedPeer) -> None:
     waits = {scene.add(slot) for slot in range(1500)}
     assert scene.step() == []
     assert scene.posts() == 2
@@ -216,7 +222,7 @@ def failure() -> Exception:
     return TransferFailed("post", "the test")
 
 
-FAILURES: dict[str, tuple[Callable[[Scene], None], type[Exception]]] = {
+FAILURES: dict[str, tuple[Callable[[WatchedPeer], None], type[Exception]]] = {
     "a post fails": (
         lambda scene: scene.fabric.fail("post_read", failure),
         TransferFailed,
@@ -236,7 +242,7 @@ FAILURES: dict[str, tuple[Callable[[Scene], None], type[Exception]]] = {
 
 @pytest.mark.parametrize(("fault", "error"), FAILURES.values(), ids=FAILURES)
 def test_a_failed_look_fails_all_waits_and_its_entries_come_back_when_they_are_safe(
-    scene: Scene, fault: Callable[[Scene], None], error: type[Exception]
+    scene: WatchedPeer, fault: Callable[[WatchedPeer], None], error: type[Exception]
 ) -> None:
     waits = {scene.add(slot) for slot in range(20)}
     fault(scene)
@@ -251,7 +257,9 @@ def test_a_failed_look_fails_all_waits_and_its_entries_come_back_when_they_are_s
     assert scene.nothing_is_left()
 
 
-def test_a_look_that_no_load_waits_for_any_more_is_kept_until_it_has_ended(scene: Scene) -> None:
+def test_a_look_that_no_load_waits_for_any_more_is_kept_until_it_has_ended(
+    scene: WatchedPeer,
+) -> None:
     scene.network.freeze("p1")
     wait = scene.add(4)
     scene.step()
@@ -270,7 +278,7 @@ def test_a_look_that_no_load_waits_for_any_more_is_kept_until_it_has_ended(scene
     assert scene.nothing_is_left()
 
 
-def test_a_look_survives_the_next_wait_for_its_peer(scene: Scene) -> None:
+def test_a_look_survives_the_next_wait_for_its_peer(scene: WatchedPeer) -> None:
     scene.network.freeze("p1")
     wait = scene.add(4)
     scene.step()
@@ -285,7 +293,7 @@ def test_a_look_survives_the_next_wait_for_its_peer(scene: Scene) -> None:
     assert scene.nothing_is_left()
 
 
-def test_without_free_entries_the_watch_waits_for_some(scene: Scene) -> None:
+def test_without_free_entries_the_watch_waits_for_some(scene: WatchedPeer) -> None:
     taken = scene.slot_reads.try_take(ENTRIES)
     assert taken is not None
     scene.add(1)

@@ -28,11 +28,12 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvferry.connector import FerryConnector
 from kvferry.protocol.geometry import Place
 from kvferry.worker.worker import FerryWorker
-from tests.harness.cache_engine import free_port, wait_until_idle
+from tests.harness.cache_engine import wait_until_idle
 from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
 from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
 from tests.harness.core.scheduler import Answer, Scheduled, SchedulerEngine
 from tests.harness.core.toy_model import ToyModel, expected_tokens
+from tests.ports import free_port
 from tests.waiting import deadline_s
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.worker.fabric.port import OpenHandles
-from tests.harness.cache_engine import SETTINGS, free_port
+from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
 from tests.harness.inside import thread_of
 from tests.harness.rig import Rig
+from tests.ports import free_port
 from tests.promises import promise
 from tests.waiting import wait_until
 

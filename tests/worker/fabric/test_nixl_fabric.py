@@ -216,7 +216,7 @@ def test_telemetry_counts_bytes_and_merged_descriptors_and_times_the_transfer() 
 A, B, C = (PeerAgent(name) for name in "abc")
 
 
-class Scene:
+class KeptHandles:
     """The handles that NIXL is given, and those that it is to forget."""
 
     def __init__(self, max_retained: int = 8) -> None:
@@ -233,7 +233,7 @@ class Scene:
 
 
 def test_a_peer_that_comes_back_is_not_loaded_again_and_never_forgotten_meanwhile() -> None:
-    scene = Scene()
+    scene = KeptHandles()
     scene.part(A)
     scene.peers.add(A, b"1")
     with pytest.raises(InvalidMetadata, match="known already"):
@@ -242,14 +242,14 @@ def test_a_peer_that_comes_back_is_not_loaded_again_and_never_forgotten_meanwhil
 
 
 def test_one_with_other_metadata_is_forgotten_first() -> None:
-    scene = Scene()
+    scene = KeptHandles()
     scene.part(A)
     scene.peers.add(A, b"2")
     assert scene.calls == ["+a", "-a", "+a"]
 
 
 def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all() -> None:
-    scene = Scene(max_retained=2)
+    scene = KeptHandles(max_retained=2)
     for name in (A, B, C):
         scene.part(name)
     assert scene.calls == ["+a", "+b", "+c", "-a"]
@@ -259,7 +259,7 @@ def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all
 
 def test_a_rotation_of_as_many_living_peers_as_a_worker_knows_leaves_no_connection() -> None:
     """Each one that is forgotten while it lives leaves a file open. Beyond 256 a rotation leaked one a contact."""
-    scene = Scene(MAX_RETAINED_PEERS)
+    scene = KeptHandles(MAX_RETAINED_PEERS)
     max_peers = signature(PeerRegistry).parameters["max_peers"].default
     for _ in range(3):
         for number in range(max_peers):
@@ -270,7 +270,7 @@ def test_a_rotation_of_as_many_living_peers_as_a_worker_knows_leaves_no_connecti
 def test_no_new_peer_is_added_when_most_files_are_open_and_known_ones_are_used_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene()
+    scene = KeptHandles()
     scene.part(A)
     monkeypatch.setattr(nixl_handles, "MAX_OPEN_FILES_FRACTION", 0.0)
     with pytest.raises(FabricUnavailable, match="files of this process are open"):
@@ -283,7 +283,7 @@ def test_no_new_peer_is_added_when_most_files_are_open_and_known_ones_are_used_o
 
 
 def test_one_whose_requests_failed_is_forgotten_at_once() -> None:
-    scene = Scene()
+    scene = KeptHandles()
     scene.peers.add(A, b"1")
     scene.peers.get("test", A).is_sound = False
     scene.peers.remove(A)

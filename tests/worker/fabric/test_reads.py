@@ -25,7 +25,7 @@ GRACE_S = 30.0
 SIZE = 256
 
 
-class Scene:
+class TimedReads:
     """A consumer that reads 64 bytes from a producer, and a clock that the test moves."""
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def scene() -> TimedReads:
+    return TimedReads()
 
 
 def test_a_read_that_is_done_is_over_and_one_that_is_in_flight_is_not_however_long_it_takes(
-    scene: Scene,
+    scene: TimedReads,
 ) -> None:
     scene.network.freeze("producer")
     scene.post()
@@ -71,7 +71,7 @@ def test_a_read_that_is_done_is_over_and_one_that_is_in_flight_is_not_however_lo
 
 
 def test_a_failed_read_keeps_its_memory_for_the_grace_and_is_not_released_before(
-    scene: Scene,
+    scene: TimedReads,
 ) -> None:
     scene.network.fail_reads("producer")
     scene.post()
@@ -86,7 +86,7 @@ def test_a_failed_read_keeps_its_memory_for_the_grace_and_is_not_released_before
     assert scene.reader.graces_over == 1
 
 
-def test_the_grace_of_a_failed_read_ends_with_its_peer(scene: Scene) -> None:
+def test_the_grace_of_a_failed_read_ends_with_its_peer(scene: TimedReads) -> None:
     scene.network.fail_reads("producer")
     scene.post()
     while scene.fabric.calls["poll"] < 3:
@@ -111,7 +111,7 @@ def test_the_grace_of_a_failed_read_ends_with_its_peer(scene: Scene) -> None:
     ids=["invalid", "lost", "closed", "failed", "a bug"],
 )
 def test_a_post_that_raises_keeps_its_memory_unless_nothing_was_posted(
-    scene: Scene, error: Callable[[], Exception], grace_s: float
+    scene: TimedReads, error: Callable[[], Exception], grace_s: float
 ) -> None:
     scene.fabric.fail("post_read", error)
     with pytest.raises(type(error())):
@@ -123,7 +123,7 @@ def test_a_post_that_raises_keeps_its_memory_unless_nothing_was_posted(
     assert scene.reader.graces_over == (grace_s > 0)
 
 
-def test_a_read_whose_state_is_unknown_is_never_over(scene: Scene) -> None:
+def test_a_read_whose_state_is_unknown_is_never_over(scene: TimedReads) -> None:
     scene.post()
     scene.fabric.fail("poll", lambda: RuntimeError("a bug"), 10)
     for _ in range(10):
@@ -131,7 +131,7 @@ def test_a_read_whose_state_is_unknown_is_never_over(scene: Scene) -> None:
     assert scene.reads.settle()
 
 
-def test_what_the_fabric_does_not_take_back_is_offered_again(scene: Scene) -> None:
+def test_what_the_fabric_does_not_take_back_is_offered_again(scene: TimedReads) -> None:
     scene.post()
     (transfer,) = scene.reads
     assert scene.fabric.poll(transfer) is TransferState.DONE
@@ -152,7 +152,7 @@ def test_what_the_fabric_does_not_take_back_is_offered_again(scene: Scene) -> No
     ("took_s", "let_go"), [(GIL_RELEASED_FROM_S, True), (GIL_RELEASED_FROM_S / 2, False)]
 )
 def test_a_post_that_takes_long_has_let_go_of_the_interpreters_lock(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, took_s: float, let_go: bool
+    scene: TimedReads, monkeypatch: pytest.MonkeyPatch, took_s: float, let_go: bool
 ) -> None:
     post_read = scene.fabric.post_read
 
@@ -167,7 +167,7 @@ def test_a_post_that_takes_long_has_let_go_of_the_interpreters_lock(
     assert scene.reads.settle()
 
 
-def test_every_doubtful_post_has_a_grace_of_its_own(scene: Scene) -> None:
+def test_every_doubtful_post_has_a_grace_of_its_own(scene: TimedReads) -> None:
     for _ in range(2):
         scene.fabric.fail("post_read", lambda: TransferFailed("test", "some of it was posted"))
         with pytest.raises(TransferFailed):
