@@ -14,6 +14,9 @@ from tests.docs.commands import PAGES, ROOT
 from tests.packaging.outside import PACKAGES
 
 ARCHITECTURE, DESIGN = ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"
+MOST_MECHANISMS = 33
+"""As many as there are: one more needs one less, or a good reason."""
+
 _FILE = re.compile(r"(?:[\w.]+/)*\w+\.py")
 _ROOM = re.compile(r"^\| `([\w/]+)/` \|.*\| `(\w+\.py)` \|$", re.MULTILINE)
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
@@ -82,6 +85,17 @@ def test_the_table_of_folders_has_every_folder_of_the_product_and_no_other() -> 
         {module.rpartition("/")[0] for module in modules()}
     )
     assert [room for room, start in rooms if f"{room}/{start}" not in modules()] == []
+
+
+def test_each_mechanism_has_a_number_a_reason_and_a_place() -> None:
+    _, _, section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Mechanisms\n")
+    lines = section.partition("\n## ")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ \|", line)]
+    assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) <= MOST_MECHANISMS
+    for _, name, reason, places in rows:
+        assert len(reason) > 20, name
+        assert _FILE.search(places), name
 
 
 def test_every_thread_that_the_product_starts_is_in_the_table_of_threads() -> None:
