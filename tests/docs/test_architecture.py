@@ -21,7 +21,7 @@ _FILE = re.compile(r"(?:[\w.]+/)*\w+\.py")
 _ROOM = re.compile(r"^\| `([\w/]+)/` \|.*\| `(\w+\.py)` \|$", re.MULTILINE)
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 _NAME = re.compile(r"`([A-Z]\w*\.\w+|\w+\(\))`")
-_THREAD = re.compile(r'(?:name=|name: str = |SpanSink\(.+\), )"(kvferry-[a-z-]+)"')
+_THREAD = re.compile(r'(?:name=|name_prefix=|name: str = |SpanSink\(.+\), )"(kvferry-[a-z-]+)"')
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def _names(tree: ast.Module) -> Iterator[str]:
             yield f"{node.name}()"
         elif isinstance(node, ast.ClassDef):
             for member in node.body:
-                if isinstance(member, ast.FunctionDef):
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield f"{node.name}.{member.name}"
                 elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
                     yield f"{node.name}.{member.target.id}"

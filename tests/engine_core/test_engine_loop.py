@@ -173,7 +173,7 @@ def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_ma
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step makes vLLM's workers spin for a second."""
-    monkeypatch.setattr("kvferry.link.query_client.REPEAT_S", 0.2)
+    monkeypatch.setattr("kvferry.link.limits.REPEAT_S", 0.2)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     make_core(consumer.engine.scheduler)
     names, prompts = [ids(f"x{n}") for n in range(3)], [tokens(100, seed=n) for n in range(3)]

@@ -300,7 +300,7 @@ GUARDS = (
         "boots",
         "params of a former life are refused",
         (4,),
-        "kvferry.worker.peers.first_contact:FirstContact.handshake",
+        "kvferry.worker.peers.first_contact:FirstContact._plan",
         switches.accept_any_boot,
         (
             f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known",

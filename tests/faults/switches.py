@@ -167,8 +167,8 @@ def skip_the_boot_check(_: Function) -> Function:
     return receive_messages
 
 
-def accept_any_boot(handshake: Function) -> Function:
-    return lambda contact, key: handshake(contact, key._replace(boot=_AnyBoot(key.boot)))
+def accept_any_boot(plan: Function) -> Function:
+    return lambda contact, key, frame: plan(contact, key._replace(boot=_AnyBoot(key.boot)), frame)
 
 
 def renew_nothing(_: Function) -> Function:

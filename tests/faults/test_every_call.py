@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricUnavailable,
@@ -59,8 +61,7 @@ SIDES = ("producer", "consumer")
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 0.005)
-    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 0.01)
+    monkeypatch.setattr(limits, "AVOID", Backoff(0.005, 0.01))
 
 
 def tell(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -157,8 +159,7 @@ def ranks(kind: str, producer_tp: int, consumer_tp: int) -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 0.005)
-    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 0.01)
+    monkeypatch.setattr(limits, "AVOID", Backoff(0.005, 0.01))
 
 
 def _unheard_of() -> Exception:

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.link import connections
-from kvferry.link.connections import MAX_UNFINISHED_BYTES
-from kvferry.link.lease_inbox import MAX_WAITING_LEASES
+from kvferry.link import limits
+from kvferry.link.limits import MAX_UNFINISHED_BYTES, MAX_WAITING_LEASES
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import (
     MAX_RENEWALS,
@@ -219,7 +218,7 @@ def test_an_endless_message_is_ended_although_zmq_has_read_every_part_of_it_befo
 def test_of_many_messages_without_an_end_those_with_the_most_bytes_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_UNFINISHED_IN_ALL_BYTES", 1 << 18)
+    monkeypatch.setattr(limits, "MAX_UNFINISHED_IN_ALL_BYTES", 1 << 18)
     counters = Counters()
     with (
         listening(counters, description=make_description()) as (_, port),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvferry.link import sender
+from kvferry.link import limits
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
@@ -167,9 +167,8 @@ class Server:
         seen = snapshot_of(worker)
         pool = seen.pool
         names = Counter(one.name for one in threading.enumerate())
-        fetching = sum(
-            count for name, count in names.items() if name.startswith("kvferry-handshake")
-        )
+        # Up to a fixed number of them begin with the first contacts, and stay.
+        planners = sum(count for name, count in names.items() if name.startswith("kvferry-planner"))
         in_hand = Counter(
             leases=len(engine.leases),
             held=seen.held,
@@ -188,7 +187,7 @@ class Server:
             peers=len(engine.fabric.peers),
             prepared=engine.fabric.prepared(),
             files=len(list(Path("/proc/self/fd").iterdir())),
-            tasks=len(list(Path("/proc/self/task").iterdir())) - fetching,
+            tasks=len(list(Path("/proc/self/task").iterdir())) - planners,
             threads=sorted(
                 name for name in names if name.startswith("kvferry") and "handshake" not in name
             ),
@@ -249,7 +248,7 @@ def run(channel: Connection, start: Start) -> None:
     """Be that engine until the other end of the channel is closed."""
     os.environ.update(start.environ)
     torch.set_num_threads(1)
-    sender.IDLE_S = SOCKETS_S
+    limits.IDLE_S = SOCKETS_S
     server = Server(start, channel)
     server.serve()
     server.engine.close()

@@ -5,6 +5,8 @@ What a test only looks at is in `FerryWorker.snapshot` and in the `snapshot` of 
 
 from __future__ import annotations
 
+import asyncio
+
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.transfer_thread import TransferThread
 from kvferry.worker.worker import FerryWorker
@@ -21,3 +23,8 @@ def thread_of(worker: FerryWorker) -> TransferThread:
 
 def first_contact_of(worker: FerryWorker) -> FirstContact:
     return worker._first_contact
+
+
+def wait_for_link(worker: FerryWorker) -> None:
+    """Wait until the thread of its side channel has run what it had to run."""
+    first_contact_of(worker).link.wait_for(asyncio.sleep(0))

@@ -21,6 +21,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.ports import free_port as free_port
 
 HOST = "127.0.0.1"
@@ -54,8 +55,12 @@ class RecordingListener(SideChannelListener):
     inbox: MessageInbox
 
     def __init__(self, host: str, port: int, counters: Counters, secrets: Secrets = ()) -> None:
-        super().__init__(host, port, counters, secrets)
+        # Given, not set afterwards: a peer that waits for this port sends its messages while this line still runs, and
+        # they would be in another inbox.
         self.inbox = MessageInbox()
+        super().__init__(
+            host, port, counters, secrets, directory=PromptDirectory(), inbox=self.inbox
+        )
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from itertools import pairwise
 import pytest
 
 from kvferry.link import client as clients
-from kvferry.link import connection as connections
+from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
-from kvferry.link.connection import backoff_s
+from kvferry.link.limits import Backoff
 from kvferry.link.secrets import VARIABLE, Secret
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, encode
@@ -86,7 +86,7 @@ def test_a_listener_that_answers_without_end_is_cut_off(
     server: socket.socket, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZMQ keeps all frames of a message until the last arrives."""
-    monkeypatch.setattr(connections, "_SPARE_BYTES", 1 << 16)
+    monkeypatch.setattr(limits, "SPARE_BYTES", 1 << 16)
     monkeypatch.setattr(clients, "MAX_PART_FRAME_BYTES", 1 << 16)
     asked = ask()
     endless = 1 << 30
@@ -142,7 +142,7 @@ def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_i
     server: socket.socket, ask: Ask
 ) -> None:
     asked = ask()
-    for _ in range(clients.MAX_ATTEMPTS):
+    for _ in range(limits.ATTEMPTS):
         end_after_the_request(server)
     with pytest.raises(
         HandshakeFailed, match=f":{server.getsockname()[1]} ended 3 connections without an answer$"
@@ -182,10 +182,11 @@ def test_a_listener_without_a_secret_is_known_by_the_first_connection_with_one(
 
 
 def test_delays_double_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len({backoff_s(1, 1.0, 8.0) for _ in range(10)}) > 1
-    assert all(0.5 <= backoff_s(1, 1.0, 8.0) <= 1.5 for _ in range(100))
-    monkeypatch.setattr("kvferry.link.connection.random.uniform", lambda *_: 1.0)
-    assert [backoff_s(failures, 1.0, 5.0) for failures in (1, 2, 3, 4, 1000)] == [
+    backoff = Backoff(1.0, 5.0)
+    assert len({backoff.delay_s(1) for _ in range(10)}) > 1
+    assert all(0.5 <= backoff.delay_s(1) <= 1.5 for _ in range(100))
+    monkeypatch.setattr("kvferry.link.limits.random.uniform", lambda *_: 1.0)
+    assert [backoff.delay_s(failures) for failures in (1, 2, 3, 4, 1000)] == [
         1.0,
         2.0,
         4.0,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from kvferry.link import connection_slots as module
+from kvferry.link import limits
 from kvferry.link.connection_slots import (
     SLOTS_PER_TURN,
     Address,
@@ -217,7 +217,7 @@ def test_a_host_has_half_of_the_places_at_most_and_goes_on_when_one_is_idle() ->
 def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 64)
+    monkeypatch.setattr(limits, "MAX_WAITING", 64)
 
     async def run() -> None:
         scene = Scene()

@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import zmq
 
-from kvferry.link.connections import MAX_CONNECTIONS, Connections
+from kvferry.link.connections import Connections
 from kvferry.link.lease_commands import ReleaseLease, RemoteLease
+from kvferry.link.limits import MAX_CONNECTIONS
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import EngineDescription, Hello, LeaseName, encode
 from kvferry.scheduler.counters import Counters
@@ -48,7 +49,7 @@ def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counters = Counters()
-    monkeypatch.setattr("kvferry.link.connections.MAX_CONNECTIONS", MOST)
+    monkeypatch.setattr("kvferry.link.limits.MAX_CONNECTIONS", MOST)
     with listening(counters) as (listener, port), client(port) as engine:
         listener.publish(make_description())
         silent: list[socket.socket] = []
@@ -133,7 +134,7 @@ def test_unfinished_messages_of_one_host_cost_no_other_its_connection(known: Con
     files: list[int] = []
     honest = sent("127.0.0.2", 16 << 10)
     hostile = [sent(HOST, 4 << 10) for _ in range(24)]
-    with mock.patch("kvferry.link.connections.MAX_UNFINISHED_IN_ALL_BYTES", 64 << 10):
+    with mock.patch("kvferry.link.limits.MAX_UNFINISHED_IN_ALL_BYTES", 64 << 10):
         num_ended = known.end_endless()
         assert num_ended == 12, "16 KiB and 24 times 4 KiB came, of 64 KiB"
         assert known.end_endless() == 0

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.link import host_names
-from kvferry.link.host_names import MAX_LOOKUPS, HostNames, look_up, plain_address
+from kvferry.link.host_names import HostNames, look_up, plain_address
+from kvferry.link.limits import MAX_LOOKUPS
 
 
 @pytest.mark.parametrize(

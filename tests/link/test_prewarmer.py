@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.link import prewarmer
+from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
+from kvferry.link.limits import Backoff
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import watch
@@ -193,7 +194,7 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
         return watch(socket)
 
     monkeypatch.setattr("kvferry.link.connection.watch", none_left)
-    monkeypatch.setattr(prewarmer, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(limits, "PREWARM_RETRY", Backoff(0.01, 10.0))
     port = free_port()
     listen(port, life(1))
     look_for([(HOST, port)])

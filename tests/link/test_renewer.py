@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.link import host_names
+from kvferry.link import host_names, limits
 from kvferry.link import renewer as module
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
@@ -118,7 +118,7 @@ def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_
     renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_interval_s", lambda lease: 1 / 0)
-    monkeypatch.setattr(module, "_AFTER_BUG_S", 3600.0)
+    monkeypatch.setattr(limits, "AFTER_BUG_S", 3600.0)
     with listening() as (listener, port):
         renewer.submit([RenewLease(lease(port), at_once=True)])
         wait_until(lambda: counters.total("side_channel_errors") == 1, "the renewal has failed")
@@ -146,7 +146,7 @@ def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: Leas
 def test_submissions_that_wait_for_the_renewer_are_bounded(
     renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.link.renewer._MAX_WAITING", 100)
+    monkeypatch.setattr("kvferry.link.limits.MAX_SUBMISSIONS", 100)
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
     wait_until(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.link import lease_inbox
+from kvferry.link import limits
 from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.link.lease_inbox import LeaseInbox, ReceivedLease
 from kvferry.link.server import SideChannelListener
@@ -104,7 +104,7 @@ def test_a_release_is_not_lost_to_renewals_nor_the_other_way_round() -> None:
 def test_in_a_full_inbox_renewals_replace_those_of_the_same_leases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lease_inbox, "MAX_WAITING_LEASES", 2)
+    monkeypatch.setattr(limits, "MAX_WAITING_LEASES", 2)
     inbox = LeaseInbox()
     assert inbox.put(Renew(boot=BOOT, leases=(A, B, B)), 1.0)
     assert not inbox.put(Renew(boot=BOOT, leases=(A, C)), 2.0), "one too many"

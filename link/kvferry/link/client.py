@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvferry.link import limits
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.connection import Connection, EndlessMessages, within
 from kvferry.link.host_names import HostNames
@@ -34,17 +35,12 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.hosts import Address, advice, host_port, read_address
 
-_JOIN_S = 5.0
-# A listener that restarts ends a connection once.
-MAX_ATTEMPTS = 3
-_CANCEL_AGAIN_S = 0.1
-
-MAX_EXCHANGED_BYTES = 2 << 20
-"""Of an answer to a request that is not interpreted here."""
+_CLOSED = "this side channel is closed"
 
 Converse = Callable[[Connection], Coroutine[Any, Any, bytes]]
 
 T = TypeVar("T")
+OnEnd = Callable[[T | Exception], None]
 
 
 class SideChannelClient:
@@ -111,23 +107,18 @@ class SideChannelClient:
             HandshakeFailed: as `exchange`.
             InvalidMessage: the answer is not one of the protocol's.
         """
-        hello = Hello(engine_id=engine_id, client_id=client_id, queries_prompts=queries_prompts)
-        exchange = self._exchange(
-            host,
-            port,
-            lambda connection: describe(connection, hello),
-            MAX_PART_FRAME_BYTES,
-            timeout_s,
-            waits=waits,
+        frame = self.wait_for(
+            self.describe(
+                host,
+                port,
+                engine_id,
+                client_id,
+                timeout_s,
+                queries_prompts=queries_prompts,
+                waits=waits,
+            )
         )
-        reply = decode_reply(self.wait_for(exchange))
-        if isinstance(reply, EngineDescription):
-            return reply
-        why = refusal(reply)
-        if reply.field == "engine_id":
-            # Another engine answers there: perhaps one of this host, where that of another host was meant.
-            why += advice(host)
-        raise PeerRefused(f"{host_port(host, port)} {why}")
+        return read_description(frame, host, port)
 
     def exchange(
         self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True
@@ -151,7 +142,7 @@ class SideChannelClient:
             host,
             port,
             converse,
-            MAX_EXCHANGED_BYTES,
+            limits.MAX_EXCHANGED_BYTES,
             timeout_s,
             waits=waits,
         )
@@ -166,14 +157,36 @@ class SideChannelClient:
         with self._lock:
             if self._is_closing:
                 coroutine.close()
-                raise HandshakeFailed("this side channel is closed")
+                raise HandshakeFailed(_CLOSED)
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise HandshakeFailed("this side channel is closed") from None
+            raise HandshakeFailed(_CLOSED) from None
 
     # For any thread; never wait.
+
+    def start(self, coroutine: Coroutine[Any, Any, T], on_end: OnEnd[T]) -> None:
+        """Run a coroutine on the loop. `on_end` is called once, on whatever thread, with its result or its error."""
+
+        def ended(future: concurrent.futures.Future[T]) -> None:
+            try:
+                result: T | Exception = future.result()
+            except concurrent.futures.CancelledError:
+                result = HandshakeFailed(_CLOSED)
+            except Exception as error:  # noqa: BLE001 - passed on
+                result = error
+            on_end(result)
+
+        with self._lock:
+            is_closing = self._is_closing
+            if not is_closing:
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if is_closing:
+            coroutine.close()
+            on_end(HandshakeFailed(_CLOSED))
+        else:
+            future.add_done_callback(ended)
 
     def call_soon(self, call: Callable[[], object]) -> None:
         """Call this on the loop; does nothing after `close`."""
@@ -191,9 +204,34 @@ class SideChannelClient:
             if not self._is_closing:
                 self._is_closing = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_S)
+        self._thread.join(limits.JOIN_S)
 
     # On the loop.
+
+    async def describe(
+        self,
+        host: str,
+        port: int,
+        engine_id: str,
+        client_id: str,
+        timeout_s: float,
+        *,
+        queries_prompts: bool = False,
+        waits: bool = True,
+    ) -> bytes:
+        """As `fetch_description`, but the answer is left as it came.
+
+        It may have megabytes, whose decoding would stop the loop: so `read_description` is the caller's, elsewhere.
+        """
+        hello = Hello(engine_id=engine_id, client_id=client_id, queries_prompts=queries_prompts)
+        return await self._exchange(
+            host,
+            port,
+            lambda connection: describe(connection, hello),
+            MAX_PART_FRAME_BYTES,
+            timeout_s,
+            waits=waits,
+        )
 
     async def connect(
         self, host: str, port: int, max_answer_bytes: int, *, waits: bool = False
@@ -269,7 +307,7 @@ class SideChannelClient:
     async def _attempt(
         self, host: str, port: int, converse: Converse, max_answer_bytes: int, *, waits: bool
     ) -> bytes:
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(limits.ATTEMPTS):
             connection = await self.connect(host, port, max_answer_bytes, waits=waits)
             try:
                 return await converse(connection)
@@ -277,7 +315,7 @@ class SideChannelClient:
                 continue
             finally:
                 connection.close()
-        raise HandshakeFailed(f"ended {MAX_ATTEMPTS} connections without an answer")
+        raise HandshakeFailed(f"ended {limits.ATTEMPTS} connections without an answer")
 
     def _run(self) -> None:
         try:
@@ -309,6 +347,23 @@ async def describe(connection: Connection, hello: Hello) -> bytes:
             return frame
 
 
+def read_description(frame: bytes, host: str, port: int) -> EngineDescription:
+    """The description in an answer of the listener at this address.
+
+    Raises:
+        PeerRefused: it is a refusal.
+        InvalidMessage: it is not one of the protocol's.
+    """
+    reply = decode_reply(frame)
+    if isinstance(reply, EngineDescription):
+        return reply
+    why = refusal(reply)
+    if reply.field == "engine_id":
+        # Another engine answers there: perhaps one of this host, where that of another host was meant.
+        why += advice(host)
+    raise PeerRefused(f"{host_port(host, port)} {why}")
+
+
 async def _cancel_others() -> None:
     """Cancel all other tasks of the loop."""
     while True:
@@ -318,7 +373,7 @@ async def _cancel_others() -> None:
         for task in others:
             task.cancel()
         # Then again, for those that are left: before Python 3.12 `wait_for` can swallow a cancellation.
-        await asyncio.wait(others, timeout=_CANCEL_AGAIN_S)
+        await asyncio.wait(others, timeout=limits.CANCEL_AGAIN_S)
 
 
 def refusal(refused: Refused) -> str:

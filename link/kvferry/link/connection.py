@@ -1,16 +1,16 @@
-"""A connection to a listener, on an asyncio loop, and when to try again after one has failed."""
+"""A connection to a listener, on an asyncio loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
+from kvferry.link import limits
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.link.sockets import (
     ConnectionEvent,
@@ -20,22 +20,11 @@ from kvferry.link.sockets import (
     watch,
 )
 from kvferry.link.tcp import (
-    CHECK_INTERVAL_S,
-    RECEIVE_BUFFER_BYTES,
     Arrivals,
     TcpConnection,
 )
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
 from kvferry.protocol.hosts import Address, host_port
-
-# A restarting listener cuts a connection once; one that has a secret cuts it every time.
-_ATTEMPTS_WITHOUT_SECRET = 3
-
-_SPARE_BYTES = 4 * RECEIVE_BUFFER_BYTES
-"""Bytes that a connection may bring beyond its longest answer: what is in TCP's buffer, and short answers behind it."""
-
-_MAX_DOUBLINGS = 64
-"""Of a backoff, so that 2.0 to this power still is a float."""
 
 T = TypeVar("T")
 
@@ -74,7 +63,7 @@ class EndlessMessages:
         loop = asyncio.get_running_loop()
         # Not again at once: while bytes arrive there is always something to check.
         loop.remove_reader(self._arrivals.fileno())
-        loop.call_later(CHECK_INTERVAL_S, self.begin)
+        loop.call_later(limits.CHECK_INTERVAL_S, self.begin)
         for file in self._arrivals.take():
             check = self._checks.get(file)
             if check is not None:
@@ -106,7 +95,7 @@ class Connection:
         self._frames: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
         self._file = file
         self._tcp = TcpConnection(file)
-        self._max_bytes = max_answer_bytes + _SPARE_BYTES
+        self._max_bytes = max_answer_bytes + limits.SPARE_BYTES
         # After the handshake the monitor reports nothing but the connection's end.
         self._ended = asyncio.ensure_future(monitor.recv_multipart())
         self._endless = endless
@@ -154,7 +143,7 @@ class Connection:
             )
 
         # The listener proves by CURVE that it has the secret, so the secret that is accepted is the right one.
-        for secret in secrets or (None,) * _ATTEMPTS_WITHOUT_SECRET:
+        for secret in secrets or (None,) * limits.ATTEMPTS:
             result = await attempt(secret)
             if isinstance(result, Connection):
                 return result
@@ -280,19 +269,6 @@ async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: st
         return await asyncio.wait_for(coroutine, timeout_s)
     except asyncio.TimeoutError:
         raise HandshakeFailed(f"did not answer within {timeout_s:g} s{advice}") from None
-
-
-def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """The delay before the next attempt, which doubles with every consecutive failure.
-
-    Args:
-        failures: consecutive failures so far, at least 1.
-        first_s, longest_s: bounds before the jitter of up to ±50 %.
-    """
-    doublings = min(failures - 1, _MAX_DOUBLINGS)
-    delay_s = min(longest_s, first_s * 2.0**doublings)
-    # Jittered, so that the engines of a fleet do not retry at the same time.
-    return delay_s * random.uniform(0.5, 1.5)  # noqa: S311
 
 
 def _close_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:

@@ -23,6 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from kvferry.link import limits
 from kvferry.link.connection import Connection
 from kvferry.link.fair_share import has_share
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
@@ -30,15 +31,6 @@ from kvferry.protocol.hosts import one_spelling
 
 Address = tuple[str, int]
 """Host and port of a side channel."""
-
-MAX_WAITING = 4096
-"""Most addresses that wait for their turn."""
-
-_MAX_PROVEN = 4096
-
-# A connection takes four files, and the process needs others.
-_FILES_PER_SLOT = 16
-"""With fewer files for each slot there are fewer slots."""
 
 
 class Kind(enum.Enum):
@@ -68,7 +60,7 @@ class ProvenAddresses:
     def add(self, address: Address) -> None:
         self._addresses[address] = None
         self._addresses.move_to_end(address)
-        if len(self._addresses) > _MAX_PROVEN:
+        if len(self._addresses) > limits.MAX_REMEMBERED:
             # The one connected to longest ago.
             self._addresses.popitem(last=False)
 
@@ -194,7 +186,7 @@ class ConnectionSlots:
     def __init__(self, capacity: int, proven: ProvenAddresses | None = None) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
-            capacity = max(1, min(capacity, files // _FILES_PER_SLOT))
+            capacity = max(1, min(capacity, files // limits.FILES_PER_SLOT))
         self.capacity = capacity
         self._turns = {
             kind: _Turns(max(1, capacity // slots)) for kind, slots in SLOTS_PER_TURN.items()
@@ -261,7 +253,7 @@ class ConnectionSlots:
             self._give_turns()
 
     async def _wait_for_turn(self, turns: _Turns, host: str) -> None:
-        if not has_share(self._waiting[host], self._num_waiting, MAX_WAITING):
+        if not has_share(self._waiting[host], self._num_waiting, limits.MAX_WAITING):
             raise HandshakeFailed("too many other addresses of this host wait to be connected")
         self._waiting[host] += 1
         self._num_waiting += 1

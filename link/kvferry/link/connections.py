@@ -20,32 +20,14 @@ from dataclasses import dataclass
 
 import zmq
 
+from kvferry.link import limits
 from kvferry.link.counts import Counts
-from kvferry.link.sockets import REQUESTS_QUEUED, unpack_event, watch
-from kvferry.link.tcp import RECEIVE_BUFFER_BYTES, Arrivals, TcpConnection
-from kvferry.protocol.handshake import MAX_REQUEST_BYTES
+from kvferry.link.sockets import unpack_event, watch
+from kvferry.link.tcp import Arrivals, TcpConnection
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# More than whole messages can have in flight: those in ZMQ's queue, one that waits to enter it, and what is in TCP's
-# buffer. Of empty frames it is 40 MB in ZMQ's memory.
-MAX_UNFINISHED_BYTES = (REQUESTS_QUEUED + 1) * MAX_REQUEST_BYTES + 4 * RECEIVE_BUFFER_BYTES
-"""Most bytes of one connection since its last whole message."""
-
-# 512 MB of empty frames at worst. A thousand consumers that renew a hundred leases each at the same moment send a third
-# of it. Connections that have ended are in no bound: the kernel forgets their bytes with them, while ZMQ keeps the
-# frames. Only a secret keeps a client out that opens one after the other.
-MAX_UNFINISHED_IN_ALL_BYTES = 16 << 20
-"""Most such bytes of all open connections together."""
-
-# More than the workers of 1,000 engines of 8 that shake hands at the same time.
-MAX_CONNECTIONS = 8192
-"""Most connections; half of the process's file limit if that is less."""
-
-_LINE_S = 1.0
-# Plain TCP probes look the same, so they are logged less often.
-_UNFINISHED_LINE_S = 60.0
 
 _TEXTS = {
     "other_secret": "it has none of the secrets listed here",
@@ -95,15 +77,15 @@ class Connections:
     def __init__(self, listener: zmq.Socket[bytes], counters: Counts) -> None:
         # The process needs files for other things, too.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.capacity = min(MAX_CONNECTIONS, files // 2)
+        self.capacity = min(limits.MAX_CONNECTIONS, files // 2)
         self._listener = listener
         self._counters = counters
         self._known: dict[int, TcpConnection] = {}  # by file; the latest to send is last
         self.arrivals = Arrivals()
         self._unfinished_bytes: dict[int, int] = {}  # by file, when it was last checked
         self._reason: str | None = None
-        self._logs = {reason: RateLimitedLog(logger, _LINE_S) for reason in _TEXTS}
-        self._logs["unfinished"] = RateLimitedLog(logger, _UNFINISHED_LINE_S)
+        self._logs = {reason: RateLimitedLog(logger, limits.LINE_S) for reason in _TEXTS}
+        self._logs["unfinished"] = RateLimitedLog(logger, limits.UNFINISHED_LINE_S)
         self.monitor = watch(listener, _EVENTS)
 
     def snapshot(self) -> ConnectionsSnapshot:
@@ -173,9 +155,9 @@ class Connections:
                 self._unfinished_bytes[file] = self._known[file].unfinished_bytes()
         num_ended = 0
         for file, unfinished in list(self._unfinished_bytes.items()):
-            if unfinished > MAX_UNFINISHED_BYTES:
+            if unfinished > limits.MAX_UNFINISHED_BYTES:
                 num_ended += self.end(file)
-        if sum(self._unfinished_bytes.values()) > MAX_UNFINISHED_IN_ALL_BYTES:
+        if sum(self._unfinished_bytes.values()) > limits.MAX_UNFINISHED_IN_ALL_BYTES:
             num_ended += self._end_largest()
         return num_ended
 
@@ -197,7 +179,7 @@ class Connections:
         hosts = [(-host_bytes, host) for host, host_bytes in bytes_of_host.items()]
         heapq.heapify(hosts)  # negated, so that the host with the most bytes is first
         num_ended = 0
-        while total_bytes > MAX_UNFINISHED_IN_ALL_BYTES:
+        while total_bytes > limits.MAX_UNFINISHED_IN_ALL_BYTES:
             negated_bytes, host = heapq.heappop(hosts)
             file = files_of_host[host].pop()
             unfinished = self._unfinished_bytes[file]

@@ -14,21 +14,16 @@ from collections.abc import Callable
 
 import zmq
 
+from kvferry.link import limits
 from kvferry.link.connections import Connections, ConnectionsSnapshot
 from kvferry.link.counts import Counts
 from kvferry.link.curve_auth import CurveAuth
 from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import derive_keys, listening_socket
-from kvferry.link.tcp import CHECK_INTERVAL_S
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
-
-_SKIPPING_S = 1e-3
-"""Longest time of one turn for frames that are dropped."""
-_FRAMES_AT_ONCE = 64
-"""Frames that are dropped between two readings of the clock."""
 
 
 class GuardedSocket:
@@ -164,7 +159,7 @@ class GuardedSocket:
         self._on_request(peer.bytes, body.bytes)
 
     def _skip(self) -> bool:
-        """Drop frames of a message for `_SKIPPING_S`.
+        """Drop frames of a message for `SKIPPING_S`.
 
         Returns:
             Whether the message has ended.
@@ -174,9 +169,9 @@ class GuardedSocket:
         # in turns, with the thread's other work between them. Received at once, 4.7 million frames took 30 s and 850
         # MB, and stopped the engine's thread for 1.4 s when they were freed.
         self._is_skipping = True
-        until_s = time.monotonic() + _SKIPPING_S
+        until_s = time.monotonic() + limits.SKIPPING_S
         while True:
-            for _ in range(_FRAMES_AT_ONCE):
+            for _ in range(limits.FRAMES_AT_ONCE):
                 if not self._socket.recv(copy=False).more:
                     self._is_skipping = False
                     return True
@@ -192,6 +187,6 @@ class GuardedSocket:
             self._connections.end(int(frame.get(zmq.SRCFD)))
 
     def _end_endless(self) -> None:
-        self._check_again_s = time.monotonic() + CHECK_INTERVAL_S
+        self._check_again_s = time.monotonic() + limits.CHECK_INTERVAL_S
         for _ in range(self._connections.end_endless()):
             self.bad_frame("an endless message and its connection")

@@ -11,18 +11,8 @@ import contextlib
 import socket
 import threading
 
+from kvferry.link import limits
 from kvferry.protocol.hosts import read_address
-
-# Further look-ups of unknown names fail at once: clients can make names up. The limit is above the number of a worker's
-# handshakes with unverified hosts, which end before a slow look-up does.
-MAX_LOOKUPS = 128
-"""Most names that were never found, looked up at the same time."""
-
-# A limit of their own, so that names that clients make up do not hold them up.
-MAX_KNOWN_LOOKUPS = 32
-"""Most names that were found before, looked up at the same time."""
-
-_MAX_REMEMBERED = 4096
 
 
 def plain_address(host: str) -> str | None:
@@ -86,8 +76,8 @@ class HostNames:
     def _has_room(self, host: str) -> bool:
         num_known = sum(name in self._known for name in self._lookups)
         if host in self._known:
-            return num_known < MAX_KNOWN_LOOKUPS
-        return len(self._lookups) - num_known < MAX_LOOKUPS
+            return num_known < limits.MAX_KNOWN_LOOKUPS
+        return len(self._lookups) - num_known < limits.MAX_LOOKUPS
 
     def _start_lookup(self, host: str) -> None:
         loop = asyncio.get_running_loop()
@@ -115,6 +105,6 @@ class HostNames:
         if not is_found:
             return
         self._known[host] = None
-        if len(self._known) > _MAX_REMEMBERED:
+        if len(self._known) > limits.MAX_REMEMBERED:
             oldest = next(iter(self._known))
             del self._known[oldest]

@@ -5,14 +5,10 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+from kvferry.link import limits
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 
 LeaseMessage = Renew | Release
-
-MAX_WAITING_LEASES = 1 << 16
-"""Most waiting entries, of a few hundred bytes each; one message may name 4,096 leases."""
-
-_LEASES_AT_ONCE = 64
 
 
 class ReceivedLease(NamedTuple):
@@ -46,12 +42,12 @@ class LeaseInbox:
         # Without the lock: the engine's thread only ever takes all of it, and then there are fewer.
         received = self._received
         num_new = sum(key not in received for key in keys)
-        if len(received) + num_new > MAX_WAITING_LEASES:
+        if len(received) + num_new > limits.MAX_WAITING_LEASES:
             return False
         # A few at a time: a message may have 4,096, which take milliseconds, and the engine would wait as long.
-        for start in range(0, len(keys), _LEASES_AT_ONCE):
+        for start in range(0, len(keys), limits.LEASES_AT_ONCE):
             with self._lock:
-                for key in keys[start : start + _LEASES_AT_ONCE]:
+                for key in keys[start : start + limits.LEASES_AT_ONCE]:
                     # Popped, so that the latest is last: a renewal and a release are applied in the order they came in.
                     self._received.pop(key, None)
                     self._received[key] = received_s

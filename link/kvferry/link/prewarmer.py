@@ -14,8 +14,9 @@ from typing import NoReturn
 
 import zmq
 
+from kvferry.link import limits
 from kvferry.link.client import SideChannelClient, describe, refusal
-from kvferry.link.connection import Connection, backoff_s, within
+from kvferry.link.connection import Connection, within
 from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.handshake import (
     MAX_PART_FRAME_BYTES,
@@ -28,10 +29,6 @@ from kvferry.protocol.hosts import host_port
 from kvferry.protocol.orders import Prewarm
 
 logger = logging.getLogger(__name__)
-
-# Shorter than after a failed handshake: these addresses come from the configuration, not from a client.
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 10.0
 
 
 class PeerPrewarmer:
@@ -99,7 +96,7 @@ class PeerPrewarmer:
                 logger.warning("prewarming %s: %s", host_port(host, port), why)
                 logged = why
             failures += 1
-            await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
+            await asyncio.sleep(limits.PREWARM_RETRY.delay_s(failures))
 
 
 async def _find(

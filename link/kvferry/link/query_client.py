@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
+from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
-from kvferry.link.connection import Connection, backoff_s, within
+from kvferry.link.connection import Connection, within
 from kvferry.link.connection_slots import (
     ConnectionSlot,
     ConnectionSlots,
@@ -50,23 +51,6 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# Open queries are sent again at this interval, and over every new connection. So no answer depends on a single message.
-REPEAT_S = 5.0
-CONNECT_S = 5.0
-# The next query of a producer should not have to wait for a connection and its handshake.
-IDLE_S = 60.0
-"""Time for which a connection is kept after its last open query."""
-FIRST_BACKOFF_S = 0.2
-MAX_BACKOFF_S = 2.0
-_LINGER_MS = 100
-# Clients choose hosts.
-MAX_PRODUCERS = 256
-"""Most producers with a connection; beyond it one without an open query is closed."""
-# An engine has no more ranks on a host.
-MAX_SIBLINGS_OF_ONE = 64
-"""Most siblings of one producer; further ones are not queried."""
-MAX_SIBLINGS = 256
-"""Most producers that are queried only because others have named them."""
 
 OnAnswer = Callable[[Producer, Answer], None]
 
@@ -159,7 +143,7 @@ class QueryClient:
         self._client_id = client_id
         self._counters = counters
         self._on_answer = on_answer
-        self._slots = ConnectionSlots(MAX_PRODUCERS, proven)
+        self._slots = ConnectionSlots(limits.SLOTS, proven)
         self._open: dict[int, _OpenQuery] = {}
         self._by_producer: dict[Producer, _QueriedProducer] = {}
         self._siblings_by_host: Counter[str] = Counter()
@@ -218,18 +202,18 @@ class QueryClient:
         # Siblings that were refused for lack of room get another chance with the next repetition.
         now_s = asyncio.get_running_loop().time()
         last_s = opened.siblings_queried_s
-        if last_s is not None and now_s < last_s + REPEAT_S:
+        if last_s is not None and now_s < last_s + limits.REPEAT_S:
             return
         opened.siblings_queried_s = now_s
         # One request was enough to take all connections, where a listener named 255 siblings: so they have shares, too.
-        for port in islice(ports, MAX_SIBLINGS_OF_ONE):
+        for port in islice(ports, limits.MAX_SIBLINGS_OF_ONE):
             is_queried = (host, port) in self._by_producer
             if is_queried or self._has_room_for_sibling(host):
                 self._start(opened, (host, port), is_sibling=True)
 
     def _has_room_for_sibling(self, host: str) -> bool:
         num_of_host = self._siblings_by_host[one_spelling(host)]
-        return has_share(num_of_host, self._siblings_by_host.total(), MAX_SIBLINGS)
+        return has_share(num_of_host, self._siblings_by_host.total(), limits.MAX_SIBLINGS)
 
     def _need(self, queried: _QueriedProducer, number: int) -> None:
         """The producer is needed for this query."""
@@ -312,7 +296,7 @@ class QueryClient:
                 for number in list(queried.queries):
                     unknown = Answer(number=number, progress=PromptProgress.UNKNOWN)
                     self._answered(queried, unknown)
-                await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
+                await asyncio.sleep(limits.RETRY.delay_s(failures))
         finally:
             if self._is_served_here(queried):
                 self._forget(queried)
@@ -326,7 +310,7 @@ class QueryClient:
 
         def connect() -> Coroutine[Any, Any, Connection]:
             connecting = self._client.connect(host, port, MAX_ANSWERS_BYTES)
-            return within(CONNECT_S, connecting)
+            return within(limits.CONNECT_S, connecting)
 
         slot = await self._slots.connect(
             queried.producer,
@@ -341,7 +325,7 @@ class QueryClient:
             queried.unsent = list(queried.queries.values())
             await self._converse(queried, slot.connection)
         finally:
-            slot.close(linger_ms=_LINGER_MS)
+            slot.close(linger_ms=limits.LINGER_MS)
             if self._is_served_here(queried):
                 queried.slot = None
 
@@ -354,14 +338,14 @@ class QueryClient:
         """
         clock = asyncio.get_running_loop().time
         received = asyncio.ensure_future(connection.receive())
-        repeat_s = clock() + REPEAT_S
+        repeat_s = clock() + limits.REPEAT_S
         has_answered = False
         try:
             while True:
                 self._update_slot(queried)
                 await self._send(queried, connection)
                 is_idle = not queried.queries
-                timeout_s = IDLE_S if is_idle else max(0.0, repeat_s - clock())
+                timeout_s = limits.IDLE_S if is_idle else max(0.0, repeat_s - clock())
                 has_news = await _wait_for_news(received, queried.changed, timeout_s)
                 if is_idle and (not has_news or _has_failed(received)):
                     return
@@ -374,9 +358,9 @@ class QueryClient:
                         continue
                     if not has_answered:
                         # Its host may be gone, which TCP notices much later.
-                        raise HandshakeFailed(f"has not answered for {REPEAT_S:g} s")
+                        raise HandshakeFailed(f"has not answered for {limits.REPEAT_S:g} s")
                     queried.unsent = list(queried.queries.values())
-                repeat_s = clock() + REPEAT_S
+                repeat_s = clock() + limits.REPEAT_S
                 has_answered = False
         finally:
             received.cancel()

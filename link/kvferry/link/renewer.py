@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvferry.link import limits
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.client import SideChannelClient
 from kvferry.link.connection_slots import ProvenAddresses
@@ -36,17 +37,6 @@ from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import MAX_RENEWALS, LeaseName, Release, Renew, encode
 
 logger = logging.getLogger(__name__)
-
-_LAST_WAIT_S = 1.0
-"""Time for pending look-ups and connections before the end, so that waiting messages are sent."""
-_MAX_WAITING = 4096
-"""Most submissions that wait for the thread's next wake-up."""
-# A shorter lease is renewed as if it had this lifetime: clients choose `lease_s` of unsigned params.
-_SHORTEST_LEASE_S = 1.0
-_JOINS_AT = 0.75
-"""Fraction of its interval after which a lease joins a renewal that is sent for another lease of its producer."""
-_AFTER_BUG_S = 1.0
-"""Sleep after a turn that could not renew."""
 
 
 _Submission = tuple[float, tuple[LeaseCommand, ...]]
@@ -82,7 +72,7 @@ class _RenewedLeases:
         names = []
         for renewed in self.leases.values():
             interval_s = _interval_s(renewed.lease)
-            joins_s = (1 - _JOINS_AT) * interval_s
+            joins_s = (1 - limits.JOINS_AT) * interval_s
             if renewed.due_s <= now_s + joins_s:
                 renewed.due_s = now_s + interval_s
                 names.append(renewed.lease.name)
@@ -91,7 +81,7 @@ class _RenewedLeases:
 
 
 def _interval_s(lease: RemoteLease) -> float:
-    return heartbeat_s(max(lease.lease_s, _SHORTEST_LEASE_S))
+    return heartbeat_s(max(lease.lease_s, limits.SHORTEST_LEASE_S))
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
@@ -174,7 +164,7 @@ class LeaseRenewer:
         # Read after the put, without a lock. A turn clears `_is_woken` before it takes from the queue, and looks at the
         # queue again after it has set `_sleeps_until_s`: so no urgent command is left behind.
         sleeps_too_long = self._sleeps_until_s > needed_s
-        is_urgent = sleeps_too_long or self._submitted.qsize() >= _MAX_WAITING
+        is_urgent = sleeps_too_long or self._submitted.qsize() >= limits.MAX_SUBMISSIONS
         if is_urgent and not self._is_woken:
             self._is_woken = True
             self.client.call_soon(self._turn)
@@ -192,7 +182,7 @@ class LeaseRenewer:
         self._is_woken = False
         self._take_all()
         # Replaced by the renewal itself, unless a bug ends it.
-        self._sleeps_until_s = time.monotonic() + _AFTER_BUG_S
+        self._sleeps_until_s = time.monotonic() + limits.AFTER_BUG_S
         self._log_errors(lambda: self._renew_due(time.monotonic()))
         if self._timer is not None:
             self._timer.cancel()
@@ -206,7 +196,7 @@ class LeaseRenewer:
         self._is_ending = True
         self._take_all()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._sender.sent(), _LAST_WAIT_S)
+            await asyncio.wait_for(self._sender.sent(), limits.LAST_WAIT_S)
 
     def _take_all(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -16,8 +16,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
-from kvferry.link.connection import Connection, backoff_s, within
+from kvferry.link.connection import Connection, within
 from kvferry.link.connection_slots import (
     ConnectionSlot,
     ConnectionSlots,
@@ -31,24 +32,6 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# Clients choose hosts.
-MAX_PEERS = 256
-"""Most peers with a connection; beyond it one that is idle is closed."""
-
-QUEUED_MESSAGES = 64
-"""Most messages that wait for one connection."""
-
-CONNECT_S = 10.0
-# Between attempts to connect to a closed port, which has no turn meanwhile.
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 1.0
-IDLE_S = 60.0
-REFUSED_S = 2.0
-"""Time without a new attempt after the secrets did not match; messages for that engine are dropped meanwhile."""
-
-# Answers are neither expected nor read. Those that a peer sends anyway must not fill the memory.
-_MAX_ANSWER_BYTES = 4096
-_LINGER_MS = 500
 
 # With the boot: a restarted engine is a new endpoint, whose name is looked up again and whose secret may differ.
 Endpoint = tuple[str, int, str]
@@ -107,7 +90,7 @@ class PeerSender:
     ) -> None:
         self._client = client
         self._counters = counters
-        self._slots = ConnectionSlots(MAX_PEERS, proven)
+        self._slots = ConnectionSlots(limits.SLOTS, proven)
         self._peers: dict[Endpoint, _Peer] = {}
         self._log = RateLimitedLog(logger)  # clients choose the addresses
 
@@ -138,7 +121,7 @@ class PeerSender:
         await asyncio.gather(*(queue.join() for queue in queues))
 
     def _add(self, endpoint: Endpoint) -> _Peer:
-        peer = _Peer(asyncio.Queue(QUEUED_MESSAGES))
+        peer = _Peer(asyncio.Queue(limits.QUEUED_MESSAGES))
         self._peers[endpoint] = peer
         peer.task = asyncio.ensure_future(self._serve(endpoint, peer))
         return peer
@@ -149,7 +132,7 @@ class PeerSender:
         except PeerRefused as refused:
             self._failed(endpoint, str(refused))
             peer.is_refused = True
-            await asyncio.sleep(REFUSED_S)
+            await asyncio.sleep(limits.REFUSED_S)
         except KvferryError as failed:
             self._failed(endpoint, str(failed))
         except Exception:
@@ -169,7 +152,7 @@ class PeerSender:
                 if peer.slot is not None and peer.queue.empty():
                     peer.slot.idle()
                 try:
-                    message = await asyncio.wait_for(peer.queue.get(), IDLE_S)
+                    message = await asyncio.wait_for(peer.queue.get(), limits.IDLE_S)
                 except asyncio.TimeoutError:
                     # One may have been put since the time was over.
                     if peer.queue.empty():
@@ -181,7 +164,7 @@ class PeerSender:
                 peer.queue.task_done()
         finally:
             if peer.slot is not None:
-                peer.slot.close(_LINGER_MS)
+                peer.slot.close(limits.LINGER_MS)
 
     async def _connected(self, endpoint: Endpoint, peer: _Peer) -> Connection:
         """The peer's connection; made for the first message, and again when it has ended.
@@ -202,8 +185,8 @@ class PeerSender:
         host, port, _ = endpoint
 
         def connect() -> Coroutine[Any, Any, Connection]:
-            connecting = self._client.connect(host, port, _MAX_ANSWER_BYTES)
-            return within(CONNECT_S, connecting)
+            connecting = self._client.connect(host, port, limits.MAX_IGNORED_BYTES)
+            return within(limits.CONNECT_S, connecting)
 
         def give_up() -> None:
             self._forget(endpoint, peer)
@@ -221,12 +204,12 @@ class PeerSender:
             # Between attempts it waits here, where it holds no turn that another address could have.
             now_s = loop.time()
             if until_s is None:
-                until_s = now_s + CONNECT_S
+                until_s = now_s + limits.CONNECT_S
             if now_s >= until_s:
-                why = f"did not answer within {CONNECT_S:g} s: nothing listens there"
+                why = f"did not answer within {limits.CONNECT_S:g} s: nothing listens there"
                 raise HandshakeFailed(why)
             failures += 1
-            delay_s = backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
+            delay_s = limits.RETRY.delay_s(failures)
             await asyncio.sleep(min(delay_s, until_s - now_s))
 
     def _failed(self, endpoint: Endpoint, why: str) -> None:

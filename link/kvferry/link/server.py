@@ -24,6 +24,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from kvferry.link import limits
 from kvferry.link.awake_clock import AwakeClock
 from kvferry.link.connections import ConnectionsSnapshot
 from kvferry.link.counts import Counts
@@ -58,16 +59,6 @@ from kvferry.protocol.prompt_queries import (
 )
 
 logger = logging.getLogger(__name__)
-
-_JOIN_S = 5.0
-# A ticket alone may have more, up to `MAX_ANSWERS_BYTES`. But a client ends a connection that brings much more than one
-# such ticket without being received, and two frames may wait.
-_SHARED_FRAME_BYTES = 1 << 20
-"""Most bytes of a frame with several answers."""
-_ANSWER_BYTES = 8 << 10
-"""Most bytes of an answer beside its params, with its share of a frame's other fields."""
-_MAX_SHOWN = 512
-"""Characters of a field of `Refused`."""
 
 
 class Prompts(Protocol):
@@ -125,6 +116,7 @@ class SideChannelListener:
         run_due: called on the listener's thread after every winding; it must not wait.
         knows: called on the listener's thread with boot and name: whether there is such a lease.
         directory: the prompts that peers query.
+        inbox: where renewals and releases go; messages may come before this object is whole.
 
     Attributes:
         address: where it listens; that of `host` if that is a name.
@@ -145,8 +137,9 @@ class SideChannelListener:
         run_due: Callable[[], None] = lambda: None,
         knows: Callable[[str, LeaseName], bool] = lambda boot, name: True,
         directory: Prompts | None = None,
+        inbox: LeaseInbox | None = None,
     ) -> None:
-        self.inbox = LeaseInbox()
+        self.inbox = LeaseInbox() if inbox is None else inbox
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_closing = False
         self._directory = directory or NoPrompts()
@@ -194,7 +187,7 @@ class SideChannelListener:
             return
         self._is_closing = True
         self._wake()
-        self._thread.join(_JOIN_S)
+        self._thread.join(limits.JOIN_S)
         # First out of reach, then closed: `_wake` is called on other threads, and the number may be used again.
         wakeup = self._wakeup
         self._wakeup = -1
@@ -228,9 +221,9 @@ class SideChannelListener:
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
             refusal = _refused(
-                invalid.field[:_MAX_SHOWN],
-                invalid.shown_value[:_MAX_SHOWN],
-                invalid.expected[:_MAX_SHOWN],
+                invalid.field[: limits.MAX_SHOWN],
+                invalid.shown_value[: limits.MAX_SHOWN],
+                invalid.expected[: limits.MAX_SHOWN],
             )
             self._socket.send(client_id, refusal)
 
@@ -259,8 +252,10 @@ class SideChannelListener:
         frame: list[Answer] = []
         frame_bytes = 0
         for answer in answers.answers:
-            answer_bytes = memoryview(answer.params).nbytes + _ANSWER_BYTES
-            is_full = len(frame) == MAX_QUERIES or frame_bytes + answer_bytes > _SHARED_FRAME_BYTES
+            answer_bytes = memoryview(answer.params).nbytes + limits.ANSWER_BYTES
+            is_full = (
+                len(frame) == MAX_QUERIES or frame_bytes + answer_bytes > limits.SHARED_FRAME_BYTES
+            )
             if frame and is_full:
                 self._send_frame(peer, answers, frame)
                 frame = []

@@ -19,29 +19,16 @@ from typing import Any, TypeVar
 import zmq
 from zmq.utils import z85
 
+from kvferry.link import limits
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
-from kvferry.link.tcp import RECEIVE_BUFFER_BYTES
 from kvferry.protocol.errors import InvalidSecretFile
 from kvferry.protocol.hosts import Address
 
 S = TypeVar("S", bound=zmq.Socket[Any])
 
 ZAP_DOMAIN = b"kvferry"
-CURVE_OVERHEAD_BYTES = 64
-"""Upper bound of the bytes that encryption adds to a message."""
 
-MAX_UNSENT = 64
-"""Most messages that wait in a client's queue."""
 
-_MAX_RECONNECT_MS = 1000
-"""Longest interval of attempts to connect, which begins at 100 ms and doubles."""
-# Few, since their bytes count like those of a message without an end (`connections.py`).
-REQUESTS_QUEUED = 2
-"""Most messages of one connection that wait to be received."""
-_ANSWERS_QUEUED = 8
-"""Most answers that wait for one connection."""
-_HANDSHAKE_MS = 10_000
-"""Deadline of a connection's ZMTP handshake."""
 _MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _CONNECTION_EVENTS = (
     zmq.EVENT_CONNECTED
@@ -103,11 +90,10 @@ def derive_keys(secrets: Secrets) -> None:
 
 def keep_alive(socket: zmq.Socket[Any]) -> None:
     """Set TCP keep-alive."""
-    # The kernel finds out within about a minute that the other machine is gone: 30 s of silence, then three probes.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, limits.KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, limits.KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, limits.KEEPALIVE_PROBES)
 
 
 def listening_socket(
@@ -122,10 +108,10 @@ def listening_socket(
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, int(":" in host))
     socket.setsockopt(zmq.MAXMSGSIZE, _with_overhead(max_bytes, bool(secrets)))
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    socket.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED)
-    socket.setsockopt(zmq.SNDHWM, _ANSWERS_QUEUED)
-    socket.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, limits.HANDSHAKE_MS)
+    socket.setsockopt(zmq.RCVHWM, limits.REQUESTS_QUEUED)
+    socket.setsockopt(zmq.SNDHWM, limits.ANSWERS_QUEUED)
+    socket.setsockopt(zmq.RCVBUF, limits.RECEIVE_BUFFER_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)
     if secrets:
@@ -149,10 +135,10 @@ def client_socket(
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, int(address.version == 6))
     socket.setsockopt(zmq.MAXMSGSIZE, _with_overhead(max_answer_bytes, secret is not None))
-    socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
+    socket.setsockopt(zmq.SNDHWM, limits.QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, 1)
-    socket.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+    socket.setsockopt(zmq.RCVBUF, limits.RECEIVE_BUFFER_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, limits.MAX_RECONNECT_MS)
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)
     if secret is not None:
@@ -164,7 +150,7 @@ def client_socket(
 
 
 def _with_overhead(max_bytes: int, is_encrypted: bool) -> int:
-    return max_bytes + CURVE_OVERHEAD_BYTES if is_encrypted else max_bytes
+    return max_bytes + limits.CURVE_OVERHEAD_BYTES if is_encrypted else max_bytes
 
 
 class ConnectionEvent(enum.Enum):

@@ -20,17 +20,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# At most 35 MB/s of empty frames were seen to pass ZMQ's I/O thread, which is one for all connections: about 350 kB
-# between two checks, 11 MB in ZMQ's memory. Four checks a second cost 450 MB; checks without arrivals would cost an
-# idle process its rest.
-CHECK_INTERVAL_S = 0.01
-"""Shortest interval between two checks of connections that bring bytes."""
-
-# The kernel doubles it. Without it a connection may have 6 MiB there, which count as received although ZMQ has not read
-# them.
-RECEIVE_BUFFER_BYTES = 128 << 10
-"""Of TCP, for each connection."""
-
 # `tcpi_bytes_received` in Linux's `struct tcp_info`.
 _RECEIVED_AT = 128
 _INFO_BYTES = 136

@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 
+from kvferry.link.limits import AHEAD, FOR_LOADS
 from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
 from kvferry.worker.loads.state import LoadState
-from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad

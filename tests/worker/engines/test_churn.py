@@ -40,10 +40,6 @@ def _fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _handshake_threads() -> int:
-    return sum(thread.name == "kvferry-handshake" for thread in threading.enumerate())
-
-
 def _at_rest(consumer: Engine) -> OpenHandles:
     consumer.wait_until_idle()
     consumer.set_timeouts()
@@ -67,7 +63,8 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
                 _at_rest(consumer)
                 gc.collect()
                 before = (_fds(), threading.active_count(), _rss_bytes(), len(gc.get_objects()))
-        wait_until(lambda: not _handshake_threads(), "no handshake is under way", 60.0)
+        registry = thread_of(consumer.worker).registry
+        wait_until(lambda: not len(registry.snapshot().handshakes), "no handshake is left", 60.0)
         handles = _at_rest(consumer)
         assert handles.peers <= MAX_PEERS
         assert handles.prepared == 2 + handles.peers * _lists_of_a_peer(consumer)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.errors import TransferFailed
 from tests.harness.cache_engine import SETTINGS
@@ -89,7 +91,7 @@ def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(rig: Rig, how: str)
 def test_a_first_read_that_failed_keeps_its_entry_for_the_grace(
     rig: Rig, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 0.01)
+    monkeypatch.setattr(limits, "AVOID", Backoff(0.01, 30.0))
     producer, consumer = rig.pair(settings=CAUTIOUS)
     if how == "the post raises":
         consumer.fabric.fail("post_read", lambda: TransferFailed("test", "of the test"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason, LeaseEnd, StepOrders, encode_head, encode_orders
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
@@ -26,8 +28,7 @@ ALWAYS = 10**9
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 0.01)
-    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 0.02)
+    monkeypatch.setattr(limits, "AVOID", Backoff(0.01, 0.02))
 
 
 def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
@@ -144,9 +145,7 @@ def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
         raise ZeroDivisionError("unheard of")
 
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "kvferry.worker.peers.first_contact.SideChannelClient.fetch_description", broken
-        )
+        patched.setattr("kvferry.worker.peers.first_contact.SideChannelClient.describe", broken)
         load = consumer.load(producer.prefill(tokens=3).params)
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     assert "ZeroDivisionError" in caplog.text

@@ -16,6 +16,7 @@ from kvferry.worker.loads.state import LoadState
 from kvferry.worker.pace import PollPace
 from kvferry.worker.worker import FerryWorker
 from tests.harness.engine import Engine, Offer, OrderedLoad
+from tests.harness.inside import wait_for_link
 from tests.harness.integrity import snapshot_of
 from tests.harness.rig import Rig, rig_of
 from tests.waiting import wait_until
@@ -127,9 +128,9 @@ class NotedPace(PollPace):
 
     def begin(self, worker: FerryWorker) -> None:
         """Begin once nothing else is due."""
-        wait_until(
-            lambda: snapshot_of(worker).is_idle and not _is_connecting(), "nothing else is due"
-        )
+        wait_until(lambda: snapshot_of(worker).is_idle, "nothing else is due")
+        # The last action of a handshake is to wake the transfer thread, which may have taken its result before.
+        wait_for_link(worker)
         self._worker = worker
 
     def progressed(self) -> None:
@@ -160,12 +161,6 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> list[NotedPace]:
 
     monkeypatch.setattr("kvferry.worker.transfer_thread.PollPace", make)
     return made
-
-
-def _is_connecting() -> bool:
-    """Whether a handshake's thread is alive. Its last action is to wake the transfer thread, which may have taken its
-    result and ended the load before."""
-    return any(thread.name == "kvferry-handshake" for thread in threading.enumerate())
 
 
 def _finish(rig: Rig, consumer: Engine, load: OrderedLoad, seed: int) -> None:

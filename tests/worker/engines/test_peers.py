@@ -9,7 +9,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvferry.link.client import SideChannelClient
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.errors import PeerLost
 from tests.harness.cache_engine import FACTS, SETTINGS
@@ -24,7 +25,7 @@ SHORT_TIMEOUT = replace(SETTINGS, handshake_timeout_s=0.2)
 
 
 def short_backoff(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", first_s)
+    monkeypatch.setattr(limits, "AVOID", Backoff(first_s, 30.0))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_a_description_of_another_engine_is_refused_from_any_sender(
 ) -> None:
     producer, consumer = rig.pair()
     other = msgspec.structs.replace(producer.description, engine_id="Q")
-    monkeypatch.setattr(SideChannelClient, "fetch_description", lambda *_, **__: other)
+    monkeypatch.setattr("kvferry.worker.peers.first_contact.read_description", lambda *_: other)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
     assert consumer.fabric.calls["add_peer"] == 0

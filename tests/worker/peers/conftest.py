@@ -11,7 +11,7 @@ from tests.worker.peers.scene import Scene
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr("kvferry.link.connection.random.uniform", lambda *_: 1.0)
+    monkeypatch.setattr("kvferry.link.limits.random.uniform", lambda *_: 1.0)
     made = Scene()
     yield made
     made.close()

@@ -15,6 +15,7 @@ from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peers.first_reads import FirstReads
+from kvferry.worker.peers.handshakes import HandshakeResult, OnHandshakeEnd
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
@@ -58,7 +59,7 @@ class Scene:
             FabricReader(self.fabric), self._caches.kv, None, self.slot_reads, timeout_s=1.0
         )
         self.registry = PeerRegistry(
-            first_reads, self._handshake, lambda: None, ttl_s=ttl_s, max_peers=MOST_PEERS
+            first_reads, self._begin, lambda: None, ttl_s=ttl_s, max_peers=MOST_PEERS
         )
         self.add(KEY, "producer")
 
@@ -129,9 +130,14 @@ class Scene:
         in_use = self.fabric.transfers() or self.fabric.peers or self.fabric.prepared() != 1
         return not in_use and self.slot_reads.free() == ENTRIES
 
-    def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+    def _begin(self, key: PeerKey, on_end: OnHandshakeEnd) -> None:
         self.asked.append(key)
-        return self.answer(key)
+        result: HandshakeResult
+        try:
+            result = self.answer(key)
+        except Exception as error:  # noqa: BLE001 - as a handshake does
+            result = error
+        on_end(result)
 
     def _engine(self, name: str, caches: ToyCaches, metadata: bytes) -> EngineDescription:
         worker = WorkerDescription(

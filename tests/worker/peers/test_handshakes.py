@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 
-from kvferry.link.host_names import MAX_LOOKUPS
-from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.link.limits import AHEAD, FOR_LOADS, MAX_LOOKUPS
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
-from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS, Handshakes
+from kvferry.worker.peers.handshakes import Handshakes, OnHandshakeEnd
 from kvferry.worker.peers.peer import PeerKey
-from tests.waiting import wait_until
 
 AT_ONCE, UNVERIFIED_AT_ONCE = FOR_LOADS.at_once, FOR_LOADS.unverified_at_once
 ANSWER = PeerRefused("it has restarted")
+NO_ANSWER = HandshakeFailed("no answer")
 
 
 class Scene:
-    """Hosts `dark…` do not answer before they are let go, then not at all; all others answer at once."""
+    """Hosts `dark…` do not answer before they are let go, then not at all; all others answer at once.
+
+    Attributes:
+        under_way: those that have begun and not ended.
+        most: of them at any time.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.asked: list[PeerKey] = []
-        self.let_go = threading.Event()
+        self.under_way: list[OnHandshakeEnd] = []
+        self.most = 0
         self.ended: list[PeerKey] = []
-        self.handshakes = Handshakes(self._handshake, lambda: None)
+        self.handshakes = Handshakes(self._begin, lambda: None)
+        self._is_dark = True
 
-    def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
-        with self.lock:
-            self.asked.append(key)
+    def _begin(self, key: PeerKey, on_end: OnHandshakeEnd) -> None:
+        self.asked.append(key)
         if not key.host.lower().startswith("dark"):
-            raise ANSWER
-        assert self.let_go.wait(60)
-        raise HandshakeFailed("no answer")
+            on_end(ANSWER)
+        elif self._is_dark:
+            self.under_way.append(on_end)
+            self.most = max(self.most, len(self.under_way))
+        else:
+            on_end(NO_ANSWER)
+
+    def let_go(self) -> None:
+        self._is_dark = False
+        while self.under_way:
+            self.under_way.pop()(NO_ANSWER)
 
     def ask(self, host: str, number: int = 0) -> str | None:
         return self.handshakes.request(PeerKey(host, 5600 + number, f"E{number}", "0" * 32))
@@ -44,42 +54,33 @@ class Scene:
         self.ended += [key for key, _ in self.handshakes.arrivals()]
 
     def asked_of(self, prefix: str) -> int:
-        with self.lock:
-            return sum(key.host.startswith(prefix) for key in self.asked)
+        return sum(key.host.startswith(prefix) for key in self.asked)
 
     def is_asked(self, host: str, count: int = 1) -> None:
-        wait_until(lambda: self.asked_of(host) >= count, f"{host} is asked", 60.0)
+        assert self.asked_of(host) >= count
 
     def has_ended_all(self, count: int) -> None:
-        def ended() -> bool:
-            self.take()
-            return len(self.ended) == count
-
-        wait_until(ended, f"all {count} have ended", 60.0)
+        self._take_all()
+        assert len(self.ended) == count
 
     def has_ended(self, host: str) -> None:
-        def ended() -> bool:
+        self._take_all()
+        assert any(key.host == host for key in self.ended)
+
+    def _take_all(self) -> None:
+        self.take()
+        while self.handshakes.snapshot().arrived or self.handshakes.has_arrivals():
             self.take()
-            return any(key.host == host for key in self.ended)
-
-        wait_until(ended, f"{host} has ended", 60.0)
-
-
-def _threads() -> int:
-    return sum(thread.name == "kvferry-handshake" for thread in threading.enumerate())
 
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.let_go.set()
-
-    def over() -> bool:
+    made.let_go()
+    while made.handshakes.snapshot().arrived or made.handshakes.has_arrivals():
         made.take()
-        return not len(made.handshakes) and not _threads()
-
-    wait_until(over, "no handshake is under way, and no thread is left", 60.0)
+    assert not len(made.handshakes)
 
 
 def test_black_holes_named_in_a_row_do_not_delay_the_first_contact_with_a_live_host(
@@ -110,7 +111,7 @@ def test_a_host_that_has_answered_before_does_not_wait_for_any_number_of_unverif
     assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE
 
 
-def test_one_unverified_host_gets_few_threads_and_few_places_in_the_queue(scene: Scene) -> None:
+def test_one_unverified_host_gets_few_handshakes_and_few_places_in_the_queue(scene: Scene) -> None:
     answers = [scene.ask("dark", number) for number in range(40)]
     assert answers[:32] == [None] * 32
     assert all(answer is not None for answer in answers[32:])
@@ -138,7 +139,7 @@ def test_waiting_peers_are_asked_in_turn_when_others_have_answered_or_failed(sce
     scene.is_asked("dark", UNVERIFIED_AT_ONCE)
     assert scene.ask("live") is None
     assert scene.asked_of("live") == 0, "it is one of too many unverified hosts"
-    scene.let_go.set()
+    scene.let_go()
     scene.has_ended("live")
     assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE + 10
 
@@ -150,22 +151,6 @@ def test_no_peer_is_asked_twice_at_a_time_and_the_queue_is_bounded(scene: Scene)
     answers = [scene.ask(f"dark{number}") for number in range(1, 300)]
     assert answers.count(None) == 255
     assert answers[-1] == "256 other engines have not answered yet"
-
-
-def test_a_system_that_gives_no_more_threads_fails_the_contact_and_nothing_else(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        assert scene.ask("live") is None
-    ((key, found),) = scene.handshakes.arrivals()
-    assert isinstance(found, HandshakeFailed)
-    assert key not in scene.handshakes
-    assert scene.ask("live") is None
-    scene.has_ended("live")
 
 
 def _key(host: str, number: int = 0) -> PeerKey:
@@ -207,22 +192,19 @@ def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: S
     for number in range(2):
         scene.ask("dark", number)
     scene.is_asked("dark", 2)
-    scene.let_go.set()
+    scene.let_go()
     scene.has_ended("dark")
     assert "dark" not in scene.handshakes.snapshot().answered
 
 
-def test_threads_exist_only_while_handshakes_are_under_way(scene: Scene) -> None:
-    assert _threads() == 0
+def test_after_the_end_no_other_host_is_asked(scene: Scene) -> None:
     for number in range(300):
         scene.ask(f"dark{number}")
-    scene.is_asked("dark", UNVERIFIED_AT_ONCE)
-    assert _threads() == UNVERIFIED_AT_ONCE <= AT_ONCE
+    assert scene.most == UNVERIFIED_AT_ONCE <= AT_ONCE
     scene.handshakes.close()
-    scene.let_go.set()
-    wait_until(lambda: not _threads(), "they end", 60.0)
+    scene.let_go()
     scene.take()
-    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE, "after the end no other host is asked"
+    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE
 
 
 def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts_are_under_way() -> (
@@ -232,7 +214,7 @@ def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts
     assert 2 * (FOR_LOADS.unverified_at_once + AHEAD.unverified_at_once) <= MAX_LOOKUPS
 
 
-def test_prewarms_that_loads_take_over_are_no_more_threads_for_one_host_than_the_limits(
+def test_prewarms_that_loads_take_over_are_no_more_handshakes_with_one_host_than_the_limits(
     scene: Scene,
 ) -> None:
     """Each takeover freed a place for the next prewarm: 240 handshakes with one host were under way at once."""
@@ -241,10 +223,10 @@ def test_prewarms_that_loads_take_over_are_no_more_threads_for_one_host_than_the
         scene.ask("dark", number)
     most = FOR_LOADS.per_unverified_host + AHEAD.per_unverified_host
     scene.is_asked("dark", most)
-    assert _threads() == scene.asked_of("dark") == most
+    assert scene.most == scene.asked_of("dark") == most
     assert scene.ask("live") is None
     scene.has_ended("live")
-    assert _threads() <= most
+    assert scene.most <= most
 
 
 def test_a_prewarm_that_a_load_waits_for_arrives_before_the_others_although_it_has_no_place_of_a_load(
@@ -258,12 +240,8 @@ def test_a_prewarm_that_a_load_waits_for_arrives_before_the_others_although_it_h
     assert scene.ask("dark", 100) is None
     for _ in range(2):
         scene.handshakes.request_ahead(_key("dark-ahead"))
-    scene.let_go.set()
-    wait_until(
-        lambda: scene.handshakes.snapshot().arrived == FOR_LOADS.per_unverified_host + 2,
-        "all have ended",
-        60.0,
-    )
+    scene.let_go()
+    assert scene.handshakes.snapshot().arrived == FOR_LOADS.per_unverified_host + 2
     arrived = [key for key, _ in scene.handshakes.arrivals()]
     assert arrived[-1].host == "dark-ahead"
     assert _key("dark", 100) in arrived
@@ -279,7 +257,7 @@ def test_handshakes_that_no_load_waits_for_any_more_leave_their_places_unless_th
     assert withdrawn.count(True) == 20 - FOR_LOADS.per_unverified_host
     assert len(scene.handshakes) == FOR_LOADS.per_unverified_host
     assert not scene.handshakes.withdraw(_key("dark", 19)), "it is not known any more"
-    scene.let_go.set()
+    scene.let_go()
     scene.has_ended_all(FOR_LOADS.per_unverified_host)
     assert scene.asked_of("dark") == FOR_LOADS.per_unverified_host
 

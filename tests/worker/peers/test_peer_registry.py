@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.backoff import Backoff
+from kvferry.worker.peers.failed_peers import FailedPeers
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
 
 
 def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 1.0)
-    monkeypatch.setattr("kvferry.worker.peers.backoff.LONGEST_S", 5.0)
+    monkeypatch.setattr(limits, "AVOID", Backoff(1.0, 5.0))
     scene.answer = scene.refuse
     now_s = 100.0
     for failures, backoff_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
@@ -216,14 +217,14 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
 def test_failures_are_remembered_of_a_bounded_number_of_peers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff._MAX_FAILURES", 10)
-    backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
+    monkeypatch.setattr("kvferry.link.limits.MAX_REMEMBERED", 10)
+    failed_peers, why = FailedPeers(), Unavailable(FailureReason.HANDSHAKE, "no answer")
     keys = [KEY._replace(port=number) for number in range(30)]
     for key in keys:
-        backoff.failed(key, why, 100.0)
-    assert len(backoff) == 10
-    assert backoff.why_not(keys[-1], 100.0) == why
-    assert backoff.why_not(keys[0], 100.0) is None
+        failed_peers.failed(key, why, 100.0)
+    assert len(failed_peers) == 10
+    assert failed_peers.why_not(keys[-1], 100.0) == why
+    assert failed_peers.why_not(keys[0], 100.0) is None
 
 
 def test_a_time_of_nothing_is_for_ever() -> None:

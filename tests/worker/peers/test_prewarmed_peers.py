@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import PeerRefused
@@ -78,7 +80,7 @@ def test_a_static_peer_is_connected_although_no_load_wants_it_and_never_becomes_
 def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_again_after_its_backoff(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.backoff.FIRST_S", 10.0)
+    monkeypatch.setattr(limits, "AVOID", Backoff(10.0, 30.0))
     scene.answer = scene.refuse
     scene.prewarm_static(0.0)
     scene.settle(9.0)

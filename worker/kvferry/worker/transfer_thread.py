@@ -50,7 +50,8 @@ from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.pace import MAX_BACKOFF_S, MIN_BACKOFF_S, QUARANTINE_POLL_S, PollPace
 from kvferry.worker.peers.first_reads import FirstReads
-from kvferry.worker.peers.peer import Handshake, PeerKey
+from kvferry.worker.peers.handshakes import BeginHandshake
+from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker_memory import WorkerMemory
@@ -71,7 +72,7 @@ class TransferThread:
     Args:
         fabric: belongs to the thread once it has started.
         groups, index: this engine's cache groups, and this worker's index in its engine.
-        handshake: fetches a peer's description and plans it; waits.
+        begin_handshake: begins a handshake with a peer.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class TransferThread:
         memory: WorkerMemory,
         groups: tuple[CacheGroup, ...],
         index: int,
-        handshake: Handshake,
+        begin_handshake: BeginHandshake,
         settings: WorkerSettings,
     ) -> None:
         self._load_notifier = LoadNotifier(index)
@@ -96,7 +97,7 @@ class TransferThread:
         )
         self.registry = PeerRegistry(
             first_reads,
-            handshake,
+            begin_handshake,
             self.wake,
             ttl_s=settings.peer_ttl_s,
             max_peers=settings.max_peers,

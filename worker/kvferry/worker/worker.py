@@ -92,9 +92,13 @@ class FerryWorker:
             self._first_contact = FirstContact(engine, costs, settings)
             undo.callback(self._first_contact.close)
             self._device = caches.device
-            handshake = self._first_contact.handshake
             self._thread = TransferThread(
-                self._fabric, self._memory, groups, index, handshake, settings
+                self._fabric,
+                self._memory,
+                groups,
+                index,
+                self._first_contact.begin,
+                settings,
             )
             undo.pop_all()
         self._watchdog = LoadWatchdog(settings.load_timeout_s)

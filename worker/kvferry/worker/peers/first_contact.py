@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from kvferry.link.client import SideChannelClient
+from kvferry.link import limits
+from kvferry.link.client import SideChannelClient, read_description
 from kvferry.plan.cost import Costs
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.errors import InvalidMessage, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
 from kvferry.protocol.hosts import host_port
 from kvferry.worker.fabric.errors import internal_errors
+from kvferry.worker.peers.handshakes import OnHandshakeEnd
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.plan_cache import PlanCache
 from kvferry.worker.settings import WorkerSettings
-
-_PLANS_AT_ONCE = 4
-"""Plans made at a time: planning holds the interpreter's lock, and any peer can describe engines that take seconds."""
 
 _MAX_REHEARSED_WORKERS = 64
 """Workers of an engine that plans a transfer from itself at its start, at most; with more it takes seconds."""
 
 
 class FirstContact:
-    """First contacts of one worker. Any number of threads may use it.
+    """First contacts of one worker.
+
+    kvferry-side-channel     fetches descriptions: a coroutine each, so that a silent peer costs a socket and no thread
+    kvferry-planner          decodes and plans them: `PLANS_AT_ONCE` threads, since that is CPU work
 
     Args:
         engine: this engine, with this worker alone until `set_workers`.
+
+    Attributes:
+        link: to the producers' side channels.
     """
 
     def __init__(self, engine: EngineDescription, costs: Costs, settings: WorkerSettings) -> None:
         self._engine = engine
         self._costs = costs
         self.settings = settings
-        self._planning = threading.Semaphore(_PLANS_AT_ONCE)
-        self._side_channel = SideChannelClient(settings.secrets, settings.allowed_hosts)
+        self._planners = ThreadPoolExecutor(
+            limits.PLANS_AT_ONCE, thread_name_prefix="kvferry-planner"
+        )
+        self.link = SideChannelClient(settings.secrets, settings.allowed_hosts)
         self._plans = PlanCache(engine, 0, costs)
 
     def set_workers(
@@ -67,18 +75,22 @@ class FirstContact:
         except Exception:  # noqa: BLE001 - shown, with its traceback
             internal_errors.log("a first contact could not be prepared; the engine starts without")
 
-    def handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
-        """Fetch a producer's description and plan the transfer; waits, so it runs on a thread of its own.
+    def begin(self, key: PeerKey, on_end: OnHandshakeEnd) -> None:
+        """Begin the handshake with a producer; `on_end` is called once, on another thread. Never waits."""
+        self.link.start(self._handshake(key), on_end)
+
+    async def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+        """Fetch a producer's description and plan the transfer.
 
         Raises:
-            HandshakeFailed: as `SideChannelClient.fetch_description`.
+            HandshakeFailed: as `SideChannelClient.fetch_description`, or there are no more threads.
             InvalidMessage: as `SideChannelClient.fetch_description`.
             PeerRefused: likewise, or another engine or boot has answered.
             PlanRefused: this worker cannot read from it.
         """
         # `waits=False`: the params are of a listener that was there, so a closed port is the end of
-        # that boot. Clients choose ports, too, and each would keep a thread for the whole timeout.
-        description = self._side_channel.fetch_description(
+        # that boot. Clients choose ports, too, and each would keep a place for the whole timeout.
+        frame = await self.link.describe(
             key.host,
             key.port,
             key.engine_id,
@@ -87,14 +99,23 @@ class FirstContact:
             queries_prompts=True,
             waits=False,
         )
+        loop = asyncio.get_running_loop()
+        try:
+            planned = loop.run_in_executor(self._planners, self._plan, key, frame)
+        except RuntimeError as error:
+            raise HandshakeFailed(f"no thread to plan the transfer: {error}") from None
+        return await planned
+
+    def _plan(self, key: PeerKey, frame: bytes) -> tuple[EngineDescription, TransferPlan]:
+        description = read_description(frame, key.host, key.port)
         if description.engine_id != key.engine_id:
             where = host_port(key.host, key.port)
             raise PeerRefused(f"{where} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:
             raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
-        with self._planning:
-            return description, self._plans.plan(description)
+        return description, self._plans.plan(description)
 
     def close(self) -> None:
-        """End the side channel's connections. Idempotent."""
-        self._side_channel.close()
+        """End the side channel's connections, and begin no further plan. Idempotent."""
+        self.link.close()
+        self._planners.shutdown(wait=False, cancel_futures=True)

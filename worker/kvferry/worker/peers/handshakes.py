@@ -1,6 +1,6 @@
-"""Handshakes waiting and under way, and the limits on their threads. Each thread makes one handshake and ends.
+"""Handshakes waiting and under way, and the limits on their number. Each is a coroutine on the link's loop.
 
-Clients choose the hosts that params name, so a host may be one that never answers and keeps a thread until the
+Clients choose the hosts that params name, so a host may be one that never answers and keeps a connection until the
 handshake's timeout. Limits for *unverified* hosts, which have never answered or did not the last time, bound the cost
 to other hosts (`HandshakeLimits`, with `FOR_LOADS`):
 
@@ -12,67 +12,25 @@ to other hosts (`HandshakeLimits`, with `FOR_LOADS`):
 
 from __future__ import annotations
 
+import functools
 import queue
-import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
+from kvferry.link import limits
+from kvferry.link.limits import AHEAD, FOR_LOADS, HandshakeLimits
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.errors import HandshakeFailed, InputError, PeerRefused
+from kvferry.protocol.errors import InputError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.hosts import one_spelling
-from kvferry.worker.peers.peer import Handshake, PeerKey
-
-
-@dataclass(frozen=True, slots=True)
-class HandshakeLimits:
-    """Limits on the number of handshakes.
-
-    Attributes:
-        at_once: under way, with all hosts.
-        unverified_at_once: under way, with all unverified hosts.
-        per_host: under way with one host.
-        per_unverified_host: under way with one unverified host.
-        wanted: waiting or under way, with all hosts.
-        wanted_of_unverified_host: waiting or under way, with one unverified host.
-    """
-
-    at_once: int
-    unverified_at_once: int
-    per_host: int
-    per_unverified_host: int
-    wanted: int
-    wanted_of_unverified_host: int
-
-
-FOR_LOADS = HandshakeLimits(
-    at_once=64,
-    unverified_at_once=48,
-    per_host=16,
-    per_unverified_host=4,
-    wanted=256,
-    wanted_of_unverified_host=32,
-)
-"""For peers that a load waits for."""
-
-# Prewarming has limits of its own, so that it takes no place from a load. Two unverified hosts: four
-# plans are made at a time (`first_contact`), and such a host can describe an engine that takes
-# seconds to plan.
-AHEAD = HandshakeLimits(
-    at_once=8,
-    unverified_at_once=2,
-    per_host=4,
-    per_unverified_host=1,
-    wanted=64,
-    wanted_of_unverified_host=8,
-)
-"""For peers to be prewarmed."""
-
-_MAX_HOSTS_REMEMBERED = 4096
+from kvferry.worker.peers.peer import PeerKey
 
 HandshakeResult = tuple[EngineDescription, TransferPlan] | Exception
+OnHandshakeEnd = Callable[[HandshakeResult], None]
+BeginHandshake = Callable[[PeerKey, OnHandshakeEnd], None]
+"""Begins to fetch a description and to plan it. Never waits; the result comes from any thread, once."""
 
 
 @dataclass(slots=True)
@@ -155,14 +113,14 @@ class Handshakes:
     """See the module. All but the handshakes themselves belongs to one thread.
 
     Args:
-        handshake: fetches a description and plans it; waits.
+        begin: begins one.
         wake: called from any thread when a handshake has ended.
     """
 
-    def __init__(self, handshake: Handshake, wake: Callable[[], None]) -> None:
-        self._handshake = handshake
+    def __init__(self, begin: BeginHandshake, wake: Callable[[], None]) -> None:
+        self._begin_one = begin
         self._wake = wake
-        # Filled by the handshakes' threads; everything else belongs to the one thread.
+        # Filled by other threads; everything else belongs to the one thread.
         self._arrived: queue.SimpleQueue[tuple[PeerKey, HandshakeResult]] = queue.SimpleQueue()
         self._results: dict[PeerKey, HandshakeResult] = {}
         # In the order in which they begin.
@@ -203,7 +161,7 @@ class Handshakes:
         if wanted is not None and wanted.is_under_way:
             # A prewarm is not repeated: the load waits for it, and it arrives before the others. It
             # gets a load's place only if there is one. (It always got one at first. Then each
-            # takeover freed a place for the next prewarm, and 240 threads waited for one host.)
+            # takeover freed a place for the next prewarm, and 240 handshakes with one host were under way.)
             wanted.is_awaited = True
             if why_full is None and self._under_way(FOR_LOADS).has_place(host):
                 wanted.limits = FOR_LOADS
@@ -283,15 +241,7 @@ class Handshakes:
         """Begin the handshakes for which there is a place."""
         for key in (*self._next(FOR_LOADS), *self._next(AHEAD)):
             self._wanted[key].is_under_way = True
-            thread = threading.Thread(
-                target=self._run, args=(key,), name="kvferry-handshake", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                # The system gives no more threads.
-                self._arrived.put((key, HandshakeFailed(f"no thread for the handshake: {error}")))
-                self._wake()
+            self._begin_one(key, functools.partial(self._ended, key))
 
     def _next(self, limits: HandshakeLimits) -> list[PeerKey]:
         """The peers whose handshakes may begin now."""
@@ -315,12 +265,7 @@ class Handshakes:
                 under_way.add(_counted_host(key))
         return under_way
 
-    def _run(self, key: PeerKey) -> None:
-        result: HandshakeResult
-        try:
-            result = self._handshake(key)
-        except Exception as error:  # noqa: BLE001 - passed to the thread that takes `arrivals`
-            result = error
+    def _ended(self, key: PeerKey, result: HandshakeResult) -> None:
         self._arrived.put((key, result))
         self._wake()
 
@@ -329,7 +274,7 @@ class Handshakes:
         if not answered:
             return
         self._answered[host] = None
-        if len(self._answered) > _MAX_HOSTS_REMEMBERED:
+        if len(self._answered) > limits.MAX_REMEMBERED:
             longest_ago = next(iter(self._answered))
             del self._answered[longest_ago]
 

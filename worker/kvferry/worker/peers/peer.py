@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -267,7 +267,3 @@ class _Connecting:
         prepared = self._fabric.prepare_remote(agent, rows)
         self.made.append(prepared)
         return prepared
-
-
-Handshake = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]
-"""Fetches a peer's description and plans it; waits, so it runs on a thread of its own. Raises KvferryError."""

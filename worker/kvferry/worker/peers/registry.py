@@ -1,6 +1,6 @@
 """The producers that this worker is connected to, is connecting to, or backs off from.
 
-Handshakes run on threads of their own; everything that uses the fabric runs on the transfer thread, which calls
+Handshakes run on the link's loop; everything that uses the fabric runs on the transfer thread, which calls
 `step`. A peer is forgotten, and everything that belongs to it given back,
 
 - when it is lost;
@@ -24,10 +24,15 @@ from dataclasses import dataclass
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.backoff import Backoff, Unavailable
+from kvferry.worker.peers.failed_peers import FailedPeers, Unavailable
 from kvferry.worker.peers.first_reads import FirstRead, FirstReads
-from kvferry.worker.peers.handshakes import HandshakeResult, Handshakes, HandshakesSnapshot
-from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, disconnect
+from kvferry.worker.peers.handshakes import (
+    BeginHandshake,
+    HandshakeResult,
+    Handshakes,
+    HandshakesSnapshot,
+)
+from kvferry.worker.peers.peer import Peer, PeerKey, disconnect
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +73,7 @@ class PeerRegistry:
     """Peers by key.
 
     Args:
-        handshake: fetches a description and plans it.
+        begin_handshake: fetches a description and plans it.
         wake: called from any thread when there is something for `step`.
         ttl_s: after which an unused peer is forgotten; 0 or less for never.
         max_peers: peers that are known at once, not counting those that are being read from.
@@ -81,7 +86,7 @@ class PeerRegistry:
     def __init__(
         self,
         first_reads: FirstReads,
-        handshake: Handshake,
+        begin_handshake: BeginHandshake,
         wake: Callable[[], None],
         *,
         ttl_s: float = 3600.0,
@@ -91,8 +96,8 @@ class PeerRegistry:
         self._reader = first_reads.reader
         self._ttl_s = ttl_s
         self._max_peers = max_peers
-        self._handshakes = Handshakes(handshake, wake)
-        self._backoff = Backoff()
+        self._handshakes = Handshakes(begin_handshake, wake)
+        self._failed_peers = FailedPeers()
         # The one used last is last.
         self._ready: dict[PeerKey, _Ready] = {}
         # Forgotten, and kept until the reads from them have ended.
@@ -151,14 +156,14 @@ class PeerRegistry:
         """Number of peers in each state, for an error text."""
         return (
             f"{len(self._ready)} ready, {len(self.first_reads)} warming, {self.first_reads.given_up()} retiring, "
-            f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._backoff)} given up"
+            f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._failed_peers)} given up"
         )
 
     def get(self, key: PeerKey, now_s: float) -> Peer | Unavailable | None:
         """The peer, or why there is none, or None during its handshake."""
         if key in self._ready:
             return self._used(key, now_s)
-        why_not = self._backoff.why_not(key, now_s)
+        why_not = self._failed_peers.why_not(key, now_s)
         if why_not is not None:
             return why_not
         if key in self.first_reads:
@@ -182,14 +187,14 @@ class PeerRegistry:
         """
         self._static[key.address] = key
         self._static_check_s = 0.0
-        self._backoff.answers(key)
+        self._failed_peers.answers(key)
         self.prewarm(key, now_s)
 
     def prewarm(self, key: PeerKey, now_s: float) -> None:
         """Connect to this peer before a load needs it, unless the registry is full or half of the entries are taken."""
         if key in self._ready or key in self.first_reads:
             return
-        if self._backoff.why_not(key, now_s) is not None:
+        if self._failed_peers.why_not(key, now_s) is not None:
             return
         # With as many known already it would evict another peer. And loads need the entries more.
         known = len(self._ready) + len(self.first_reads) + len(self._handshakes)
@@ -281,7 +286,7 @@ class PeerRegistry:
     def _connected(self, first_read: FirstRead, now_s: float) -> None:
         """A first read is complete: the peer can be read from."""
         peer = first_read.peer
-        self._backoff.succeeded(peer.key)
+        self._failed_peers.succeeded(peer.key)
         self._ready[peer.key] = _Ready(peer, now_s)
         described_s = first_read.arrived_s - first_read.asked_s
         # The peer may have been prepared within this step, which began at `now_s`.
@@ -314,7 +319,7 @@ class PeerRegistry:
 
     def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
         self._asked_s.pop(key, None)
-        backoff_s = self._backoff.failed(key, why, now_s)
+        backoff_s = self._failed_peers.failed(key, why, now_s)
         logger.warning(
             "peer=%s cannot be read from (%s), again in %.1f s: %s",
             key,

@@ -1,18 +1,12 @@
-"""Pauses before a peer is contacted again whose first contact failed."""
+"""Peers whose first contact failed, and how long each is left alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.link.connection import backoff_s
+from kvferry.link import limits
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peers.peer import PeerKey
-
-FIRST_S = 0.5
-LONGEST_S = 30.0
-
-# Clients choose the peers that params name, so failures are forgotten by number, the oldest first.
-_MAX_FAILURES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +24,8 @@ class _Failure:
     until_s: float
 
 
-class Backoff:
-    """Pauses that double with every failure, with jitter so that a fleet does not retry in step; a success ends them.
+class FailedPeers:
+    """Pauses as in the table of the link (`AVOID`); a success ends them.
 
     They are for one boot of a peer: one that has restarted is connected at once.
     """
@@ -61,9 +55,9 @@ class Backoff:
         former = self._failures.pop(key, None)
         if former is not None:
             failures = former.failures + 1
-        delay_s = backoff_s(failures, FIRST_S, LONGEST_S)
+        delay_s = limits.AVOID.delay_s(failures)
         self._failures[key] = _Failure(why, failures, now_s + delay_s)
-        if len(self._failures) > _MAX_FAILURES:
+        if len(self._failures) > limits.MAX_REMEMBERED:
             oldest = next(iter(self._failures))
             del self._failures[oldest]
         return delay_s

@@ -1,0 +1,61 @@
+"""Threads of a scheduler: as many with 256 peers at first contact as with one."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvferry.link.lease_commands import RenewLease
+from kvferry.link.query_client import QueryClient
+from kvferry.link.query_commands import StartQuery
+from kvferry.link.renewer import LeaseRenewer
+from kvferry.scheduler.counters import Counters
+from tests.link.channel import HOST, listening
+from tests.link.test_query_client import query
+from tests.link.test_renewer import LONG_S, lease
+from tests.waiting import wait_until
+
+PEERS = 256
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.slow
+def test_threads_of_a_scheduler_do_not_grow_with_its_peers(
+    renewer: LeaseRenewer, counters: Counters
+) -> None:
+    """It renews leases of 256 producers and queries as many silent ones, while 256 clients are connected to it."""
+    queries = QueryClient(renewer.client, "decode-0", counters, lambda *_: None)
+    silent = [socket.create_server((HOST, 0)) for _ in range(PEERS)]
+    ports = [one.getsockname()[1] for one in silent]
+    clients: list[socket.socket] = []
+    try:
+        with listening() as (listener, port):
+
+            def connect(first: int, end: int) -> None:
+                renewer.submit(
+                    RenewLease(lease(port, lease_s=LONG_S, boot=f"{boot:032x}"), at_once=True)
+                    for boot in range(first, end)
+                )
+                queries.submit(
+                    StartQuery((HOST, ports[number]), query(number)) for number in range(first, end)
+                )
+                for _ in range(first, end):
+                    clients.append(socket.create_connection((HOST, port)))
+                boots = {listener.inbox.get(timeout=30).boot for _ in range(first, end)}
+                assert len(boots) == end - first
+                wait_until(
+                    lambda: len(queries.snapshot().producers) == end, "all of them are queried"
+                )
+
+            connect(0, 1)
+            with_one = _threads()
+            connect(1, PEERS)
+            assert _threads() == with_one
+    finally:
+        for one in (*silent, *clients):
+            one.close()

@@ -1,0 +1,99 @@
+"""First contacts of one worker: with silent producers, and on a system without threads."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.link.limits import PLANS_AT_ONCE
+from kvferry.plan.cost import Costs
+from kvferry.protocol.errors import HandshakeFailed, PeerRefused
+from kvferry.scheduler.counters import Counters
+from kvferry.worker.peers.first_contact import FirstContact
+from kvferry.worker.peers.handshakes import HandshakeResult
+from kvferry.worker.peers.peer import PeerKey
+from kvferry.worker.settings import WorkerSettings
+from tests.link.channel import HOST, listening
+from tests.plan import samples
+from tests.waiting import wait_until
+
+PEERS = 256
+OTHER_BOOT = "0" * 31 + "1"
+
+
+@pytest.fixture
+def contact() -> Iterator[FirstContact]:
+    settings = WorkerSettings(handshake_timeout_s=60.0)
+    made = FirstContact(samples.engine(workers=[samples.worker()]), Costs(), settings)
+    yield made
+    made.close()
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_threads_are_as_many_with_256_silent_producers_as_with_one(contact: FirstContact) -> None:
+    ended: queue.SimpleQueue[HandshakeResult] = queue.SimpleQueue()
+    with socket.create_server((HOST, 0), backlog=PEERS) as silent:
+        _, port = silent.getsockname()
+        accepted: list[socket.socket] = []
+
+        def connect(count: int) -> None:
+            for number in range(count):
+                contact.begin(PeerKey(HOST, port, f"P{number}", "0" * 32), ended.put)
+            while len(accepted) < count:
+                accepted.append(silent.accept()[0])
+
+        connect(1)
+        with_one = _threads()
+        connect(PEERS)
+        assert _threads() == with_one
+        assert ended.empty()
+        for connection in accepted:
+            connection.close()
+    contact.close()
+    results = [ended.get(timeout=60) for _ in range(PEERS + 1)]
+    assert all(isinstance(result, HandshakeFailed) for result in results)
+
+
+def test_a_hundred_descriptions_are_planned_by_a_fixed_number_of_threads(
+    contact: FirstContact,
+) -> None:
+    ended: queue.SimpleQueue[HandshakeResult] = queue.SimpleQueue()
+    description = samples.engine(workers=[samples.worker()])
+    with listening(Counters(), description=description) as (_, port):
+        key = PeerKey(HOST, port, description.engine_id, OTHER_BOOT)
+        for _ in range(100):
+            contact.begin(key, ended.put)
+        results = [ended.get(timeout=60) for _ in range(100)]
+    assert all(isinstance(result, PeerRefused) for result in results), "it has another boot"
+    planners = [one for one in threading.enumerate() if one.name.startswith("kvferry-planner")]
+    assert 1 <= len(planners) <= PLANS_AT_ONCE
+    contact.close()
+    wait_until(lambda: not any(one.is_alive() for one in planners), "they end with the worker")
+
+
+def test_a_system_that_gives_no_more_threads_fails_the_contact_and_not_the_next(
+    contact: FirstContact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: queue.SimpleQueue[HandshakeResult] = queue.SimpleQueue()
+    description = samples.engine(workers=[samples.worker()])
+    with listening(Counters(), description=description) as (_, port):
+        key = PeerKey(HOST, port, description.engine_id, OTHER_BOOT)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            contact.begin(key, ended.put)
+            failed = ended.get(timeout=60)
+        assert isinstance(failed, HandshakeFailed)
+        assert "no thread" in str(failed)
+        contact.begin(key, ended.put)
+        assert isinstance(ended.get(timeout=60), PeerRefused)
