@@ -22,7 +22,7 @@ OURS = (
 REPLACES_FUNCTIONS = ("tests/faults/switches.py", "tests/worker/device/test_mutants.py")
 """They put other functions in the place of the product's: guards that are switched off, rules that are broken."""
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
-LIMIT = 25
+LIMIT = 24
 
 
 def test_private_attributes_of_other_objects_are_rare() -> None:
