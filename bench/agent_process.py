@@ -30,7 +30,7 @@ from kvferry.link.client import SideChannelClient
 from kvferry.link.server import SideChannelListener
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
-from kvferry.protocol.handshake import EngineDescription, LeaseTable
+from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.scheduler.counters import Counters
 from kvferry.worker.fabric.agent import AgentConfig
@@ -120,7 +120,9 @@ class Agents:
             engine.workers[0],
             agent=agent.fabric.agent_name,
             agent_metadata=agent.fabric.metadata(),
-            lease_table=LeaseTable(address=agent.address, slots=agent.num_bytes // SLOT_BYTES),
+            lease_table=LeaseTableAddress(
+                address=agent.address, slots=agent.num_bytes // SLOT_BYTES
+            ),
         )
         with socket.socket() as probe:
             probe.bind((HOST, 0))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from bench.transfer_shapes import FACTS
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, WorkerDescription
+from kvferry.protocol.handshake import (
+    CacheGroup,
+    EngineDescription,
+    LeaseTableAddress,
+    WorkerDescription,
+)
 
 LAYERS, HEADS, BLOCK_TOKENS = 80, 8, 16
 HALF_BYTES = 256
@@ -32,7 +37,7 @@ def llama(
                 agent_metadata=b"-",
                 memory="DRAM",
                 device=0,
-                lease_table=LeaseTable(address=0, slots=1),
+                lease_table=LeaseTableAddress(address=0, slots=1),
                 tensors=_tensors(heads, layout, blocks, (rank + 1) << 44, layers),
             )
         )

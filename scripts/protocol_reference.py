@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[Message, ...]] = {
         handshake.ModelFacts,
         handshake.CacheGroup,
         handshake.WorkerDescription,
-        handshake.LeaseTable,
+        handshake.LeaseTableAddress,
         geometry.Topology,
         geometry.Place,
         geometry.PagedTensor,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvferry.cli.bench.client import Session
+from kvferry.cli.bench.client import ListenerSession
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.transfer.messages import Reply, Request, Task
 from kvferry.link.allowed_hosts import AllowedHosts
@@ -32,9 +32,9 @@ class Served:
     said: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
 
-    def session(self, known: Secrets = ()) -> Session:
+    def session(self, known: Secrets = ()) -> ListenerSession:
         """A client of this listener."""
-        return Session(HOST, self.port, TIMEOUT_S, known)
+        return ListenerSession(HOST, self.port, TIMEOUT_S, known)
 
     def ask(self, request: Request, known: Secrets = ()) -> Reply:
         """The listener's reply."""

@@ -99,7 +99,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
         gather_workers,
     )
     from kvferry.protocol.geometry import Topology
-    from kvferry.protocol.handshake import LeaseTable, WorkerDescription
+    from kvferry.protocol.handshake import LeaseTableAddress, WorkerDescription
     from tests.vllm_preload import CONFIG
 
     os.environ.update(VLLM_CPU_DIST_TIMEOUT=f"{TIMEOUT_S:g}", GLOO_SOCKET_IFNAME="lo")
@@ -121,7 +121,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
         agent_metadata=bytes([rank]) * 1000,
         memory="DRAM",
         device=0,
-        lease_table=LeaseTable(address=4096 * (rank + 1), slots=16),
+        lease_table=LeaseTableAddress(address=4096 * (rank + 1), slots=16),
         tensors=(),
     )
     index = worker_index(Topology(pp=axes.pp, pcp=axes.pcp, tp=axes.tp), place)

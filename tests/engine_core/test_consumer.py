@@ -14,7 +14,7 @@ from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.prompt_queries import announced_id
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
 from tests.ports import free_port
@@ -288,7 +288,7 @@ def test_a_prompt_that_a_sibling_loads_is_not_ours_to_count(make_engine: Any, fa
     reported = KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"} if failed else set())
     engine.connector.update_connector_output(reported)
     side = engine.connector.scheduler_side
-    assert side.loads.state("d") is LoadState.DECLINED
+    assert side.loads.state("d") is RemotePromptState.DECLINED
     engine.run()
     assert engine.counted("local_recomputes", "not_wanted") == 1
     assert (

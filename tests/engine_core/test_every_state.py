@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Transfer, TransferState
@@ -51,8 +51,8 @@ class OnePrompt:
     def prompt(self) -> list[int]:
         return tokens(140, seed=self.seed)
 
-    def load_state(self) -> LoadState | None:
-        state: LoadState | None = self.consumer.engine.connector.scheduler_side.loads.state(
+    def load_state(self) -> RemotePromptState | None:
+        state: RemotePromptState | None = self.consumer.engine.connector.scheduler_side.loads.state(
             self.decode
         )
         return state
@@ -146,13 +146,13 @@ def aborted(scene: OnePrompt) -> None:
     scene.consumer.engine.abort(scene.decode)
 
 
-LOADS: dict[LoadState, tuple[Callable[[OnePrompt], None], bool]] = {
-    LoadState.OFFERED: (offered, False),
-    LoadState.LOADING: (loading, False),
-    LoadState.LOADED: (loaded, True),
-    LoadState.FAILED: (failed, True),
-    LoadState.DECLINED: (declined, True),
-    LoadState.ABORTED: (aborted, False),
+LOADS: dict[RemotePromptState, tuple[Callable[[OnePrompt], None], bool]] = {
+    RemotePromptState.OFFERED: (offered, False),
+    RemotePromptState.LOADING: (loading, False),
+    RemotePromptState.LOADED: (loaded, True),
+    RemotePromptState.FAILED: (failed, True),
+    RemotePromptState.DECLINED: (declined, True),
+    RemotePromptState.ABORTED: (aborted, False),
 }
 """How to reach the state, and whether vLLM can preempt the request in it: only a running one."""
 
@@ -215,9 +215,9 @@ def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @promise(2, 3)
-@pytest.mark.parametrize("state", LoadState, ids=lambda state: state.value)
+@pytest.mark.parametrize("state", RemotePromptState, ids=lambda state: state.value)
 def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
-    scene: OnePrompt, state: LoadState
+    scene: OnePrompt, state: RemotePromptState
 ) -> None:
     bring, _ = LOADS[state]
     bring(scene)
@@ -242,7 +242,7 @@ def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
     "state", [x for x, (_, runs) in LOADS.items() if runs], ids=lambda state: state.value
 )
 def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_again(
-    scene: OnePrompt, state: LoadState
+    scene: OnePrompt, state: RemotePromptState
 ) -> None:
     bring, _ = LOADS[state]
     before = scene.consumer.engine.counted("loads")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.engine_core.test_both_legs import PROMPT, REMOTE_DECODE, check, ids, leg_params, until
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
@@ -49,7 +49,7 @@ def loading(make: Any, **config: Any) -> tuple[Node, Node, Any, str]:
     asking = side.queries.queries
     until((consumer,), lambda: asking.snapshot().known)
     producer.step()
-    until((consumer,), lambda: side.loads.state(decode) is LoadState.LOADING)
+    until((consumer,), lambda: side.loads.state(decode) is RemotePromptState.LOADING)
     return producer, consumer, child, decode
 
 
@@ -64,7 +64,7 @@ def test_an_aborted_loads_blocks_are_free_when_the_load_is_over_and_the_other_ch
     if first == "child":
         child.saved.add(decode)
     for _ in range(4):
-        if side.loads.state(decode) is LoadState.ABORTED:
+        if side.loads.state(decode) is RemotePromptState.ABORTED:
             assert consumer.engine.used_blocks, "the load has not ended"
         consumer.step()
     if first == "both":

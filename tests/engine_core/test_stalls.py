@@ -16,7 +16,7 @@ from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.parking import MAX_ASKED
 from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.stalls import Life
 from tests.harness.core.scheduler import SchedulerEngine, tokens
@@ -39,7 +39,7 @@ def load(engine: SchedulerEngine, *lengths: int, **request: Any) -> list[str]:
 
 
 def loading(engine: SchedulerEngine) -> set[str]:
-    return set(engine.connector.scheduler_side.loads.requests(LoadState.LOADING))
+    return set(engine.connector.scheduler_side.loads.requests(RemotePromptState.LOADING))
 
 
 def fail(

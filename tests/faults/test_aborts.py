@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.harness.engine import SHAPE, Engine, OrderedLoad
 from tests.harness.fault_fabric import Point
 from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of
@@ -34,7 +34,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 def abort(consumer: Engine, load: OrderedLoad) -> None:
     """The request is aborted; no worker has reported its load."""
     consumer.loads.finished(load.request_id)
-    assert consumer.loads.state(load.request_id) is LoadState.ABORTED
+    assert consumer.loads.state(load.request_id) is RemotePromptState.ABORTED
     consumer.loads.check_integrity()
     assert load.request_id not in (*consumer.seen.loaded, *consumer.seen.failed)
 

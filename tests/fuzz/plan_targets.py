@@ -20,7 +20,7 @@ from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
+from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress, WorkerDescription
 from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peers.peer import PeerKey, connect, disconnect
@@ -252,7 +252,7 @@ class Ends:
         return msgspec.structs.replace(
             one,
             agent_metadata=metadata,
-            lease_table=LeaseTable(address=table, slots=16),
+            lease_table=LeaseTableAddress(address=table, slots=16),
             tensors=caches.kv.tensors,
         )
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.handshake import (
     CacheGroup,
     EngineDescription,
-    LeaseTable,
+    LeaseTableAddress,
     ModelFacts,
     WorkerDescription,
 )
@@ -145,7 +145,7 @@ def engine(model: Model, side: Side, engine_id: str) -> EngineShards:
             agent_metadata=b"metadata",
             memory="DRAM",
             device=0,
-            lease_table=LeaseTable(address=64, slots=16),
+            lease_table=LeaseTableAddress(address=64, slots=16),
             tensors=one.at(at),
         )
         for place, one, at in zip(side.shards.places(), caches, addresses, strict=True)

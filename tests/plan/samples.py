@@ -13,7 +13,7 @@ from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Ra
 from kvferry.protocol.handshake import (
     CacheGroup,
     EngineDescription,
-    LeaseTable,
+    LeaseTableAddress,
     ModelFacts,
     WorkerDescription,
 )
@@ -55,7 +55,7 @@ def worker(tensors: Sequence[PagedTensor] = (), place: Place | None = None) -> W
         agent_metadata=b"metadata",
         memory="DRAM",
         device=0,
-        lease_table=LeaseTable(address=1 << 20, slots=16),
+        lease_table=LeaseTableAddress(address=1 << 20, slots=16),
         tensors=tuple(tensors) or (tensor(),),
     )
 

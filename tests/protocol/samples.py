@@ -13,7 +13,7 @@ from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
     LeaseName,
-    LeaseTable,
+    LeaseTableAddress,
     ModelFacts,
     Refused,
     Release,
@@ -103,7 +103,7 @@ def make_worker(**changes: Any) -> WorkerDescription:
         agent_metadata=b"\x00nixl\xff",
         memory="VRAM",
         device=1,
-        lease_table=LeaseTable(address=0x7FFF_FFFF_F000, slots=1024),
+        lease_table=LeaseTableAddress(address=0x7FFF_FFFF_F000, slots=1024),
         tensors=(make_tensor(),),
     )
     return msgspec.structs.replace(worker, **changes)

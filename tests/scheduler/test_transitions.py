@@ -11,7 +11,11 @@ import pytest
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.consumer.remote_prompt import (
+    REMOTE_PROMPT_TRANSITIONS,
+    RemotePromptEvent,
+    RemotePromptState,
+)
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -20,7 +24,10 @@ from tests.protocol.samples import make_params
 
 @pytest.mark.parametrize(
     ("table", "states", "events"),
-    [(LEASE_TRANSITIONS, LeaseState, LeaseEvent), (LOAD_TRANSITIONS, LoadState, LoadEvent)],
+    [
+        (LEASE_TRANSITIONS, LeaseState, LeaseEvent),
+        (REMOTE_PROMPT_TRANSITIONS, RemotePromptState, RemotePromptEvent),
+    ],
 )
 def test_every_state_is_reachable_and_can_end(
     table: dict[Any, Any], states: type[enum.Enum], events: type[enum.Enum]
@@ -55,20 +62,20 @@ def producer_in(state: LeaseState) -> ProducerLedger:
     return ledger
 
 
-def consumer_in(state: LoadState) -> ConsumerLedger:
+def consumer_in(state: RemotePromptState) -> ConsumerLedger:
     """A ledger whose only request is in this state."""
     ledger = ConsumerLedger(Counters())
     ledger.offer(REQUEST, make_params(), 300, 0.0)
-    if state is LoadState.DECLINED:
+    if state is RemotePromptState.DECLINED:
         ledger.allocated(REQUEST, 0, ())
-    elif state is not LoadState.OFFERED:
+    elif state is not RemotePromptState.OFFERED:
         ledger.matched_tokens(REQUEST, 0)
         ledger.allocated(REQUEST, 300, ((1,), (2,)))
-    if state is LoadState.LOADED:
+    if state is RemotePromptState.LOADED:
         ledger.loaded(REQUEST)
-    elif state is LoadState.FAILED:
+    elif state is RemotePromptState.FAILED:
         ledger.failed(REQUEST)
-    elif state is LoadState.ABORTED:
+    elif state is RemotePromptState.ABORTED:
         ledger.finished(REQUEST)
     assert ledger.state(REQUEST) is state
     return ledger
@@ -84,12 +91,12 @@ LEASE_CALLS: dict[LeaseEvent, Callable[[ProducerLedger], object]] = {
     LeaseEvent.ABANDON: lambda ledger: ledger.abandon(REQUEST),
     LeaseEvent.SENT: lambda ledger: ledger.sent(REQUEST),
 }
-LOAD_CALLS: dict[LoadEvent, Callable[[ConsumerLedger], object]] = {
-    LoadEvent.LOAD: lambda ledger: ledger.allocated(REQUEST, 300, ((1,), (2,))),
-    LoadEvent.DECLINE: lambda ledger: ledger.allocated(REQUEST, 0, ()),
-    LoadEvent.LOADED: lambda ledger: ledger.loaded(REQUEST),
-    LoadEvent.FAILED: lambda ledger: ledger.failed(REQUEST),
-    LoadEvent.FINISH: lambda ledger: ledger.finished(REQUEST),
+LOAD_CALLS: dict[RemotePromptEvent, Callable[[ConsumerLedger], object]] = {
+    RemotePromptEvent.LOAD: lambda ledger: ledger.allocated(REQUEST, 300, ((1,), (2,))),
+    RemotePromptEvent.DECLINE: lambda ledger: ledger.allocated(REQUEST, 0, ()),
+    RemotePromptEvent.LOADED: lambda ledger: ledger.loaded(REQUEST),
+    RemotePromptEvent.FAILED: lambda ledger: ledger.failed(REQUEST),
+    RemotePromptEvent.FINISH: lambda ledger: ledger.finished(REQUEST),
 }
 
 
@@ -111,16 +118,16 @@ def test_the_producers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbid
 
 
 @pytest.mark.parametrize("event", LOAD_CALLS)
-@pytest.mark.parametrize("state", LoadState)
+@pytest.mark.parametrize("state", RemotePromptState)
 def test_the_consumers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbidden(
-    state: LoadState, event: LoadEvent
+    state: RemotePromptState, event: RemotePromptEvent
 ) -> None:
     ledger = consumer_in(state)
     ledger.matched_tokens(REQUEST, 0)
     before = contents(ledger)
-    if (state, event) in LOAD_TRANSITIONS:
+    if (state, event) in REMOTE_PROMPT_TRANSITIONS:
         LOAD_CALLS[event](ledger)
-        assert ledger.state(REQUEST) is LOAD_TRANSITIONS[state, event]
+        assert ledger.state(REQUEST) is REMOTE_PROMPT_TRANSITIONS[state, event]
     else:
         with pytest.raises(LocalProtocolError):
             LOAD_CALLS[event](ledger)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvferry.plan.conversion import conversion_of, has_scales_by_head, needs_conversion
 from kvferry.plan.cost import Choice, Costs, ReadOption, cheapest, choose
 from kvferry.plan.refusals import PlanRefused, Reason
-from kvferry.plan.runs import Bundle, Reading, TensorSlice
+from kvferry.plan.runs import Bundle, ReadExtent, TensorSlice
 from kvferry.plan.staged_layout import StagedSource, Unplaceable, differs, read_options, sources
 from kvferry.plan.tokens import TokenMap, map_tokens
 from kvferry.plan.transfer_plan import Placing, Slice
@@ -65,10 +65,10 @@ def place(
     """
     possible = _possible_readings(parts, bundles, costs)
     # What was chosen and then turned out to be impossible. It grows in each round, so this ends.
-    banned: set[tuple[int, Reading]] = set()
+    banned: set[tuple[int, ReadExtent]] = set()
     while True:
         choices: list[Choice] = []
-        reading_of_part: dict[int, Reading] = {}
+        reading_of_part: dict[int, ReadExtent] = {}
         for index, bundle in enumerate(bundles):
             usable = {
                 reading: options
@@ -88,7 +88,7 @@ def place(
                 )
             except Unplaceable:
                 # Cells overlap on the producer, so no reading in its shape can be placed.
-                lost = {(index, reading) for index in range(len(bundles)) for reading in Reading}
+                lost = {(index, reading) for index in range(len(bundles)) for reading in ReadExtent}
         banned |= lost
 
 
@@ -98,7 +98,7 @@ def _must_be_staged(bundle: Bundle, costs: Costs) -> bool:
 
 def _possible_readings(
     parts: Sequence[TensorSlice], bundles: Sequence[Bundle], costs: Costs
-) -> dict[Reading, Mapping[int, ReadOption]]:
+) -> dict[ReadExtent, Mapping[int, ReadOption]]:
     """The readings of parts that may be staged, each with its cost per part."""
     candidates: list[int] = []
     for bundle in bundles:
@@ -106,7 +106,7 @@ def _possible_readings(
             candidates += _members(bundle)
     return {
         reading: read_options(parts, candidates, reading, costs.staged_run_bytes)
-        for reading in Reading
+        for reading in ReadExtent
         if any(differs(parts[index], reading) for index in candidates)
     }
 
@@ -114,12 +114,12 @@ def _possible_readings(
 def _choose_reading(
     parts: Sequence[TensorSlice],
     bundle: Bundle,
-    readings: Mapping[Reading, Mapping[int, ReadOption]],
+    readings: Mapping[ReadExtent, Mapping[int, ReadOption]],
     costs: Costs,
-) -> tuple[Choice, Reading | None]:
+) -> tuple[Choice, ReadExtent | None]:
     """The choice for one bundle, and the reading in the producer's shape; None if it is read in place."""
     members = _members(bundle)
-    usable: list[Reading] = []
+    usable: list[ReadExtent] = []
     options: list[ReadOption] = []
     for reading, by_part in readings.items():
         if not by_part.keys() >= set(members):
@@ -172,13 +172,13 @@ def _members(bundle: Bundle) -> list[int]:
 def _lost(
     parts: Sequence[TensorSlice],
     bundles: Sequence[Bundle],
-    reading_of_part: Mapping[int, Reading],
+    reading_of_part: Mapping[int, ReadExtent],
     costs: Costs,
-) -> set[tuple[int, Reading]]:
+) -> set[tuple[int, ReadExtent]]:
     """The bundles that cannot be read as chosen."""
     # Costs were asked for with all parts read alike. Where some are not, the others' runs may be
     # shorter, and then too many, or the surplus no longer lies inside of them.
-    lost: set[tuple[int, Reading]] = set()
+    lost: set[tuple[int, ReadExtent]] = set()
     for reading in set(reading_of_part.values()):
         members = [part for part, chosen in reading_of_part.items() if chosen is reading]
         options = read_options(parts, members, reading, costs.staged_run_bytes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvferry.plan.conversion import DtypeConversion
-from kvferry.plan.runs import Bundle, Reading, RunAxis, TensorSlice, UnitStride
+from kvferry.plan.runs import Bundle, ReadExtent, RunAxis, TensorSlice, UnitStride
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor
 
@@ -54,7 +54,7 @@ def _bundle(alike: Sequence[_StridedRun]) -> Bundle:
     )
 
 
-def producer_runs(parts: Sequence[TensorSlice], reading: Reading) -> tuple[Bundle, ...]:
+def producer_runs(parts: Sequence[TensorSlice], reading: ReadExtent) -> tuple[Bundle, ...]:
     """The producer's own runs; both sides of these bundles describe the producer."""
     maps: dict[int, TokenMap] = {}
     return merge([_producer_part(part, reading, maps) for part in parts])
@@ -257,15 +257,17 @@ def _continuing(axes: Iterable[RunAxis], run: int, items: tuple[int, int]) -> Ru
     return None
 
 
-def _producer_part(part: TensorSlice, reading: Reading, maps: dict[int, TokenMap]) -> TensorSlice:
+def _producer_part(
+    part: TensorSlice, reading: ReadExtent, maps: dict[int, TokenMap]
+) -> TensorSlice:
     """The part with the producer's side on both sides; `maps` caches the producer's token maps."""
     remote = part.remote
     tokens = part.tokens
     unit_tokens = tokens.unit_tokens
-    if reading is not Reading.UNITS and not tokens.is_state:
+    if reading is not ReadExtent.UNITS and not tokens.is_state:
         unit_tokens = remote.block_tokens
     heads = part.heads
-    if reading is Reading.ALL_HEADS:
+    if reading is ReadExtent.ALL_HEADS:
         heads = remote.heads
     producer_map = TokenMap(tokens.group, unit_tokens, tokens.remote, tokens.remote)
     producer_map = maps.setdefault(id(tokens), producer_map)

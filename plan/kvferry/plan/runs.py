@@ -114,7 +114,7 @@ class TensorSlice(NamedTuple):
     conversion: DtypeConversion | None = None
 
 
-class Reading(enum.Enum):
+class ReadExtent(enum.Enum):
     """The part of a block that is read in the producer's shape."""
 
     UNITS = "units"

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.plan.cost import ReadOption
 from kvferry.plan.run_merger import producer_runs
-from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, Reading, RunAxis, TensorSlice, grid
+from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, ReadExtent, RunAxis, TensorSlice, grid
 from kvferry.plan.tokens import TokenMap
 
 
@@ -70,13 +70,13 @@ class StagedSource:
     """
 
     tokens: TokenMap
-    reading: Reading
+    reading: ReadExtent
     bundle: Bundle
     placements: tuple[Placement, ...]
 
     @property
     def whole_blocks(self) -> bool:
-        return self.reading is not Reading.UNITS and not self.tokens.is_state
+        return self.reading is not ReadExtent.UNITS and not self.tokens.is_state
 
     @property
     def unit_bytes(self) -> int:
@@ -91,11 +91,11 @@ class StagedSource:
         return self.bundle.unit_runs / self.tokens.positions(self.tokens.remote)
 
 
-def differs(part: TensorSlice, reading: Reading) -> bool:
-    """True if this reading of a part differs from those before it in `Reading`."""
-    if reading is Reading.UNITS:
+def differs(part: TensorSlice, reading: ReadExtent) -> bool:
+    """True if this reading of a part differs from those before it in `ReadExtent`."""
+    if reading is ReadExtent.UNITS:
         return True
-    if reading is Reading.BLOCKS:
+    if reading is ReadExtent.BLOCKS:
         return not part.tokens.is_state and part.tokens.unit_tokens < part.remote.block_tokens
     return len(part.heads) < len(part.remote.heads)
 
@@ -105,7 +105,7 @@ MAX_RUNS = 8192
 
 
 def read_options(
-    parts: Sequence[TensorSlice], indices: Sequence[int], reading: Reading, max_run_bytes: int
+    parts: Sequence[TensorSlice], indices: Sequence[int], reading: ReadExtent, max_run_bytes: int
 ) -> Mapping[int, ReadOption]:
     """The cost of reading each of the parts with these indices in the producer's shape, for one unit of its token map.
 
@@ -132,7 +132,7 @@ def read_options(
 def sources(
     parts: Sequence[TensorSlice],
     bundles: Sequence[Bundle],
-    reading_of_part: Mapping[int, Reading],
+    reading_of_part: Mapping[int, ReadExtent],
 ) -> tuple[StagedSource, ...]:
     """The sources of the parts that are staged.
 
@@ -144,7 +144,7 @@ def sources(
         Unplaceable: the producer's cells overlap.
     """
     staged: list[StagedSource] = []
-    for reading in Reading:
+    for reading in ReadExtent:
         indices = [index for index in range(len(parts)) if reading_of_part.get(index) is reading]
         for source_bundle in producer_runs([parts[index] for index in indices], reading):
             place_of_part: dict[int, int] = {}
@@ -170,22 +170,22 @@ def _descriptors(bundle: Bundle) -> int:
     return bundle.unit_runs * positions * bundle.remote_unit_stride.blocks
 
 
-def _has_surplus_inside(part: TensorSlice, bundle: Bundle, reading: Reading) -> bool:
+def _has_surplus_inside(part: TensorSlice, bundle: Bundle, reading: ReadExtent) -> bool:
     """True if the surplus bytes are inside the producer's runs; elsewhere they would only add runs."""
-    if reading is Reading.UNITS or part.tokens.is_state:
+    if reading is ReadExtent.UNITS or part.tokens.is_state:
         return True
     remote = part.remote
     outer_loops = {(axis.steps, axis.remote_stride) for axis in bundle.axes}
     if remote.tiles > 1 and (remote.tiles, remote.tile_stride) in outer_loops:
         return False
-    if reading is Reading.BLOCKS or len(remote.heads) == 1:
+    if reading is ReadExtent.BLOCKS or len(remote.heads) == 1:
         return True
     return (len(remote.heads), remote.head_stride) not in outer_loops
 
 
-def _needed_units_of_block(part: TensorSlice, reading: Reading) -> float:
+def _needed_units_of_block(part: TensorSlice, reading: ReadExtent) -> float:
     """Needed units of a producer's block, which share the cost of reading it."""
-    if reading is Reading.UNITS or part.tokens.is_state:
+    if reading is ReadExtent.UNITS or part.tokens.is_state:
         return 1.0
     units = part.tokens.positions(part.tokens.remote)
     local_share = part.tokens.local.share
@@ -196,7 +196,7 @@ def _needed_units_of_block(part: TensorSlice, reading: Reading) -> float:
 
 
 def _placements(
-    bundles: Sequence[Bundle], source: Bundle, place_of_part: Mapping[int, int], reading: Reading
+    bundles: Sequence[Bundle], source: Bundle, place_of_part: Mapping[int, int], reading: ReadExtent
 ) -> tuple[Placement, ...]:
     """The placements of a source.
 
@@ -212,7 +212,7 @@ def _placements(
         if bundle.conversions:
             dtypes = bundle.conversions[0][:2]
         source_position_stride = 0
-        if reading is not Reading.UNITS and not bundle.tokens.is_state:
+        if reading is not ReadExtent.UNITS and not bundle.tokens.is_state:
             source_position_stride = bundle.remote_unit_stride.position_stride
         placement = Placement(
             run=bundle.run,

@@ -19,7 +19,7 @@ from kvferry.protocol.handshake import (
     MAX_ENGINE_TENSORS,
     CacheGroup,
     EngineDescription,
-    LeaseTable,
+    LeaseTableAddress,
     ModelFacts,
     WorkerDescription,
 )
@@ -93,7 +93,7 @@ def _without_access(worker: WorkerJson) -> WorkerDescription:
     return WorkerDescription(
         agent="none",
         agent_metadata=b"-",
-        lease_table=LeaseTable(address=0, slots=1),
+        lease_table=LeaseTableAddress(address=0, slots=1),
         **structs.asdict(worker),
     )
 

@@ -166,7 +166,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     settings: Annotated[tuple[Setting, ...], Meta(max_length=MAX_SETTINGS)] = ()
 
 
-class LeaseTable(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseTableAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The location of a worker's lease slots: host memory, `slots` times 16 bytes (`kvferry.protocol.ids`).
 
     Attributes:
@@ -197,7 +197,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
     memory: Text
     device: Annotated[int, Meta(ge=0, lt=2**16)]
-    lease_table: LeaseTable
+    lease_table: LeaseTableAddress
     tensors: Annotated[tuple[PagedTensor, ...], Meta(max_length=MAX_TENSORS)]
     stream_rows: StreamRows | None = None
 

@@ -11,7 +11,7 @@ Streamed read: both legs of a request at once. Its prompt is read step by step, 
       │                  ├── Answers{answers: [Answer{progress: ticket, …}], …} ────►│ takes Ticket{stream_row, …}
       │                  │ lists its blocks in the row                               │
       │                  │ a step has ended: writes its tokens into the slot         │
-      │                  │◄═════════════ reads slot, row's header, ids, blocks ══════╡ where LeaseTable{…} and
+      │                  │◄═════════════ reads slot, row's header, ids, blocks ══════╡ where LeaseTableAddress{…} and
       │                  │ … for each step but the last                              │ StreamRows{…} say
       │                  │ the last step has ended: the slot is READY                │
       │                  │◄═════════════════ reads slot, ids, blocks, slot again ════╡

@@ -10,7 +10,7 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.geometry import Place
-from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
+from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress, WorkerDescription
 from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
@@ -146,7 +146,7 @@ class Scene:
             agent_metadata=metadata,
             memory="DRAM",
             device=0,
-            lease_table=LeaseTable(address=self._words.ctypes.data, slots=len(self._words)),
+            lease_table=LeaseTableAddress(address=self._words.ctypes.data, slots=len(self._words)),
             tensors=caches.kv.tensors,
         )
         return samples.engine(workers=[worker], engine_id=name, groups=(self._group,))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
-from kvferry.protocol.handshake import LeaseTable as LeaseTableAddress
+from kvferry.protocol.handshake import LeaseTableAddress
 from kvferry.protocol.ids import (
     EMPTY,
     SLOT_BYTES,

@@ -35,7 +35,7 @@ _RETRY_S = 0.3
 _GOODBYE_S = 2.0
 
 
-class Session:
+class ListenerSession:
     """One client's visit to a listener, which ends it unless `keep_alive` is called often.
 
     Every method raises `ReadsFailed`, or `PeerRefused` if the secrets of both ends do not match.
@@ -101,7 +101,7 @@ class Session:
 
 
 def run_client(
-    session: Session,
+    session: ListenerSession,
     task: Task,
     show: Callable[[CaseProgress], None],
     command: Sequence[str] = COMMAND,

@@ -13,7 +13,7 @@ from typing import get_args
 import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, number_option, read_address
-from kvferry.cli.bench.client import Session, run_client
+from kvferry.cli.bench.client import ListenerSession, run_client
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.formatting import binary_bytes, print_line, print_table
 from kvferry.cli.transfer.child import Outcome, check_installed
@@ -85,7 +85,7 @@ def _allowed_hosts(listed: str | None) -> AllowedHosts | None:
 
 def _connect(options: argparse.Namespace, task: Task) -> int:
     host, port = read_address("--connect", options.connect, PORT)
-    session = Session(host, port, task.timeout_s, secrets_from_environment())
+    session = ListenerSession(host, port, task.timeout_s, secrets_from_environment())
     try:
         outcome = run_client(session, task, _show)
     finally:

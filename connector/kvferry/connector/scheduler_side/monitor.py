@@ -15,7 +15,7 @@ from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -99,9 +99,11 @@ class EngineMonitor:
         unfinished = {entry.request_id for entry in self._requests}
         running_leases = self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
         leased = {lease.request_id for lease in running_leases}
-        states_of_unfinished = [state for state in LoadState if state is not LoadState.ABORTED]
+        states_of_unfinished = [
+            state for state in RemotePromptState if state is not RemotePromptState.ABORTED
+        ]
         remote = set(self._loads.requests(*states_of_unfinished))
-        aborted = set(self._loads.requests(LoadState.ABORTED))
+        aborted = set(self._loads.requests(RemotePromptState.ABORTED))
         # A lease that is held and a load that was aborted outlive their request; all others end with it.
         knows_ended = not leased | remote <= unfinished
         knows_unended = bool(aborted & unfinished)

@@ -24,7 +24,7 @@ from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.requests import has_ended_by_error
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState, RemotePrompt
+from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, RemotePrompt, RemotePromptState
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -94,7 +94,7 @@ class RequestLife:
         if self._may_get_slot_soon(entry):
             return None
         prompt = entry.record.prompt
-        is_offered = prompt is not None and prompt.state is LoadState.OFFERED
+        is_offered = prompt is not None and prompt.state is RemotePromptState.OFFERED
         # Another child's load is not in this ledger.
         if self._admission.must_wait(entry, may_load=is_offered or self.children_hold):
             return None
@@ -216,14 +216,14 @@ class RequestLife:
     def _order_load(
         self, prompt: RemotePrompt, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        was_offered = prompt.state is LoadState.OFFERED
+        was_offered = prompt.state is RemotePromptState.OFFERED
         local_blocks: tuple[Sequence[int], ...] = ()
         if num_external_tokens:
             local_blocks = self._tickets.builder.load_blocks(
                 blocks.get_block_ids(), prompt.shared_tokens
             )
         self._loads.allocated(prompt.request_id, num_external_tokens, local_blocks)
-        if was_offered and prompt.state is LoadState.LOADING:
+        if was_offered and prompt.state is RemotePromptState.LOADING:
             self._counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
 
     def _end_turn_while_draining(self, entry: EngineRequest) -> None:

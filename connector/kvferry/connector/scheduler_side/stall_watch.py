@@ -10,7 +10,7 @@ from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -90,7 +90,7 @@ class StallWatch:
         prompt = entry.record.prompt
         if prompt is None or not waits_for_load(entry.request):
             return False
-        return prompt.state in (LoadState.LOADED, LoadState.FAILED)
+        return prompt.state in (RemotePromptState.LOADED, RemotePromptState.FAILED)
 
     def _log(self, lasted_s: float, holding: list[Request], waiting: list[Request]) -> None:
         num_pinned = self._loads.quarantine.num_blocks

@@ -17,7 +17,7 @@ from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
+from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, RemotePromptState
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -76,7 +76,7 @@ class WorkerReports:
             state = self._loads.state(request_id)
             if state not in IN_FLIGHT:
                 continue  # another child of a MultiConnector has loaded it
-            if state is LoadState.ABORTED and self._life.children_hold:
+            if state is RemotePromptState.ABORTED and self._life.children_hold:
                 # It is reported as blocks that were held and are not any more, see `RequestLife.ended`.
                 output.finished_recving.discard(request_id)
             self._end_load(request_id, is_good=request_id not in failed)
@@ -102,6 +102,6 @@ class WorkerReports:
                 self._counters.sample("handover_s", time.monotonic() - prompt.offered_s)
             return
         prompt = self._loads.failed(request_id)
-        if prompt is not None and prompt.state is LoadState.FAILED:
+        if prompt is not None and prompt.state is RemotePromptState.FAILED:
             # vLLM would do this when it looks at the request, which may stand behind one that lacks the blocks.
             self._blocks.free(self._requests.get(request_id).request)

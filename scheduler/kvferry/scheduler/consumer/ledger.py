@@ -22,12 +22,12 @@ from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
 from kvferry.scheduler.consumer.remote_prompt import (
     CLAIMING,
     IN_FLIGHT,
-    LOAD_TRANSITIONS,
     MAX_ENDED_LEASES,
+    REMOTE_PROMPT_TRANSITIONS,
     EndedLeases,
-    LoadEvent,
-    LoadState,
     RemotePrompt,
+    RemotePromptEvent,
+    RemotePromptState,
 )
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.requests import RequestTable
@@ -100,12 +100,12 @@ class ConsumerLedger:
         record = self._requests.find(request_id)
         return record.prompt if record is not None else None
 
-    def state(self, request_id: str) -> LoadState | None:
+    def state(self, request_id: str) -> RemotePromptState | None:
         """The state of a request; None when it is not a remote prompt."""
         prompt = self.get(request_id)
         return None if prompt is None else prompt.state
 
-    def requests(self, *states: LoadState) -> list[str]:
+    def requests(self, *states: RemotePromptState) -> list[str]:
         """Requests in one of these states."""
         return [prompt.request_id for prompt in self._prompts() if prompt.state in states]
 
@@ -166,7 +166,7 @@ class ConsumerLedger:
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """The number of tokens beyond the local prefix hit to load; 0 when nothing is to be loaded."""
         prompt = self.get(request_id)
-        if prompt is None or prompt.state is not LoadState.OFFERED:
+        if prompt is None or prompt.state is not RemotePromptState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
         if prompt.is_too_short(self.recompute_threshold):
@@ -197,7 +197,7 @@ class ConsumerLedger:
             raise LocalProtocolError(
                 f"req={request_id}: load up to token {stop_token}, matched {prompt.shared_tokens}"
             )
-        self._advance(prompt, LoadEvent.LOAD)
+        self._advance(prompt, RemotePromptEvent.LOAD)
         self.in_flight += 1
         self.loading += 1
         self._counters.add("loads")
@@ -215,7 +215,7 @@ class ConsumerLedger:
 
     def loaded(self, request_id: str) -> RemotePrompt | None:
         """All workers have loaded it and notified the producer. None for a request that is not a remote prompt."""
-        prompt = self._end_load(request_id, LoadEvent.LOADED)
+        prompt = self._end_load(request_id, RemotePromptEvent.LOADED)
         if prompt is not None:
             # Not released: every worker has sent its own `done`.
             self._end_claim(ForgetLease(prompt.lease))
@@ -223,12 +223,12 @@ class ConsumerLedger:
 
     def failed(self, request_id: str) -> RemotePrompt | None:
         """A worker could not load it, or has ended the load since its request was aborted."""
-        prompt = self._end_load(request_id, LoadEvent.FAILED)
+        prompt = self._end_load(request_id, RemotePromptEvent.FAILED)
         if prompt is None:
             return None
         # Released, not forgotten: some producer workers were not notified.
         self._end_claim(ReleaseLease(prompt.lease))
-        if prompt.state is LoadState.ABORTED:
+        if prompt.state is RemotePromptState.ABORTED:
             # Nobody computes it, and nothing is wrong with its producer.
             return prompt
         self.prewarms.forget(Prewarm.from_params(prompt.source))
@@ -250,25 +250,25 @@ class ConsumerLedger:
         prompt = self.get(request_id)
         if prompt is None:
             return False
-        is_cancelled = prompt.state is LoadState.LOADING
+        is_cancelled = prompt.state is RemotePromptState.LOADING
         if is_cancelled:
             self._cancels.append(request_id)
         if is_cancelled and by_error:
             self.prewarms.forget(Prewarm.from_params(prompt.source))
             self._counters.add("failed_requests")
-        self._leave(prompt, LoadEvent.FINISH)
+        self._leave(prompt, RemotePromptEvent.FINISH)
         return is_cancelled
 
     def decline_offered(self, reason: str) -> None:
         """Decline all loads that have not begun: their prompts are computed here."""
-        for request_id in self.requests(LoadState.OFFERED):
+        for request_id in self.requests(RemotePromptState.OFFERED):
             self.compute_here(request_id, reason)
 
     def compute_here(self, request_id: str, reason: str) -> None:
         """Load nothing for this request, if its load has not begun."""
         prompt = self.get(request_id)
-        if prompt is not None and prompt.state is LoadState.OFFERED:
-            self._leave(prompt, LoadEvent.DECLINE)
+        if prompt is not None and prompt.state is RemotePromptState.OFFERED:
+            self._leave(prompt, RemotePromptEvent.DECLINE)
             self._recompute(prompt, reason)
 
     def give_all_back(self) -> None:
@@ -306,7 +306,7 @@ class ConsumerLedger:
         """
         claiming = {prompt.lease.key for prompt in self._prompts() if prompt.state in CLAIMING}
         in_flight = len(self.requests(*IN_FLIGHT))
-        loading = len(self.requests(LoadState.LOADING))
+        loading = len(self.requests(RemotePromptState.LOADING))
         is_sound = (
             claiming == self._claims and in_flight == self.in_flight and loading == self.loading
         )
@@ -327,24 +327,24 @@ class ConsumerLedger:
         record.prompt = None
         self._requests.drop_if_over(record)
 
-    def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
-        after = next_state(LOAD_TRANSITIONS, prompt.state, event, prompt)
-        if prompt.state is LoadState.LOADING:
+    def _advance(self, prompt: RemotePrompt, event: RemotePromptEvent) -> None:
+        after = next_state(REMOTE_PROMPT_TRANSITIONS, prompt.state, event, prompt)
+        if prompt.state is RemotePromptState.LOADING:
             self.loading -= 1
         if after is None:
             self._forget(prompt)
         else:
             prompt.state = after
 
-    def _leave(self, prompt: RemotePrompt, event: LoadEvent) -> bool:
+    def _leave(self, prompt: RemotePrompt, event: RemotePromptEvent) -> bool:
         """End a prompt that is not loaded any more. True if its load had not begun: then its lease is released."""
-        was_offered = prompt.state is LoadState.OFFERED
+        was_offered = prompt.state is RemotePromptState.OFFERED
         self._advance(prompt, event)
         if was_offered:
             self._end_claim(ReleaseLease(prompt.lease))
         return was_offered
 
-    def _end_load(self, request_id: str, event: LoadEvent) -> RemotePrompt | None:
+    def _end_load(self, request_id: str, event: RemotePromptEvent) -> RemotePrompt | None:
         prompt = self.get(request_id)
         if prompt is not None:
             self._advance(prompt, event)
@@ -352,7 +352,7 @@ class ConsumerLedger:
         return prompt
 
     def _load_nothing(self, prompt: RemotePrompt) -> None:
-        was_offered = self._leave(prompt, LoadEvent.DECLINE)
+        was_offered = self._leave(prompt, RemotePromptEvent.DECLINE)
         is_in_cache = prompt.local_tokens >= prompt.shared_tokens
         if not was_offered or is_in_cache:
             return

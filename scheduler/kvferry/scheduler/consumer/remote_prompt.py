@@ -49,7 +49,7 @@ class EndedLeases:
             self._keys.popitem(last=False)
 
 
-class LoadState(TableEnum):
+class RemotePromptState(TableEnum):
     """States of a remote prompt."""
 
     OFFERED = "offered"
@@ -64,7 +64,7 @@ class LoadState(TableEnum):
     """The request is gone and its load cancelled: its blocks stay allocated until the workers have reported that."""
 
 
-class LoadEvent(TableEnum):
+class RemotePromptEvent(TableEnum):
     """Events of a remote prompt."""
 
     LOAD = "load"
@@ -74,24 +74,26 @@ class LoadEvent(TableEnum):
     FINISH = "finish"
 
 
-IN_FLIGHT = (LoadState.LOADING, LoadState.ABORTED)
+IN_FLIGHT = (RemotePromptState.LOADING, RemotePromptState.ABORTED)
 """States in which workers read."""
-CLAIMING = (LoadState.OFFERED, *IN_FLIGHT)
+CLAIMING = (RemotePromptState.OFFERED, *IN_FLIGHT)
 """States in which a request has a claim on its lease."""
-_OVER = (LoadState.LOADED, LoadState.FAILED, LoadState.DECLINED)
+_OVER = (RemotePromptState.LOADED, RemotePromptState.FAILED, RemotePromptState.DECLINED)
 
-LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState | None] = {
-    (LoadState.OFFERED, LoadEvent.LOAD): LoadState.LOADING,
-    (LoadState.OFFERED, LoadEvent.DECLINE): LoadState.DECLINED,
-    (LoadState.OFFERED, LoadEvent.FINISH): None,
-    (LoadState.LOADING, LoadEvent.LOADED): LoadState.LOADED,
-    (LoadState.LOADING, LoadEvent.FAILED): LoadState.FAILED,
-    (LoadState.LOADING, LoadEvent.FINISH): LoadState.ABORTED,
-    (LoadState.ABORTED, LoadEvent.LOADED): None,
-    (LoadState.ABORTED, LoadEvent.FAILED): None,
+REMOTE_PROMPT_TRANSITIONS: dict[
+    tuple[RemotePromptState, RemotePromptEvent], RemotePromptState | None
+] = {
+    (RemotePromptState.OFFERED, RemotePromptEvent.LOAD): RemotePromptState.LOADING,
+    (RemotePromptState.OFFERED, RemotePromptEvent.DECLINE): RemotePromptState.DECLINED,
+    (RemotePromptState.OFFERED, RemotePromptEvent.FINISH): None,
+    (RemotePromptState.LOADING, RemotePromptEvent.LOADED): RemotePromptState.LOADED,
+    (RemotePromptState.LOADING, RemotePromptEvent.FAILED): RemotePromptState.FAILED,
+    (RemotePromptState.LOADING, RemotePromptEvent.FINISH): RemotePromptState.ABORTED,
+    (RemotePromptState.ABORTED, RemotePromptEvent.LOADED): None,
+    (RemotePromptState.ABORTED, RemotePromptEvent.FAILED): None,
     # vLLM reports every later allocation too; there is nothing to load then.
-    **{(state, LoadEvent.DECLINE): state for state in _OVER},
-    **{(state, LoadEvent.FINISH): None for state in _OVER},
+    **{(state, RemotePromptEvent.DECLINE): state for state in _OVER},
+    **{(state, RemotePromptEvent.FINISH): None for state in _OVER},
 }
 
 
@@ -113,7 +115,7 @@ class RemotePrompt:
     shared_tokens: int
     offered_s: float
     is_turn: bool = False
-    state: LoadState = LoadState.OFFERED
+    state: RemotePromptState = RemotePromptState.OFFERED
     local_tokens: int = 0
 
     def is_too_short(self, threshold: int) -> bool:
