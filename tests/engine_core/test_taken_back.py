@@ -349,3 +349,13 @@ def test_no_byte_is_ever_believed_that_was_not_computed(
     drawn.run(70)
     assert drawn.scene.seen
     assert drawn.scene.shelf.loads
+
+
+@promise(1)
+@pytest.mark.parametrize("seed", [3481989823, 1, 2])
+def test_a_block_that_is_filled_after_the_report_is_not_hit(make: Any, seed: int) -> None:
+    """In the first of these lives a request goes on from a wrong beginning and fills a block that was half full when
+    vLLM was told; another one, with the same prompt, arrives after that."""
+    drawn = Draw(make, seed, "recompute", overlap=True)
+    drawn.run(70)
+    assert drawn.scene.seen

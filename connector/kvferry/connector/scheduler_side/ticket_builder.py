@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
 from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests, IssuedTicket
-from kvferry.connector.scheduler_side.unsettled import UnsettledRequests, first_of
+from kvferry.connector.scheduler_side.unsettled import (
+    UnsettledRequests,
+    UnsoundRequests,
+    first_of,
+)
 from kvferry.connector.vllm.blocks import EngineBlocks, distinct_blocks
 from kvferry.connector.vllm.requests import cached_tokens_of, has_ended_well
 from kvferry.protocol.digests import GrowingChain
@@ -104,12 +108,14 @@ class TicketBuilder:
         # the end on. Such a prefill is always capped at one token (`leave_out`): it ends with its prompt.
         self._holds_early = not local.has_states
         self._unsettled = UnsettledRequests(max_steps)
+        self._unsound = UnsoundRequests(requests, blocks)
         # What every step looks at, so not all requests are looked at for it.
         self._prefills: dict[EngineRequest, _Prefill] = {}
 
     def admitted(self, entry: EngineRequest) -> None:
         """The request is scheduled, for the first time or again, and its lease has a slot."""
         self._unsettled.admitted(entry)
+        self._unsound.admitted(entry)
         lease = self._leases.running(entry.request_id)
         if lease is None:
             self.directory.over(entry.request_id, "no_lease")
@@ -144,6 +150,8 @@ class TicketBuilder:
         self._unsettled.begin_step(loads=loads)
         if self._unsettled.may_be_any:
             self._note_unsettled(num_tokens)
+        for unsound in self._unsound.scheduled(num_tokens):
+            self._give_up(unsound)
         for request_id in preempted:
             entry = self._requests.find(request_id)
             if entry is not None and entry.ticket is not None:
@@ -173,8 +181,11 @@ class TicketBuilder:
             if first is None:
                 continue
             not_filled.update(table[first:])
-            if entry.request.num_computed_tokens > first * self._local.block_spans[0]:
+            span = self._local.block_spans[0]
+            num_computed = entry.request.num_computed_tokens
+            if num_computed > first * span:
                 self._give_up(entry)
+                self._unsound.add(entry, num_computed // span)
         for lease in self._leases.leases(LeaseState.HELD):
             if not not_filled.isdisjoint(lease.block_ids):
                 self._leases.end(lease, "abandoned")

@@ -7,14 +7,18 @@ that request and of every other one that has hit those blocks.
 
 So a request that is admitted while such a load is not answered is *unsettled*: nothing of it is published. It is
 settled by the first step that is scheduled after the answers to all loads that it may have hit.
+
+Of requests that share a block that was not filled, vLLM has one compute it again, and lets the others go on with what
+they have computed from it. Those are *unsound* from then on, and so is every block that they fill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from kvferry.connector.scheduler_side.requests import EngineRequest
+from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
+from kvferry.connector.vllm.blocks import EngineBlocks
 
 
 class UnsettledRequests:
@@ -80,6 +84,67 @@ class UnsettledRequests:
             first = first_of(invalid, table)
             if first is not None:
                 yield table[first:]
+
+
+class UnsoundRequests:
+    """The unsound requests of one engine: what they fill is kept out of the prefix cache.
+
+    It is not enough to do so once, when vLLM reports what was not filled: a block that such a request has filled in
+    part has no hash yet, and gets one in the step that fills it.
+    """
+
+    def __init__(self, requests: EngineRequests, blocks: EngineBlocks) -> None:
+        self._requests = requests
+        self._blocks = blocks
+        # The position of the first block that each fills from its wrong beginning.
+        self._first: dict[EngineRequest, int] = {}
+
+    def add(self, entry: EngineRequest, position: int) -> None:
+        """A request goes on, and the blocks from this position of its table on are not to be hit."""
+        self._first[entry] = position
+
+    def admitted(self, entry: EngineRequest) -> None:
+        """The request has begun anew, with other blocks."""
+        self._first.pop(entry, None)
+
+    def scheduled(self, num_tokens: Mapping[str, int]) -> tuple[EngineRequest, ...]:
+        """Take what a step has unsound requests fill out of the prefix cache.
+
+        Returns:
+            The requests that have hit such a block in this very step: they are unsound as well.
+        """
+        if not self._first:
+            return ()
+        ended = [
+            entry for entry in self._first if self._requests.find(entry.request_id) is not entry
+        ]
+        for entry in ended:
+            del self._first[entry]
+        filled = set[int]()
+        for entry, first in self._first.items():
+            if entry.request_id in num_tokens:
+                filled.update(self._blocks.table(entry.request_id)[0][first:])
+        # vLLM gives a block its hash when it schedules the step that fills it, so requests that it has scheduled after
+        # that may have hit it. Of these, one may have hit another: hence until none is found.
+        found: list[EngineRequest] = []
+        while (hitting := self._hitting(filled, num_tokens)) is not None:
+            found.append(hitting)
+        self._blocks.forget_hits(filled)
+        return tuple(found)
+
+    def _hitting(self, filled: set[int], num_tokens: Mapping[str, int]) -> EngineRequest | None:
+        """One more request of this step that has one of these blocks, which now is unsound; None if there is none."""
+        for request_id in num_tokens:
+            entry = self._requests.find(request_id)
+            if entry is None or entry in self._first:
+                continue
+            table = self._blocks.table(request_id)[0]
+            first = first_of(filled, table)
+            if first is not None:
+                self._first[entry] = first
+                filled.update(table[first:])
+                return entry
+        return None
 
 
 def first_of(blocks: AbstractSet[int], table: Sequence[int]) -> int | None:
