@@ -189,7 +189,9 @@ class Server:
             files=len(list(Path("/proc/self/fd").iterdir())),
             tasks=len(list(Path("/proc/self/task").iterdir())) - planners,
             threads=sorted(
-                name for name in names if name.startswith("kvferry") and "handshake" not in name
+                name
+                for name in names
+                if name.startswith("kvferry") and not name.startswith("kvferry-planner")
             ),
             broken=list(self._broken()),
         )
