@@ -50,7 +50,7 @@ class SideChannel:
 
     Attributes:
         local: this engine.
-        asking: its own queries about prompts.
+        queries: its own about prompts.
         listener: None if no engine reads from this one.
         renewer: None if this engine reads from no other.
 
@@ -69,14 +69,14 @@ class SideChannel:
         loads: ConsumerLedger,
         counters: Counters,
         run_due: Callable[[], None],
-        asking: PromptQueries,
+        queries: PromptQueries,
         directory: PromptDirectory,
         *,
         wake: Callable[[], None],
         load_listener: LoadListener | None,
     ) -> None:
         self.local = local
-        self.asking = asking
+        self.queries = queries
         self.listener: SideChannelListener | None = None
         self.renewer: LeaseRenewer | None = None
         self._facts = facts
@@ -156,7 +156,7 @@ class SideChannel:
             if commands:
                 self.renewer.submit(commands)
         if self.query_client is not None:
-            query_commands = self.asking.queries.take_commands()
+            query_commands = self.queries.queries.take_commands()
             if query_commands:
                 self.query_client.submit(query_commands)
 
@@ -185,7 +185,7 @@ class SideChannel:
             client,
             announced_id(self.local.boot, self.local.engine_id),
             self._counters,
-            self.asking.on_answer,
+            self.queries.on_answer,
             self.renewer.proven,
         )
         if config.prewarm_peers:
