@@ -6,7 +6,7 @@ Every implementation passes `tests/worker/relayout/test_conformance.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -60,24 +60,37 @@ _FAR = 1 << 62
 """Larger than any offset: the bounds of a shape that no piece has."""
 
 
+Allocation: TypeAlias = torch.Tensor | NDArray[np.uint8]
+"""A tensor, of which the whole storage counts, or bytes of host memory, which need not be writable."""
+
+
 class Memory:
     """Allocations by address.
 
     Args:
-        tensors: any tensors; the whole storage of each counts, once.
+        allocations: any; each counts once.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        self._bytes = [
-            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            for _, tensor in sorted(storages.items())
-        ]
-        starts = [allocation.data_ptr() for allocation in self._bytes]
-        sizes = [allocation.numel() for allocation in self._bytes]
+    def __init__(self, allocations: Iterable[Allocation]) -> None:
+        sizes: dict[int, int] = {}
+        host_bytes: dict[int, NDArray[np.uint8]] = {}
+        for allocation in allocations:
+            if isinstance(allocation, np.ndarray):
+                address = int(allocation.ctypes.data)
+                sizes[address] = allocation.nbytes
+                host_bytes[address] = allocation
+                continue
+            storage = allocation.untyped_storage()
+            address = storage.data_ptr()
+            sizes[address] = storage.nbytes()
+            if allocation.device.type == "cpu":
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                host_bytes[address] = whole.numpy()
+        self._host_bytes = host_bytes
         # Without memory there is one empty allocation, so that a search has an answer.
-        self._starts = np.array(starts or [0], dtype=np.int64)
-        self._stops = self._starts + np.array(sizes or [0], dtype=np.int64)
+        self._starts = np.array(sorted(sizes) or [0], dtype=np.int64)
+        all_bytes = [sizes[address] for address in sorted(sizes)]
+        self._stops = self._starts + np.array(all_bytes or [0], dtype=np.int64)
 
     def allocations_of(self, address: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each address the index of its allocation, or of a neighbour where it lies in none."""
@@ -89,9 +102,9 @@ class Memory:
         index = self.allocations_of(address)
         return self._starts[index] - address, self._stops[index] - address
 
-    def bytes_of(self, allocation: int) -> torch.Tensor:
-        """An allocation as uint8 `[bytes]`."""
-        return self._bytes[allocation]
+    def bytes_of(self, allocation: int) -> NDArray[np.uint8]:
+        """An allocation in host memory as uint8 `[bytes]`."""
+        return self._host_bytes[self.start_of(allocation)]
 
     def start_of(self, allocation: int) -> int:
         """Address of an allocation's first byte."""

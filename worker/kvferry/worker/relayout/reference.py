@@ -6,8 +6,9 @@ converted by torch's casts, those of one or two bytes with a lookup table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.worker.device import HOST, DeviceMark
-from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
+from kvferry.worker.relayout.port import Allocation, Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import (
     DESTINATION,
@@ -41,6 +42,13 @@ _NAN = {
     ElementType.FLOAT8_E4M3: 0x7F,
     ElementType.FLOAT8_E5M2: 0x7F,
 }
+_LONG_RUN_BYTES = 4096
+"""Runs of this length and more are copied as bytes: numpy gives the interpreter's lock away while it copies more than
+500 elements, and one long run is one element of an opaque type."""
+
+_LONG_UNIT_BYTES = 256 << 10
+"""Units of this size and more are copied one by one."""
+
 _BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -48,20 +56,17 @@ class ReferenceRelayout:
     """The relayout without a kernel of its own.
 
     Args:
-        sources: tensors in host memory that waves are read from, e.g. the staging buffer.
-        destinations: tensors in host memory that they are written to, e.g. the caches.
+        sources: host memory that waves are read from, e.g. the staging buffer.
+        destinations: host memory that they are written to, e.g. the caches.
     """
 
-    def __init__(
-        self, sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]
-    ) -> None:
+    def __init__(self, sources: Iterable[Allocation], destinations: Iterable[Allocation]) -> None:
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
-        self._bounds = OncePerPieces(self._make_bounds)
+        # A function of the module, not a method: a relayout that refers to itself is not freed with its last user, and
+        # mapped memory of a peer stays mapped as long.
+        self._bounds = OncePerPieces(partial(_bounds_between, self._sources, self._destinations))
         self.launches = 0
-
-    def _make_bounds(self, pieces: Pieces) -> Bounds:
-        return Bounds(pieces, self._sources, self._destinations)
 
     def mark(self) -> DeviceMark:
         """See `Relayout.mark`."""
@@ -95,7 +100,7 @@ class ReferenceRelayout:
             )
             # Bytes are copied by numpy, on one thread: the engine computes on all cores.
             if shape.conversion is None:
-                written[written_index] = read[read_index]
+                _copy(written, written_index, read, read_index)
             else:
                 first_scale = row[SCALE]
                 scales = table.pieces.scales[first_scale : first_scale + shape.scale_rows]
@@ -103,6 +108,10 @@ class ReferenceRelayout:
         if has_units:
             self.launches += 1
         return HOST.mark()
+
+
+def _bounds_between(sources: Memory, destinations: Memory, pieces: Pieces) -> Bounds:
+    return Bounds(pieces, sources, destinations)
 
 
 def _elements(
@@ -120,7 +129,11 @@ def _elements(
     """
     counts = [axis.steps for axis in shape.axes]
     strides = [(axis.source_stride, axis.destination_stride)[side] for axis in shape.axes]
-    if shape.conversion is None:
+    if shape.conversion is None and shape.run >= _LONG_RUN_BYTES:
+        dtype = np.dtype(np.uint8)
+        counts.append(shape.run)
+        strides.append(1)
+    elif shape.conversion is None:
         # A run is one element of an opaque type: numpy moves it with one copy.
         dtype = np.dtype(f"V{shape.run}")
     else:
@@ -132,11 +145,31 @@ def _elements(
     elements: NDArray[Any] = np.ndarray(
         (count, *counts),
         dtype=dtype,
-        buffer=memory.bytes_of(allocation).numpy(),
+        buffer=memory.bytes_of(allocation),
         offset=start - memory.start_of(allocation),
         strides=(step, *strides),
     )
     return elements, index
+
+
+def _copy(
+    written: NDArray[Any],
+    written_index: NDArray[np.int64] | slice,
+    read: NDArray[Any],
+    read_index: NDArray[np.int64] | slice,
+) -> None:
+    """Copy the units at these places of one array to those of the other."""
+    has_index = isinstance(written_index, np.ndarray) or isinstance(read_index, np.ndarray)
+    unit_bytes = math.prod(read.shape[1:]) * read.itemsize
+    if not has_index or unit_bytes < _LONG_UNIT_BYTES:
+        written[written_index] = read[read_index]
+        return
+    # With an index numpy gathers all units into memory of its own first. For long ones that is a second copy, which
+    # leaves the processor's cache between the two.
+    to_units = np.arange(len(written))[written_index].tolist()
+    from_units = np.arange(len(read))[read_index].tolist()
+    for to_unit, from_unit in zip(to_units, from_units, strict=True):
+        written[to_unit] = read[from_unit]
 
 
 def _regular_places(
