@@ -71,6 +71,7 @@ def test_our_own_keys_reach_the_configuration() -> None:
         "max_loads": 3,
         "staging_pool_bytes": 2 << 20,
         "direct_min_bytes": 4096,
+        "mapped_reads": "off",
         "debug_check_integrity": True,
         "allow_cumem_allocator": True,
         "allowed_hosts": ("10.1.0.0/16", "*.prefill.example"),
@@ -181,6 +182,7 @@ WRONG: dict[str, list[Any]] = {
     "max_loads": [0, (1 << 16) + 1, 2.0, "1", None.__class__],
     "staging_pool_bytes": [-1, 1, (1 << 20) - 1, (1 << 40) + 1, 2.0**21, "64M", True],
     "direct_min_bytes": [0, (1 << 40) + 1, 16384.0, "16K", False],
+    "mapped_reads": ["on", "", "Auto", "true", True, 1, ["auto"], {}],
     "debug_check_integrity": ["on", 2, 0.0, []],
     "allow_cumem_allocator": ["on", 2, 0.0, []],
     "allowed_hosts": [

@@ -161,6 +161,7 @@ def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
         "kvferry.bytes": 7,
         "kvferry.descriptors": 2,
         "kvferry.staged_bytes": 0,
+        "kvferry.mapped_bytes": 0,
         "kvferry.early_bytes": 3,
     }
     for worker, first in ((0, 2), (1, 5)):

@@ -26,6 +26,7 @@ EXTRA: dict[str, Any] = {
     "engine_ttl": 3601.0,
     "max_peers": 17,
     "failed_read_grace_s": 59.0,
+    "mapped_reads": "off",
     "debug_check_integrity": True,
     "allowed_hosts": ["10.1.0.0/16", "p0.example"],
 }
@@ -53,6 +54,7 @@ def test_every_key_of_a_worker_reaches_it(
     (settings,) = given
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
     wanted["allowed_hosts"] = AllowedHosts.from_entries(EXTRA["allowed_hosts"])
+    wanted["mapped_reads"] = False
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert {field.name for field in fields(WorkerSettings)} == set(wanted) | OF_THE_ENVIRONMENT
     assert all(getattr(WorkerSettings(), name) != value for name, value in wanted.items())

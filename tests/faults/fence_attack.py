@@ -18,7 +18,7 @@ from kvferry.worker.staging.pool import WAVES_PER_LOAD
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import Bytes, CacheShape
 from tests.harness.engine import Engine, Offer, OrderedLoad
-from tests.harness.gates import GateFabric, Hold
+from tests.harness.gates import GateFabric, Hold, holding_copies
 from tests.harness.integrity import snapshot_of
 from tests.harness.prefills import Prefill
 from tests.waiting import wait_until
@@ -33,14 +33,17 @@ TOKENS, FIRST_PART = 11, 8
 """Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each.
 Two blocks are the first part of a prompt that is read while it is computed."""
 
-LONG_TIMEOUTS = replace(SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
+LONG_TIMEOUTS = replace(
+    SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S, mapped_reads=False
+)
 DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))
 STAGED = (
     replace(SHAPE, axes="bth"),
     replace(LONG_TIMEOUTS, staging_pool_bytes=1 << 20, direct_min_bytes=1 << 20),
 )
-"""The consumer's layouts: the producer's, and another one."""
-PLACINGS = {"direct": DIRECT, "staged": STAGED}
+MAPPED = (STAGED[0], replace(LONG_TIMEOUTS, staging_pool_bytes=0, mapped_reads=True))
+"""The consumer's layouts: the producer's, and another one. Who maps the producer reads its slots there, too."""
+PLACINGS = {"direct": DIRECT, "staged": STAGED, "mapped": MAPPED}
 
 
 @dataclass
@@ -130,14 +133,20 @@ def gate_of(engine: Engine) -> GateFabric:
 def producer_of() -> Engine:
     """Its leases end after 50 ms, and it has 24 blocks."""
     return Engine(
-        "P", NixlFabric, shape=SHAPE, settings=replace(SETTINGS, lease_slots=64), lease_s=LEASE_S
+        "P",
+        NixlFabric,
+        shape=SHAPE,
+        settings=replace(SETTINGS, lease_slots=64),
+        lease_s=LEASE_S,
+        shared=True,
     )
 
 
 def streaming_producer() -> Engine:
     """Its prompts can be read while they are computed; it has blocks for them and for those that take theirs."""
     settings = replace(SETTINGS, lease_slots=64, row_blocks=(3,))
-    return Engine("P", NixlFabric, shape=replace(SHAPE, blocks=48), settings=settings)
+    shape = replace(SHAPE, blocks=48)
+    return Engine("P", NixlFabric, shape=shape, settings=settings, shared=True)
 
 
 @contextlib.contextmanager
@@ -150,6 +159,7 @@ def consumer_of(placing: str) -> Iterator[Engine]:
         staged_reads.MAX_WAVE_BYTES = 1
         consumer = Engine("C", gated, shape=shape, settings=settings)
         stack.callback(consumer.close)
+        stack.enter_context(holding_copies(gate_of(consumer)))
         consumer.renewer.submit = lambda commands: None  # type: ignore[method-assign]
         yield consumer
 

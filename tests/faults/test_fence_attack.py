@@ -32,6 +32,11 @@ HOLDS = {
         "in the middle of it": (0.5, False),
         "after it": (1.0, False),
     },
+    "mapped": {
+        "before the data": (0.0, False),
+        "in the middle of it": (0.5, False),
+        "after it": (1.0, False),
+    },
     "staged": {
         "before the data": (0.0, False),
         "in the middle of a wave": (0.5, False),

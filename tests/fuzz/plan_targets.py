@@ -278,7 +278,7 @@ def connecting(data: bytes) -> None:
     costs = Costs(staged_run_bytes=staging.longest_run if staging is not None else 0)
     try:
         plan = plan_transfer(both.own, 0, hostile, costs)
-        peer = connect(both.reader, both.caches.kv, staging, key, hostile, plan)
+        peer = connect(both.reader, both.caches.kv, staging, key, hostile, plan, mapped_reads=True)
     except KvferryError:
         pass
     else:

@@ -17,6 +17,7 @@ from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device
+from kvferry.worker.peer_memory.shared_file import SharedFile
 from tests.fakes.cuda_memory import FakeDevice
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,6 +44,7 @@ class PatternCaches:
         poison, guard: the first value of the bytes of all blocks, and of those of none; the same by default.
         ratio: kernel blocks per scheduler block.
         device: their described device; the memory is the host's (`tests.fakes.cuda`).
+        shared: the files that the storages lie in, if consumers of this host may map them.
 
     Attributes:
         memory: uint8, one array per allocation, sharing it.
@@ -58,8 +60,9 @@ class PatternCaches:
         guard: int | None = None,
         ratio: int = 1,
         device: Device = HOST,
+        shared: Sequence[SharedFile] = (),
     ) -> None:
-        self.kv = KvCaches(tuple(storages), tuple(tensors), device)
+        self.kv = KvCaches(tuple(storages), tuple(tensors), device, tuple(shared))
         if isinstance(device, FakeDevice):
             device.own(storages)
         self.memory: list[Bytes] = [storage.numpy() for storage in storages]
@@ -235,12 +238,17 @@ class CacheShape:
 class ToyCaches(PatternCaches):
     """Caches of a toy shape, each tensor with guard bytes on both sides."""
 
-    def __init__(self, shape: CacheShape, poison: int, device: Device = HOST) -> None:
+    def __init__(
+        self, shape: CacheShape, poison: int, device: Device = HOST, *, shared: bool = False
+    ) -> None:
         self.shape = shape
         strides, tensor_bytes = shape.strides()
         step = tensor_bytes + 2 * GUARD_BYTES
         sizes = [step * shape.layers] if shape.one_storage else [step] * shape.layers
+        files = [SharedFile(size) for size in sizes] if shared else []
         storages = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        if shared:
+            storages = [file.tensor[:size] for file, size in zip(files, sizes, strict=True)]
         bases = [
             storages[0].data_ptr() + layer * step
             if shape.one_storage
@@ -266,7 +274,7 @@ class ToyCaches(PatternCaches):
             )
             for layer, base in enumerate(bases)
         ]
-        super().__init__(storages, tensors, poison, ratio=shape.ratio, device=device)
+        super().__init__(storages, tensors, poison, ratio=shape.ratio, device=device, shared=files)
 
 
 def _values(tensor: PagedTensor, tiles: npt.NDArray[np.int64], seed: int) -> Bytes:

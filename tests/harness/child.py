@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,16 +19,21 @@ from typing import Any
 import torch
 
 from kvferry.link import limits
+from kvferry.plan.blocks import UnitPairs
+from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
 from kvferry.worker.fabric.agent import load_bindings
 from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.state import LoadState
+from kvferry.worker.peers import mapped_route
+from kvferry.worker.peers.mapped_route import MappedRoute
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
-from tests.harness.fault_fabric import Point
+from tests.harness.fault_fabric import Point, Stops
 from tests.harness.integrity import check_worker, snapshot_of
 
 SOCKETS_S = 0.3
@@ -46,6 +51,7 @@ class Start:
         blocks, cell_bytes: of the cache; see `tests.harness.caches`.
         environ: set before the fabric is made, e.g. `UCX_TLS`.
         axes: order of the cache's axes; consumers with another one than their producer stage what they read.
+        shared: its caches lie in shared files, and its loads from such producers copy unit by unit, and stop at points.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Start:
     blocks: int = 64
     cell_bytes: int = 512
     environ: dict[str, str] = field(default_factory=dict)
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +120,10 @@ class Server:
             port=start.port,
             lease_s=start.lease_s,
             remembers=True,
+            shared=start.shared,
         )
+        if start.shared:
+            stop_copies(self.engine.fabric.stops)
         self._channel = channel
         self._writing = threading.Lock()
         self._ordered: list[Ordered] = []
@@ -238,6 +248,27 @@ class Server:
             if ordered.answered and request_id not in seen.alive:
                 self._ordered.remove(ordered)
                 self.engine.free(ordered.load)
+
+
+def stop_copies(stops: Stops) -> None:
+    """From now on this process copies from mapped memory unit by unit, and stops where it would stop in a read."""
+    steps = MappedReads.steps
+
+    def stopping(
+        reads: MappedReads, routes: Iterable[MappedRoute], units: Mapping[TokenMap, UnitPairs]
+    ) -> Iterator[None]:
+        mapped = list(routes)
+        copying = steps(reads, mapped, units)
+        if mapped:
+            stops.at(Point.DATA)
+            next(copying, None)
+            stops.at(Point.IN_READ)
+        yield from copying
+        if mapped:
+            stops.at(Point.SECOND_FENCE)
+
+    mapped_route.LAUNCH_BYTES = 1
+    MappedReads.steps = stopping  # type: ignore[method-assign, assignment]
 
 
 def _remote(params: dict[str, Any]) -> RemotePrefill:

@@ -42,6 +42,10 @@ class Child:
         except ConnectionResetError:
             raise EOFError("the process has ended") from None
 
+    def maps_of(self, name: str) -> int:
+        """How many maps the process has whose files' names contain this."""
+        return Path(f"/proc/{self._process.pid}/maps").read_text().count(name)
+
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
         state = Path(f"/proc/{self._process.pid}/stat")

@@ -76,9 +76,10 @@ class Engine(CacheEngine):
         seed: int = 0,
         device: Device = HOST,
         remembers: bool = False,
+        shared: bool = False,
     ) -> None:
         self.shape = shape
-        self.caches = ToyCaches(shape, POISON, device)
+        self.caches = ToyCaches(shape, POISON, device, shared=shared)
         self.offers: dict[str, Offer] = {}
         self.draw = random.Random(seed)
         self.unused = list(range(1, shape.blocks // shape.ratio))  # block 0 is vLLM's null block

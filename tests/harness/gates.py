@@ -9,9 +9,12 @@ The reads themselves are those of the fabric behind it, so of a real one what ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from kvferry.plan.blocks import UnitPairs
+from kvferry.plan.tokens import TokenMap
 from kvferry.worker.fabric.port import (
     Fabric,
     Indices,
@@ -22,6 +25,9 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
+from kvferry.worker.loads.mapped_reads import MappedReads
+from kvferry.worker.peers import mapped_route
+from kvferry.worker.peers.mapped_route import MappedRoute
 from tests.harness.fault_fabric import FaultFabric
 
 
@@ -46,6 +52,37 @@ class _Held(Transfer):
     ) -> None:
         self.hold, self.begun, self.rest = hold, begun, rest
         self.peer = peer  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def holding_copies(gate: GateFabric) -> Iterator[None]:
+    """Copies from mapped memory, of which the fabric knows nothing, are held up like its data reads; each is unit by
+    unit meanwhile, so that a share of them is at once."""
+    steps, launch_bytes = MappedReads.steps, mapped_route.LAUNCH_BYTES
+
+    def held_steps(
+        reads: MappedReads, routes: Iterable[MappedRoute], units: Mapping[TokenMap, UnitPairs]
+    ) -> Iterator[None]:
+        mapped = list(routes)
+        copying = steps(reads, mapped, units)
+        hold = gate.hold() if mapped else None
+        if hold is not None:
+            held = _Held(hold, [], None, "mapped")
+            gate.waiting.add(held)
+            for _ in range(round(sum(map(len, units.values())) * hold.at_once)):
+                next(copying, None)
+            while not hold.is_open():
+                yield
+            gate.waiting.discard(held)
+        yield from copying
+
+    mapped_route.LAUNCH_BYTES = 1
+    MappedReads.steps = held_steps  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        mapped_route.LAUNCH_BYTES = launch_bytes
+        MappedReads.steps = steps  # type: ignore[method-assign]
 
 
 class GateFabric(FaultFabric):

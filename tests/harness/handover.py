@@ -80,7 +80,9 @@ def hand_over(
     assert not len(producer.leases)
     assert all(map(torch.equal, held, contents(producer))), "the producer's memory has changed"
     moved = consumer.seen.totals[totals:]
-    assert sum(one.planned_bytes for one in moved) == sum(one.transferred_bytes for one in moved)
+    assert sum(one.planned_bytes for one in moved) == sum(
+        one.transferred_bytes + one.mapped_bytes for one in moved
+    )
     return moved
 
 

@@ -32,6 +32,7 @@ from kvferry.protocol.prompt_queries import (
     Unsubscribe,
     encode_params,
 )
+from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
 
 KEY = bytes(range(32))
 BOOT = "0123456789abcdef" * 2
@@ -105,6 +106,14 @@ def make_worker(**changes: Any) -> WorkerDescription:
         device=1,
         lease_table=LeaseTableAddress(address=0x7FFF_FFFF_F000, slots=1024),
         tensors=(make_tensor(),),
+        shared=SharedMemory(
+            machine="8f3c",
+            pid_namespace="pid:[4026531836]",
+            pid=17,
+            allocations=(
+                SharedAllocation(address=0x7FFF_0000_0000, num_bytes=8192, fd=9, name="5" * 32),
+            ),
+        ),
     )
     return msgspec.structs.replace(worker, **changes)
 

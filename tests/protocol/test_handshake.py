@@ -166,6 +166,15 @@ WRONG_ENGINE: dict[str, list[object]] = {
     "workers.0.lease_table": [..., None, {}, []],
     "workers.0.lease_table.address": [..., None, -1, 2**63, 1.5],
     "workers.0.lease_table.slots": [..., None, 0, 2**24],
+    "workers.0.shared": [[], 7, {}],
+    "workers.0.shared.machine": TEXTS,
+    "workers.0.shared.pid_namespace": TEXTS,
+    "workers.0.shared.pid": [..., None, 0, -1, 2**31],
+    "workers.0.shared.allocations": [None, {}, [{}]],
+    "workers.0.shared.allocations.0.address": [..., None, -1, 2**63],
+    "workers.0.shared.allocations.0.num_bytes": [..., *SIZES],
+    "workers.0.shared.allocations.0.fd": [..., None, -1, 2**31],
+    "workers.0.shared.allocations.0.name": HEX,
     "workers.0.tensors": [..., None, {}, [{}]],
     "workers.0.tensors.0.base": [..., None, -1, 2**63],
     "workers.0.tensors.0.blocks": [..., *SIZES],
@@ -248,6 +257,7 @@ def test_the_fields_of_a_description_are_these() -> None:
             "lease_table",
             "tensors",
             "stream_rows",
+            "shared",
         ),
     ]
     tensor = plain["workers"][0]["tensors"][0]

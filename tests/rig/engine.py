@@ -21,6 +21,7 @@ SETTINGS = WorkerSettings(
     load_timeout_s=120.0,
     max_loads=8,
     staging_pool_bytes=1 << 16,
+    mapped_reads=False,
 )
 
 

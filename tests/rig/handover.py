@@ -25,12 +25,14 @@ class Moved:
     Attributes:
         num_bytes, descriptors: over all consumer workers, as NIXL counted them.
         staged_bytes, waves: the part of them that went through the staging pools.
+        mapped_bytes: those that were copied from mapped memory, which NIXL does not count.
     """
 
     num_bytes: int
     descriptors: int
     staged_bytes: int
     waves: int
+    mapped_bytes: int
 
 
 @contextlib.contextmanager
@@ -93,4 +95,5 @@ def hand_over(
         descriptors=sum(x.descriptors for x in moved),
         staged_bytes=sum(x.staged_bytes for x in moved),
         waves=sum(x.waves for x in moved),
+        mapped_bytes=sum(x.mapped_bytes for x in moved),
     )

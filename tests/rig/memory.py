@@ -11,6 +11,7 @@ import torch
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device
+from kvferry.worker.peer_memory.shared_file import SharedFile
 from tests.geometry.caches import Caches
 from tests.geometry.cells import UNNAMED, Ints, Memory, number_of, spell
 from tests.geometry.effects import Wanted, produced, wanted
@@ -46,10 +47,20 @@ class WorkerMemory:
 
     def __init__(self, caches: Caches, seed: int, *, floats: bool = False) -> None:
         draw = np.random.default_rng(seed)
-        values = [torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for size in caches.sizes]
-        storages = [value.to(self.device.where) for value in values]
+        files: list[SharedFile] = []
+        if self.device is HOST:
+            # So that consumers may map them, if the settings let them.
+            files = [SharedFile(size) for size in caches.sizes]
+            storages = [file.tensor[:size] for file, size in zip(files, caches.sizes, strict=True)]
+        else:
+            storages = [
+                torch.empty(size, dtype=torch.uint8, device=self.device.where)
+                for size in caches.sizes
+            ]
+        for storage in storages:
+            storage.copy_(torch.from_numpy(draw.integers(0, 256, len(storage), np.uint8)))
         addresses = [storage.data_ptr() for storage in storages]
-        self.kv = KvCaches(tuple(storages), caches.at(addresses), self.device)
+        self.kv = KvCaches(tuple(storages), caches.at(addresses), self.device, tuple(files))
         self._memory = Memory(addresses, caches.sizes)
         self._floats = [x for x in self.kv.tensors if floats and has_floats(x.format)]
         self._parts = sorted(storages, key=lambda storage: storage.data_ptr())

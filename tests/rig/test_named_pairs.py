@@ -6,13 +6,20 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from kvferry.worker.device import HOST
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.models import Model
 from tests.geometry.pairs import Pair
 from tests.rig.engine import SETTINGS
 from tests.rig.handover import hand_over, rig_of
+from tests.rig.memory import WorkerMemory
 
-POOLS = {"direct": 0, "staged": 1 << 16}
+WAYS = {
+    "direct": replace(SETTINGS, staging_pool_bytes=0),
+    "staged": SETTINGS,
+    "mapped": replace(SETTINGS, staging_pool_bytes=0, mapped_reads=True),
+}
+"""Of every pair: by the settings of both engines."""
 
 
 @dataclass(frozen=True)
@@ -141,16 +148,19 @@ NAMED_PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMED_PAIRS)
-def test_every_byte_arrives(name: str, pool: str) -> None:
+def test_every_byte_arrives(name: str, way: str) -> None:
     scene = NAMED_PAIRS[name]
-    with rig_of(scene.pair, replace(SETTINGS, staging_pool_bytes=POOLS[pool])) as (
-        producer,
-        consumer,
-    ):
+    if way == "mapped" and WorkerMemory.device is not HOST:
+        pytest.skip("caches on a device are not mapped")
+    with rig_of(scene.pair, WAYS[way]) as (producer, consumer):
         moved = hand_over(scene.pair, producer, consumer)
-    if pool == "direct":
+    if way == "mapped":
+        assert (moved.mapped_bytes, moved.num_bytes) == (scene.num_bytes, 0), "NIXL reads nothing"
+        return
+    assert not moved.mapped_bytes
+    if way == "direct":
         assert moved.num_bytes == scene.num_bytes
         assert not moved.staged_bytes
     else:

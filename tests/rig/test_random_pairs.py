@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, event, given, seed, settings
 from hypothesis import strategies as st
 
+from kvferry.worker.settings import WorkerSettings
 from tests.geometry.caches import Side
 from tests.geometry.drawn import Drawn
 from tests.geometry.feasibility import feasible
@@ -20,8 +21,11 @@ pytestmark = pytest.mark.slow
 
 DRAWS = 30
 CONVERTED_DRAWS = 15
-POOLS = st.sampled_from((0, 1 << 11, 1 << 16))
-"""Bytes of the staging pool: none, the smallest there is, and one that holds everything."""
+MAPPED = replace(SETTINGS, mapped_reads=True)
+WAYS = st.sampled_from(
+    (*(replace(SETTINGS, staging_pool_bytes=pool) for pool in (0, 1 << 11, 1 << 16)), MAPPED)
+)
+"""Without a staging pool, with the smallest there is, with one that holds everything, and from mapped memory."""
 
 
 CONVERSIONS = st.sampled_from(
@@ -41,7 +45,7 @@ def run(
     run_seed: int,
     capsys: pytest.CaptureFixture[str],
     draws: int,
-    cases: st.SearchStrategy[tuple[Pair, int]],
+    cases: st.SearchStrategy[tuple[Pair, WorkerSettings]],
 ) -> Counter[str]:
     """Hand over so many drawn requests; a failure names the seed that draws them again: `KVFERRY_SEED=N`."""
     seen: Counter[str] = Counter()
@@ -54,8 +58,8 @@ def run(
         suppress_health_check=list(HealthCheck),
     )
     @given(cases)
-    def hold(case: tuple[Pair, int]) -> None:
-        pair, pool = case
+    def hold(case: tuple[Pair, WorkerSettings]) -> None:
+        pair, way = case
         # What cannot work does not become workable by a conversion.
         plain = Drawn(
             replace(
@@ -63,13 +67,14 @@ def run(
             )
         )
         assume(feasible(plain.consumer.description, plain.producer.description))
-        with rig_of(pair, replace(SETTINGS, staging_pool_bytes=pool)) as (producer, consumer):
+        with rig_of(pair, way) as (producer, consumer):
             moved = hand_over(pair, producer, consumer)
         event("moved")
         seen["pairs"] += 1
         seen["bytes"] += moved.num_bytes
         seen["descriptors"] += moved.descriptors
         seen["staged bytes"] += moved.staged_bytes
+        seen["mapped bytes"] += moved.mapped_bytes
         seen["waves"] += moved.waves
 
     hold()
@@ -85,7 +90,7 @@ def without_dtype(side: Side) -> Side:
 
 
 @st.composite
-def converted(draw: st.DrawFn) -> tuple[Pair, int]:
+def converted(draw: st.DrawFn) -> tuple[Pair, WorkerSettings]:
     """A pair whose 16-bit caches are kept in two dtypes; only elements of their own size can be converted."""
     pair, (there, here) = draw(pairs()), draw(CONVERSIONS)
     orders = [
@@ -94,14 +99,16 @@ def converted(draw: st.DrawFn) -> tuple[Pair, int]:
     ]
     producer = replace(pair.producer, cache_dtype=there, scales=draw(SCALES), orders=orders[0])
     consumer = replace(pair.consumer, cache_dtype=here, scales=draw(SCALES), orders=orders[1])
-    return replace(pair, producer=producer, consumer=consumer), 1 << 16
+    way = draw(st.sampled_from((SETTINGS, MAPPED)))
+    return replace(pair, producer=producer, consumer=consumer), way
 
 
 def test_any_pair_that_can_work_is_byte_exact_through_nixl(
     run_seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = run(run_seed, capsys, DRAWS, st.tuples(pairs(), POOLS))
+    seen = run(run_seed, capsys, DRAWS, st.tuples(pairs(), WAYS))
     assert 0 < seen["staged bytes"] < seen["bytes"], "some are staged, and some are not"
+    assert seen["mapped bytes"]
 
 
 def test_any_pair_of_two_cache_dtypes_arrives_converted(
@@ -109,3 +116,4 @@ def test_any_pair_of_two_cache_dtypes_arrives_converted(
 ) -> None:
     seen = run(run_seed, capsys, CONVERTED_DRAWS, converted())
     assert seen["staged bytes"], "what is converted goes through the pool"
+    assert seen["mapped bytes"], "or comes from mapped memory"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.params_mac import sign_params
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.reading import StreamedRead
+from kvferry.worker.settings import WorkerSettings
 from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.drawn import Drawn
 from tests.geometry.effects import number_names
@@ -24,9 +25,9 @@ from tests.geometry.feasibility import feasible
 from tests.geometry.pairs import Pair, cache_groups, pairs
 from tests.geometry.requests import Request, span_of
 from tests.harness.inside import thread_of
-from tests.rig.engine import SETTINGS, RigEngine
+from tests.rig.engine import RigEngine
 from tests.rig.handover import rig_of
-from tests.rig.test_named_pairs import NAMED_PAIRS, POOLS
+from tests.rig.test_named_pairs import NAMED_PAIRS, WAYS
 from tests.rig.test_random_pairs import without_dtype
 from tests.waiting import step_until
 
@@ -39,10 +40,10 @@ REQUEST = "request"
 DRAWS = 20
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STREAMED)
-def test_every_byte_arrives_part_by_part(name: str, pool: str) -> None:
-    early, read = check_stream(NAMED_PAIRS[name].pair, POOLS[pool], random.Random(name))
+def test_every_byte_arrives_part_by_part(name: str, way: str) -> None:
+    early, read = check_stream(NAMED_PAIRS[name].pair, WAYS[way], random.Random(name))
     assert all(early) == (read > 0)
 
 
@@ -96,7 +97,9 @@ def have_read(consumer: RigEngine, tokens: int) -> bool:
     return all(has_read(load, tokens) for load in loads_of(consumer))
 
 
-def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> tuple[list[int], int]:
+def check_stream(
+    pair: Pair, settings_of_both: WorkerSettings, draw: random.Random
+) -> tuple[list[int], int]:
     """Compute a request in parts of 1 to 30 tokens, and load it meanwhile: windows and states are listed when the
     prompt is complete, states, as in vLLM, when the request has ended.
 
@@ -107,9 +110,7 @@ def check_stream(pair: Pair, pool_bytes: int, draw: random.Random) -> tuple[list
         AssertionError: a byte is wrong, or nothing was read although it could be.
     """
     request, num_groups = pair.request, len(pair.model.groups)
-    worker_settings = replace(
-        SETTINGS, staging_pool_bytes=pool_bytes, row_blocks=(200,) * num_groups
-    )
+    worker_settings = replace(settings_of_both, row_blocks=(200,) * num_groups)
     with rig_of(pair, worker_settings) as (producer, consumer):
         groups, shards = producer.description.groups, producer.side.shards
         spans = [span_of(shards, group.policy, group.block_tokens) for group in groups]
@@ -186,8 +187,8 @@ def test_any_pair_is_byte_exact_part_by_part(
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
-    @given(pairs(), st.sampled_from((0, 1 << 16)), st.integers(0, 1 << 16))
-    def hold(pair: Pair, pool: int, number: int) -> None:
+    @given(pairs(), st.sampled_from(list(WAYS.values())), st.integers(0, 1 << 16))
+    def hold(pair: Pair, way: WorkerSettings, number: int) -> None:
         policies = {group.policy for group in pair.model.groups}
         pair = replace(
             pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer)
@@ -200,7 +201,7 @@ def test_any_pair_is_byte_exact_part_by_part(
         )
         drawn = Drawn(pair)
         assume(feasible(drawn.consumer.description, drawn.producer.description))
-        seen["early bytes"] += sum(check_stream(pair, pool, random.Random(number))[0])
+        seen["early bytes"] += sum(check_stream(pair, way, random.Random(number))[0])
         seen["hybrids" if policies != {"full"} else "full"] += 1
 
     hold()

@@ -143,6 +143,12 @@ class FerryConfig:
         whole(1, 1 << 40),
         "run length in bytes from which reads go straight into the cache",
     )
+    mapped_reads: str = _option(
+        "auto",
+        choice("auto", "off"),
+        "whether the cache of a producer on the same host is mapped and copied from there, without NIXL: `auto`, where "
+        "it lies in shared host memory, which vLLM's own caches do not; `off`, never; on both engines",
+    )
     max_peer_labels: int = _option(
         32,
         whole(0, MAX_PEER_LABELS),

@@ -12,6 +12,8 @@
 - those of a load that has failed must not be used while `writing` names it;
 - block 0 is no block: on both ends it stands for one that a window has left behind.
 
+Caches that lie in files of `kvferry.worker.peer_memory.shared_file` are mapped by consumers of the same host.
+
 Prompts that are read while they are computed, turns and evictions are left out.
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from kvferry.plan.engine_shape import EngineShape
 from kvferry.plan.runs import Bundle
@@ -29,6 +29,8 @@ class Placing(str, enum.Enum):
     """NIXL reads them into place."""
     STAGED = "staged"
     """NIXL reads them into a staging pool, from which a kernel puts them in place."""
+    MAPPED = "mapped"
+    """The producer's memory is mapped, and a kernel copies from there into place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,14 @@ class Route:
     bundles: tuple[Bundle, ...]
     sources: tuple[StagedSource, ...]
     expected: int
+
+    def mapped(self) -> Route:
+        """The same reads from mapped memory: without descriptors and without the pool, whatever the layouts."""
+        slices = tuple(
+            replace(one_slice, placing=Placing.MAPPED, reason="same host")
+            for one_slice in self.slices
+        )
+        return replace(self, slices=slices, sources=())
 
     def placing_of(self, bundle: Bundle) -> Placing:
         """How a bundle of this route is placed."""
@@ -167,6 +177,15 @@ class TransferPlan:
     worker: int
     routes: tuple[Route, ...]
     shapes: tuple[EngineShape, EngineShape]
+
+    def with_mapped(self, workers: Collection[int]) -> TransferPlan:
+        """The plan where the memory of these producer workers is mapped."""
+        # Nothing is compared: a mapped byte crosses the memory once, as a byte that is read in place does, and costs
+        # no descriptor.
+        routes = tuple(
+            route.mapped() if route.worker in workers else route for route in self.routes
+        )
+        return replace(self, routes=routes)
 
     def describe(self) -> str:
         """The plan in one line, for the log at INFO: both engines, and as many kinds of reads as `MAX_LINE` allows."""

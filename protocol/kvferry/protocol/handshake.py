@@ -45,6 +45,7 @@ from kvferry.protocol.hosts import host_port
 from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe
+from kvferry.protocol.shared_memory import SharedMemory
 from kvferry.protocol.stream_rows import StreamRows
 
 CHANNEL_VERSION = 3
@@ -190,6 +191,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         lease_table: its lease slots.
         tensors: all paged tensors of its caches.
         stream_rows: its rows; None if its prompts can only be read when they are complete.
+        shared: what processes of its host can map; None if they shall not.
     """
 
     place: Place
@@ -200,6 +202,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     lease_table: LeaseTableAddress
     tensors: Annotated[tuple[PagedTensor, ...], Meta(max_length=MAX_TENSORS)]
     stream_rows: StreamRows | None = None
+    shared: SharedMemory | None = None
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):

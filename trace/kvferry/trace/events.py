@@ -262,6 +262,7 @@ class LoadEnded(RequestEvent, frozen=True, kw_only=True, tag="load_ended"):
     Attributes:
         reason: the reason of its failure; empty for a good load.
         stages: in order; a failed load failed in the last one.
+        mapped_bytes: the part of the bytes that was copied from the producer's mapped memory.
         relayout_ns: time to put staged bytes in place.
         early_bytes: the part of the bytes that was read before the prefill had ended.
         restarts: times that it began anew, since the prefill was preempted.
@@ -274,6 +275,7 @@ class LoadEnded(RequestEvent, frozen=True, kw_only=True, tag="load_ended"):
     bytes: Count = 0
     descriptors: Count = 0
     staged_bytes: Count = 0
+    mapped_bytes: Count = 0
     relayout_ns: Nanoseconds = 0
     early_bytes: Count = 0
     restarts: Count = 0

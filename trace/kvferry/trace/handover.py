@@ -88,6 +88,7 @@ class LoadTrace:
         return {
             "bytes": ended.bytes,
             "staged_bytes": ended.staged_bytes,
+            "mapped_bytes": ended.mapped_bytes,
             "descriptors": ended.descriptors,
             "relayout_ms": ended.relayout_ns / 1e6,
             "early_bytes": ended.early_bytes,

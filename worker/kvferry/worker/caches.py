@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.port import MemoryKind, Region
+from kvferry.worker.peer_memory.shared_file import SharedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,21 @@ class KvCaches:
         storages: one tensor per distinct allocation, any dtype; every paged tensor lies in one of them.
         tensors: their description for peers.
         device: the device that holds all of them.
+        shared: the files that the storages lie in; empty if they lie in memory of this process alone.
     """
 
     storages: tuple[torch.Tensor, ...]
     tensors: tuple[PagedTensor, ...]
     device: Device
+    shared: tuple[SharedFile, ...] = ()
 
     @classmethod
     def from_views(
-        cls, views: Mapping[tuple[str, str], torch.Tensor], *, first_head: int = 0
+        cls,
+        views: Mapping[tuple[str, str], torch.Tensor],
+        *,
+        first_head: int = 0,
+        shared: Sequence[SharedFile] = (),
     ) -> KvCaches:
         """The caches of one cache group, whose blocks are not packed in any way.
 
@@ -36,6 +43,7 @@ class KvCaches:
             views: by layer and kind (`k`, `v`, …) `[blocks, heads, tokens, size]`, with any strides but that of the
                 last axis, which is 1. All lie on one device.
             first_head: the first of the model's heads that lies here.
+            shared: the files that all of them lie in, so that consumers of this host can map them.
 
         Raises:
             ValueError: a view has other axes, or the elements of a head and token are not contiguous.
@@ -69,7 +77,8 @@ class KvCaches:
                 )
             )
         first_view = next(iter(views.values()))
-        return cls(tuple(views.values()), tuple(tensors), Device(first_view.device))
+        device = Device(first_view.device)
+        return cls(tuple(views.values()), tuple(tensors), device, tuple(shared))
 
     @property
     def kind(self) -> MemoryKind:
@@ -91,3 +100,12 @@ class KvCaches:
             address = storage.data_ptr()
             by_address[address] = Region(address, storage.nbytes(), self.kind, self.device_index)
         return list(by_address.values())
+
+    def why_not_shared(self) -> str | None:
+        """Why other processes cannot map the caches; None if they can."""
+        if self.device.is_cuda:
+            return "caches on a device are not mapped"
+        addresses = {file.address for file in self.shared}
+        if any(region.address not in addresses for region in self.regions()):
+            return "the engine has its caches in memory of its own process"
+        return None

@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.handshake import LeaseTableAddress
@@ -108,16 +109,23 @@ class LeaseTable:
     Args:
         mirror: where blocks are copied to before they may be read; None where peers read the caches.
         rows: of prompts that are read while they are computed.
+        memory: where the slots are, uint64 `[slots, 2]`; None for memory of its own.
 
     Attributes:
         words, progress: uint64 `[slots]`, the two words of every slot, which alternate in memory.
     """
 
     def __init__(
-        self, slots: int, mirror: HostMirror | None = None, rows: StreamRowTable | None = None
+        self,
+        slots: int,
+        mirror: HostMirror | None = None,
+        rows: StreamRowTable | None = None,
+        memory: NDArray[np.uint64] | None = None,
     ) -> None:
         # The two words of a slot are neighbours: a consumer reads both at once.
-        memory = np.full((slots, 2), EMPTY, dtype=np.uint64)
+        if memory is None:
+            memory = np.empty((slots, 2), dtype=np.uint64)
+        memory[:] = EMPTY
         self.words = memory[:, 0]
         self.progress = memory[:, 1]
         self._leases: dict[int, _ServedLease] = {}

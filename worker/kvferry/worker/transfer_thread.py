@@ -94,6 +94,7 @@ class TransferThread:
             memory.staging,
             memory.slot_reads,
             settings.handshake_timeout_s,
+            mapped_reads=settings.mapped_reads,
         )
         self.registry = PeerRegistry(
             first_reads,

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.shared_memory import MAX_ALLOCATIONS, SharedMemory
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.leases import LeaseTable
+from kvferry.worker.peer_memory.shared_file import SharedFile, machine_id, pid_namespace
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
@@ -37,6 +44,8 @@ class WorkerMemory:
         slot_reads, id_pages: where peers' lease slots, and the block ids of their rows, are read to.
         staging: the staging pool; None without one.
         regions: what the fabric registers.
+        table_file: the file that the lease table lies in, if the caches lie in such files too.
+        why_not_shared: why processes of this host cannot map them.
     """
 
     caches: KvCaches
@@ -47,6 +56,8 @@ class WorkerMemory:
     id_pages: IdPages
     staging: Staging | None
     regions: tuple[Region, ...]
+    table_file: SharedFile | None
+    why_not_shared: str
 
     @classmethod
     def allocate(
@@ -71,9 +82,16 @@ class WorkerMemory:
                     staging.unpin()
                 raise
         rows = StreamRowTable(settings.row_blocks)
-        table = LeaseTable(settings.lease_slots, mirror, rows)
+        table_file, why_not_shared = _table_file(caches, settings)
+        slots = None
+        table_bytes = settings.lease_slots * SLOT_BYTES
+        if table_file is not None:
+            slots = table_file.tensor.numpy()[:table_bytes].view(np.uint64).reshape(-1, 2)
+            # Its proof is read over the fabric too.
+            table_bytes = table_file.num_bytes
+        table = LeaseTable(settings.lease_slots, mirror, rows, slots)
         regions = [
-            Region(table.address.address, table.num_bytes, MemoryKind.DRAM),
+            Region(table.address.address, table_bytes, MemoryKind.DRAM),
             *rows.regions(),
             slot_reads.region(),
             id_pages.region(),
@@ -94,6 +112,8 @@ class WorkerMemory:
             id_pages=id_pages,
             staging=staging,
             regions=tuple(regions),
+            table_file=table_file,
+            why_not_shared=why_not_shared,
         )
 
     @property
@@ -102,6 +122,20 @@ class WorkerMemory:
         if self.mirror is not None:
             return self.mirror.caches
         return self.caches
+
+    def shared(self) -> SharedMemory:
+        """What processes of this host can map."""
+        where = SharedMemory(
+            machine=machine_id(),
+            pid_namespace=pid_namespace(),
+            pid=os.getpid(),
+            why_not=self.why_not_shared,
+        )
+        if self.table_file is None:
+            return where
+        files = [self.table_file, *self.caches.shared]
+        allocations = tuple(file.allocation for file in files)
+        return msgspec.structs.replace(where, allocations=allocations, why_not=None)
 
     def register(self, fabric: Fabric) -> None:
         """Register all of it.
@@ -120,6 +154,29 @@ class WorkerMemory:
                 memory.unpin()
         if self.staging is not None:
             self.staging.unpin()
+
+
+def _table_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile | None, str]:
+    """The file for the lease table, or why none of this worker's memory is shared.
+
+    Raises:
+        InvalidConfig: there is too little memory for it.
+    """
+    if not settings.mapped_reads:
+        return None, "mapped_reads is off"
+    if settings.host_buffer:
+        return None, "peers read a copy of the caches (kv_buffer_device)"
+    why_not = caches.why_not_shared()
+    if why_not is not None:
+        return None, why_not
+    if len(caches.shared) >= MAX_ALLOCATIONS:
+        return None, f"the caches lie in {len(caches.shared)} files, of at most {MAX_ALLOCATIONS}"
+    try:
+        return SharedFile(settings.lease_slots * SLOT_BYTES), ""
+    except OSError as error:
+        raise InvalidConfig(
+            "mapped_reads", "auto", f"memory for the lease table ({error.strerror}), or `off`"
+        ) from None
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:

@@ -151,36 +151,45 @@ def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:
     }
     if load.staged_bytes:
         counts["staged_bytes", ""] = load.staged_bytes
+    if load.mapped_bytes:
+        counts["mapped_bytes", ""] = load.mapped_bytes
     if load.early_bytes:
         counts["early_bytes", ""] = load.early_bytes
     return counts
 
 
 def _placing(load: LoadRecord) -> str:
-    """The label of the metric `placed_loads`: whether the plan's bytes are staged, read in place, or both."""
+    """The label of the metric `placed_loads`: whether the plan's bytes are staged, mapped, read in place, or some of
+    each."""
     if not load.planned_bytes:
         return "none"
-    if not load.staged_bytes:
-        return "direct"
-    if load.staged_bytes < load.planned_bytes:
+    if load.staged_bytes == load.planned_bytes:
+        return "staged"
+    if load.mapped_bytes == load.planned_bytes:
+        return "mapped"
+    if load.staged_bytes or load.mapped_bytes:
         return "mixed"
-    return "staged"
+    return "direct"
 
 
 def _samples_of(load: LoadRecord) -> dict[str, float]:
     """The measurements of a good load, by metric."""
     lasted_s = load.lasted_s()
     samples = {
-        "transfer_s": load.transfer_s,
-        "post_s": load.post_s,
-        "transferred_bytes": float(load.transferred_bytes),
-        "descriptors": float(load.descriptors),
         "load_s": load.load_s,
         "queue_s": lasted_s[Stage.QUEUED],
         "connecting_s": lasted_s[Stage.CONNECTING],
         "fence_s": lasted_s[Stage.FENCE],
         "read_s": lasted_s[Stage.POSTING] + lasted_s[Stage.READING],
     }
+    # A load that NIXL had nothing to read for says nothing about NIXL.
+    if load.mapped_bytes < load.planned_bytes or not load.planned_bytes:
+        samples |= {
+            "transfer_s": load.transfer_s,
+            "post_s": load.post_s,
+            "transferred_bytes": float(load.transferred_bytes),
+            "descriptors": float(load.descriptors),
+        }
     if load.descriptors:
         samples["run_bytes"] = load.transferred_bytes / load.descriptors
     if load.staged_bytes:

@@ -59,7 +59,7 @@ RECOMPUTE_REASONS = (
 )
 STREAM_REFUSALS = ("rows", "engine", "consumer", "window")
 RELEASE_WAYS = ("done", "release", "expired", "abandoned", "evicted", "reset", "shutdown")
-PLACINGS = ("direct", "staged", "mixed", "none")
+PLACINGS = ("direct", "staged", "mapped", "mixed", "none")
 PEER = "peer"
 """The label of metrics by producer."""
 OTHER_PEERS = "other"
@@ -99,14 +99,18 @@ COUNTERS: Mapping[str, Metric] = {
     "staged_bytes": Metric(
         "kvferry_staged_bytes", "Planned bytes that went through the staging pool."
     ),
+    "mapped_bytes": Metric(
+        "kvferry_mapped_bytes",
+        "Planned bytes that were copied from the mapped memory of a producer on the same host, without NIXL.",
+    ),
     "early_bytes": Metric(
         "kvferry_early_bytes",
         "Planned bytes that were read before the prefill had ended, while it computed the rest.",
     ),
     "placed_loads": Metric(
         "kvferry_placed_loads",
-        "Good loads, by worker and destination of their reads in the plan: the cache itself, the staging pool, some of "
-        "each, or none since this worker lacks nothing.",
+        "Good loads, by worker and destination of their reads in the plan: the cache itself, the staging pool, the "
+        "cache from mapped memory, some of each, or none since this worker lacks nothing.",
         "plan",
         PLACINGS,
     ),

@@ -192,6 +192,7 @@ class SpanSink:
             "kvferry.bytes": load.bytes,
             "kvferry.descriptors": load.descriptors,
             "kvferry.staged_bytes": load.staged_bytes,
+            "kvferry.mapped_bytes": load.mapped_bytes,
             "kvferry.early_bytes": load.early_bytes,
         }
         inside = self._make(

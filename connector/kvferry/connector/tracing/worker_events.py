@@ -101,6 +101,7 @@ def load_event(load: LoadRecord, wall_offset_ns: int) -> LoadEnded:
         bytes=load.planned_bytes,
         descriptors=load.planned_descriptors,
         staged_bytes=load.staged_bytes,
+        mapped_bytes=load.mapped_bytes,
         relayout_ns=int(load.relayout_s * _NS),
         early_bytes=load.early_bytes,
         restarts=load.restarts,

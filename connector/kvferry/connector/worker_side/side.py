@@ -284,6 +284,7 @@ class WorkerSide:
             peer_ttl_s=config.engine_ttl,
             max_peers=config.max_peers,
             failed_read_grace_s=config.failed_read_grace_s,
+            mapped_reads=config.mapped_reads != "off",
             check_integrity=config.debug_check_integrity,
         )
 

@@ -13,6 +13,7 @@ from kvferry.worker.fabric.port import Transfer
 from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.context import LoadContext, Steps
 from kvferry.worker.loads.deadline import Progress
+from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.staging.pool import Wave
@@ -39,6 +40,7 @@ class DataReads:
         self._record = record
         self._progress = progress
         self._staged: StagedReads | None = None
+        self._mapped = MappedReads(record)
 
     @property
     def has_begun(self) -> bool:
@@ -59,11 +61,11 @@ class DataReads:
         return self._staged.waves()
 
     @property
-    def staged_progress(self) -> int:
-        """Grows with every wave that begins, is read, or is in place."""
+    def copies_progress(self) -> int:
+        """Grows with every wave that begins, is read, or is in place, and with every launch from mapped memory."""
         if self._staged is None:
-            return 0
-        return self._staged.progress()
+            return self._mapped.changes
+        return self._staged.progress() + self._mapped.changes
 
     def staged_transfers(self) -> int:
         """Transfers into the pool that have not been given back."""
@@ -71,9 +73,11 @@ class DataReads:
             return 0
         return self._staged.transfers()
 
-    def settle_staged(self) -> bool:
-        """Give back the waves that are safe, and quarantine the others. Returns whether none is left."""
-        return self._staged is None or self._staged.settle()
+    def settle_copies(self) -> bool:
+        """Give back the waves that are safe, and quarantine the others. Returns whether none is left, and nothing is
+        copied from mapped memory."""
+        has_no_waves = self._staged is None or self._staged.settle()
+        return self._mapped.settle() and has_no_waves
 
     def steps(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
         """Read these units; ends when every byte is in place.
@@ -88,6 +92,7 @@ class DataReads:
             # Direct reads are posted first, and are under way while the staged ones go wave by wave.
             transfers = self._post(peer, units)
             self._end_stage(Stage.POSTING, Stage.READING)
+            yield from self._mapped.steps(peer.mapped_routes(), units)
             yield from self._read_staged(peer, units)
             yield from self._finish(transfers)
 

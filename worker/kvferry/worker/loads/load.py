@@ -155,7 +155,7 @@ class Load:
             self.record.stage,
             self._progress.changes,
             ended_before_it,
-            self.data.staged_progress,
+            self.data.copies_progress,
             self.lease_reads.queue_moves,
         )
 
@@ -195,10 +195,10 @@ class Load:
         if none_is_read:
             self.lease_reads.give_back()
         # Both are asked, whatever the reads say: waves that are safe are given back although a read is still out.
-        staged_is_safe = self.data.settle_staged()
+        copies_are_safe = self.data.settle_copies()
         # On a device zeroing is launched, not done: it could reach the blocks' next owner.
         is_zeroed = self.zeroed is None or self.zeroed.reached()
-        return none_is_read and staged_is_safe and is_zeroed
+        return none_is_read and copies_are_safe and is_zeroed
 
     def notify_producers(self) -> None:
         """Notify every producer worker that this worker needs nothing more under the lease; raises nothing.
@@ -219,9 +219,10 @@ class Load:
                 self.context.reader.fabric.notify(route.agent, encode_notification(message))
                 # A read is posted behind each message: over TCP, NIXL completes the peer's next read only after the
                 # answer to the message. This read absorbs the wait, which would cost the next load 0.2 ms (measured
-                # over loopback).
-                with contextlib.suppress(FabricError):
-                    self.lease_reads.post_slot(route, index)
+                # over loopback). A load that has read nothing over NIXL, all of it being mapped, has no entries.
+                if self.lease_reads.entries:
+                    with contextlib.suppress(FabricError):
+                        self.lease_reads.post_slot(route, index)
             except FabricError:
                 self.undelivered += 1
             except Exception:  # noqa: BLE001 - shown, with its traceback

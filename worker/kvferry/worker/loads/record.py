@@ -52,6 +52,7 @@ class LoadRecord(msgspec.Struct, kw_only=True):
             that are contiguous on both sides.
         post_s, transfer_s: as measured by NIXL, summed over the reads.
         staged_bytes, waves: the part of the planned bytes that went through the staging pool, and its waves.
+        mapped_bytes: the part of the planned bytes that was copied from the producer's mapped memory, without NIXL.
         relayout_s: from the end of each wave's read until it was found in place, summed; a part of `READING`.
         early_bytes: the part of the planned bytes that was read before the prefill had ended.
         restarts: times that it began anew, since the prefill was preempted.
@@ -73,6 +74,7 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     transfer_s: float = 0.0
     staged_bytes: int = 0
     waves: int = 0
+    mapped_bytes: int = 0
     relayout_s: float = 0.0
     early_bytes: int = 0
     restarts: int = 0

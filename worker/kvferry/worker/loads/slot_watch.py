@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.entry_buffers import SlotReads
-from kvferry.worker.fabric.errors import FabricError, internal_errors
+from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.fabric.port import TransferState
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.loads.poll_schedule import PollSchedule
@@ -163,6 +163,9 @@ class SlotWatch:
 
     def _words_of(self, poll: SlotPoll) -> np.ndarray:
         """The words that a poll has read, uint64 `[waits, routes, 2]`; a copy."""
+        if poll.peer.is_mapped:
+            mapped = [route.mapping.slots[poll.batch.slots] for route in poll.peer.mapped_routes()]
+            return np.stack(mapped, axis=1)
         by_route = self._slot_reads.memory[list(poll.entries)]
         shape = (len(poll.peer.routes), len(poll.batch.waits), 2)
         return by_route.reshape(shape).swapaxes(0, 1)
@@ -171,6 +174,19 @@ class SlotWatch:
         """Post a poll, unless there are too few entries now."""
         batch = watched.next_batch()
         routes = watched.peer.routes
+        if watched.peer.is_mapped:
+            # The words of a process that has died never change, and nothing that is read over the fabric would tell.
+            if watched.peer.has_exited():
+                raise PeerLost("poll slots", "its process has ended", str(watched.peer.key))
+            # Nothing is posted: its words are loaded when the poll ends, which is at once.
+            watched.poll = SlotPoll(
+                peer=watched.peer,
+                batch=batch,
+                entries=(),
+                reads=self._reader.reads(),
+                begun_s=now_s,
+            )
+            return
         count = len(batch.waits)
         taken = self._slot_reads.try_take(count * len(routes), str(watched.peer.key))
         if taken is None:

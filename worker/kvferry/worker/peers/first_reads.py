@@ -7,6 +7,7 @@ that does not answer hangs without an error.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +16,10 @@ from kvferry.link.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.ids import EMPTY
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import SlotReads
-from kvferry.worker.fabric.port import Transfer, TransferState
+from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer, TransferState
 from kvferry.worker.fabric.reads import FabricReader, Reads
 from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
@@ -28,7 +30,7 @@ class FirstRead:
     """The first read of one peer.
 
     Attributes:
-        reads: reads that may still write `entries`.
+        reads: reads that may still write `entries`: a slot of each worker, then the proofs of what is mapped.
         asked_s: when the peer was first asked for.
         arrived_s: when its description and plan arrived.
         begun_s: when it began, by the clock of the time awake.
@@ -51,6 +53,7 @@ class FirstReads:
 
     Args:
         timeout_s: for one of them.
+        mapped_reads: see `connect`.
     """
 
     def __init__(
@@ -60,7 +63,10 @@ class FirstReads:
         staging: Staging | None,
         slot_reads: SlotReads,
         timeout_s: float,
+        *,
+        mapped_reads: bool = False,
     ) -> None:
+        self._mapped_reads = mapped_reads
         self.reader = reader
         self.timeout_s = timeout_s
         self._caches = caches
@@ -103,16 +109,21 @@ class FirstReads:
             HandshakeFailed: there are too few entries.
             FabricError, InvalidMessage: as `connect` and `Fabric.post_read`.
         """
-        entries = self._slot_reads.try_take(len(plan.routes), str(key))
-        if entries is None:
-            raise HandshakeFailed("too many reads in flight")
         prepare_begun_s = time.perf_counter()
-        try:
-            peer = connect(self.reader, self._caches, self._staging, key, description, plan)
-        except Exception:
-            # Nothing was posted, so nothing can be written to the entries.
-            self._slot_reads.give_back(entries, str(key))
-            raise
+        peer = connect(
+            self.reader,
+            self._caches,
+            self._staging,
+            key,
+            description,
+            plan,
+            mapped_reads=self._mapped_reads,
+        )
+        proofs = sum(len(route.mapping.allocations) for route in peer.mapped_routes())
+        entries = self._slot_reads.try_take(len(peer.routes) + proofs, str(key))
+        if entries is None:
+            disconnect(self.reader, peer)
+            raise HandshakeFailed("too many reads in flight")
         first_read = FirstRead(
             peer=peer,
             reads=self.reader.reads(),
@@ -124,13 +135,17 @@ class FirstReads:
         )
         # Any slot will do: slot 0 of each lease table.
         slot = np.zeros(1, dtype=np.int32)
+        # A proof that is not read must not be one that an earlier read has left here.
+        self._slot_reads.memory[list(entries)] = EMPTY
         try:
-            for entry, route in zip(entries, peer.routes, strict=True):
-                local = np.array([entry], dtype=np.int32)
-                transfer = first_read.reads.post(
-                    self._slot_reads.descriptors, local, route.slots, slot
-                )
-                first_read.transfers.append(transfer)
+            for entry, route in zip(entries, peer.routes, strict=False):
+                self._post(first_read, [entry], route.slots, slot)
+            next_proof = len(peer.routes)
+            for mapped in peer.mapped_routes():
+                numbers = np.arange(len(mapped.mapping.allocations), dtype=np.int32)
+                into = entries[next_proof : next_proof + len(numbers)]
+                self._post(first_read, into, mapped.proofs, numbers)
+                next_proof += len(numbers)
         except Exception:
             self._give_up(first_read)
             raise
@@ -164,10 +179,38 @@ class FirstReads:
         ]
         return ended
 
+    def _post(
+        self,
+        first_read: FirstRead,
+        entries: Sequence[int],
+        remote: RemoteDescriptors,
+        wanted: Indices,
+    ) -> None:
+        local = np.array(entries, dtype=np.int32)
+        transfer = first_read.reads.post(self._slot_reads.descriptors, local, remote, wanted)
+        first_read.transfers.append(transfer)
+
     def _is_done(self, first_read: FirstRead) -> bool:
+        """Whether all have ended.
+
+        Raises:
+            HandshakeFailed: what is mapped is not the memory that the fabric reads.
+        """
         # Each is polled, whatever the others are: a transfer is sure to advance only if polled.
         states = [self.reader.fabric.poll(transfer) for transfer in first_read.transfers]
-        return all(state is TransferState.DONE for state in states)
+        if not all(state is TransferState.DONE for state in states):
+            return False
+        peer = first_read.peer
+        next_proof = len(peer.routes)
+        for mapped in peer.mapped_routes():
+            expected = mapped.mapping.proofs()
+            entries = first_read.entries[next_proof : next_proof + len(expected)]
+            if not np.array_equal(self._slot_reads.memory[list(entries)], expected):
+                raise HandshakeFailed(
+                    "the memory that is mapped is not that which the fabric reads"
+                )
+            next_proof += len(expected)
+        return True
 
     def _give_up(self, first_read: FirstRead) -> None:
         if not self._try_end(first_read):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,9 @@ from kvferry.worker.fabric.port import (
     RemoteDescriptors,
 )
 from kvferry.worker.fabric.reads import FabricReader, Handle
+from kvferry.worker.peer_memory.mapping import WorkerMapping
+from kvferry.worker.peer_memory.shared_file import PROOF_BYTES, NotMappable
+from kvferry.worker.peers.mapped_route import MappedRoute
 from kvferry.worker.staging.buffer import PreparedSource, Staging
 
 
@@ -87,6 +90,7 @@ class PeerRoute:
         table: the reads in place from this worker; None if there are none.
         sources: the reads through the staging pool.
         rows: its rows; None if its prompts can only be read when they are complete.
+        mapped: the reads from its mapped memory, which are then all there are; None if it is not mapped.
     """
 
     route: Route
@@ -95,6 +99,7 @@ class PeerRoute:
     table: PreparedTable | None
     sources: tuple[PreparedSource, ...]
     rows: PreparedRows | None = None
+    mapped: MappedRoute | None = None
 
 
 @dataclass(slots=True)
@@ -136,6 +141,7 @@ class Peer:
 
     Attributes:
         made: the handles to give back, in the order of creation.
+        why_not_mapped: why a worker's memory is not mapped; None if all of it is, or it was not tried.
         data_reads: of all loads from it.
     """
 
@@ -144,7 +150,21 @@ class Peer:
     plan: TransferPlan
     routes: tuple[PeerRoute, ...]
     made: tuple[Handle, ...]
+    why_not_mapped: str | None = None
     data_reads: ReadQueue = field(default_factory=ReadQueue)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the memory of all its workers is mapped: nothing is read over the fabric but what is streamed."""
+        return all(route.mapped is not None for route in self.routes)
+
+    def mapped_routes(self) -> Iterator[MappedRoute]:
+        """The producer workers whose memory is mapped."""
+        return (route.mapped for route in self.routes if route.mapped is not None)
+
+    def has_exited(self) -> bool:
+        """Whether the process of a mapped worker has ended. Of the others NIXL tells, at the next read."""
+        return any(route.mapping.has_exited() for route in self.mapped_routes())
 
 
 def connect(
@@ -154,28 +174,57 @@ def connect(
     key: PeerKey,
     description: EngineDescription,
     plan: TransferPlan,
+    *,
+    mapped_reads: bool,
 ) -> Peer:
     """Make a planned producer known to the fabric and prepare its descriptors.
 
     Args:
         staging: the pool; None where the plan stages nothing.
+        mapped_reads: whether to map the memory of its workers, where that is possible.
 
     Raises:
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
         InvalidMessage: the description names memory of no known kind.
     """
-    connecting = _Connecting(reader.fabric, caches, staging)
+    mappings: dict[int, WorkerMapping] = {}
+    why_not_mapped = None
+    if mapped_reads:
+        mappings, why_not_mapped = _map_workers(caches, description, plan)
+    plan = plan.with_mapped(mappings)
+    connecting = _Connecting(reader.fabric, caches, staging, mappings)
     try:
         routes = tuple(connecting.connect_route(route, description) for route in plan.routes)
     except Exception:
         _give_back(reader, connecting.made)
         raise
-    return Peer(key, description, plan, routes, tuple(connecting.made))
+    return Peer(key, description, plan, routes, tuple(connecting.made), why_not_mapped)
 
 
 def disconnect(reader: FabricReader, peer: Peer) -> None:
-    """Give back everything that `connect` made; raises nothing. Reads in flight go on and must still be polled."""
+    """Give back everything that `connect` made; raises nothing. Reads in flight go on and must still be polled.
+
+    What is mapped is unmapped with the last load that reads through it.
+    """
     _give_back(reader, peer.made)
+    for route in peer.mapped_routes():
+        route.mapping.close()
+
+
+def _map_workers(
+    caches: KvCaches, description: EngineDescription, plan: TransferPlan
+) -> tuple[dict[int, WorkerMapping], str | None]:
+    """The memory of the workers of a plan, by worker, and why one of them is not mapped."""
+    if caches.device.is_cuda:
+        return {}, "this engine's caches are on a device"
+    mappings: dict[int, WorkerMapping] = {}
+    why_not: str | None = None
+    for route in plan.routes:
+        try:
+            mappings[route.worker] = WorkerMapping(description.workers[route.worker])
+        except NotMappable as not_mappable:
+            why_not = str(not_mappable)
+    return mappings, why_not
 
 
 def _give_back(reader: FabricReader, made: Sequence[Handle]) -> None:
@@ -191,8 +240,15 @@ class _Connecting:
         made: what the fabric has given out so far, to be given back if the rest fails.
     """
 
-    def __init__(self, fabric: Fabric, caches: KvCaches, staging: Staging | None) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        caches: KvCaches,
+        staging: Staging | None,
+        mappings: Mapping[int, WorkerMapping],
+    ) -> None:
         self.made: list[Handle] = []
+        self._mappings = mappings
         self._fabric = fabric
         self._caches = caches
         self._staging = staging
@@ -207,12 +263,20 @@ class _Connecting:
             kind = MemoryKind(worker.memory)
         except ValueError:
             raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
-        table = self._table(route, agent, worker.device, kind)
-        sources = self._sources(route, agent, worker.device, kind)
+        mapping = self._mappings.get(route.worker)
+        table: PreparedTable | None = None
+        sources: tuple[PreparedSource, ...] = ()
+        mapped = None
+        if mapping is None:
+            table = self._table(route, agent, worker.device, kind)
+            sources = self._sources(route, agent, worker.device, kind)
+        else:
+            # Nothing is prepared of caches that NIXL does not read.
+            mapped = self._mapped(route, agent, mapping)
         rows = None
         if worker.stream_rows is not None:
             rows = self._rows(agent, worker.stream_rows)
-        return PeerRoute(route, agent, slots, table, sources, rows)
+        return PeerRoute(route, agent, slots, table, sources, rows, mapped)
 
     def _table(
         self, route: Route, agent: PeerAgent, device: int, kind: MemoryKind
@@ -242,6 +306,12 @@ class _Connecting:
             remote = self._remote(agent, DescriptorRows(kind, table.rows))
             sources.append(PreparedSource.at_address(self._staging.address, table, chunks, remote))
         return tuple(sources)
+
+    def _mapped(self, route: Route, agent: PeerAgent, mapping: WorkerMapping) -> MappedRoute:
+        """What is read from mapped memory."""
+        rows = [(address, PROOF_BYTES, 0, PROOF_BYTES, 1) for address in mapping.proof_addresses()]
+        proofs = self._remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, rows))
+        return MappedRoute.from_plan(route, mapping, proofs, self._caches)
 
     def _rows(self, agent: PeerAgent, rows: StreamRows) -> PreparedRows:
         page_bytes = PAGE_IDS * ID_BYTES

@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 _STATIC_CHECK_S = 0.5
 """Interval of the checks for static peers to connect, while some are not connected."""
 
+_EXIT_CHECK_S = 0.5
+"""Interval of the checks whether the processes of mapped peers have ended."""
+
 # Another boot of an engine at another address may be the same engine, restarted elsewhere, or a
 # second one that was given the same id: then both are read from in turn, and must not evict each
 # other. An engine that was used this recently has hardly been restarted: vLLM starts more slowly.
@@ -108,6 +111,7 @@ class PeerRegistry:
         # By address.
         self._static: dict[tuple[str, int], PeerKey] = {}
         self._static_check_s = 0.0
+        self._exits_checked_s = 0.0
 
     def busy(self) -> bool:
         """True if `step` must be called again soon without being woken."""
@@ -230,6 +234,9 @@ class PeerRegistry:
             self._static_check_s = now_s + _STATIC_CHECK_S
             for key in self._static.values():
                 self.prewarm(key, now_s)
+        if now_s >= self._exits_checked_s + _EXIT_CHECK_S:
+            self._exits_checked_s = now_s
+            has_changed |= self._lose_exited(now_s)
         self._retire_unused(now_s, in_use)
         self._disconnect_retired(in_use)
         return has_changed
@@ -244,6 +251,16 @@ class PeerRegistry:
         del self._ready[peer.key]
         disconnect(self._reader, peer)
         self._give_up(peer.key, Unavailable(FailureReason.TRANSFER, why), now_s)
+
+    def _lose_exited(self, now_s: float) -> bool:
+        """Forget the mapped peers whose process has ended. Returns whether there were any.
+
+        Their memory stays taken until it is unmapped, and without reads over the fabric nothing else would tell.
+        """
+        exited = [known.peer for known in self._ready.values() if known.peer.has_exited()]
+        for peer in exited:
+            self.lost(peer, "its process has ended", now_s)
+        return bool(exited)
 
     def close(self) -> None:
         """Forget all peers."""
@@ -293,13 +310,17 @@ class PeerRegistry:
         took_s = max(now_s - first_read.asked_s, described_s + first_read.prepared_s)
         self.handshake_s.append(took_s)
         line, *more_lines = peer.plan.describe_all()
+        not_mapped = ""
+        if peer.why_not_mapped is not None:
+            not_mapped = f"; not mapped: {peer.why_not_mapped}"
         logger.info(
-            "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
+            "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s%s",
             peer.key,
             took_s * 1e3,
             described_s * 1e3,
             first_read.prepared_s * 1e3,
             line,
+            not_mapped,
         )
         for more in more_lines:
             logger.debug("peer=%s %s", peer.key, more)

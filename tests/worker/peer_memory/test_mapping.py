@@ -1,0 +1,178 @@
+"""The memory of one producer worker, mapped: what is, what is not and why, and when its process has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.protocol.geometry import Place
+from kvferry.protocol.handshake import LeaseTableAddress, WorkerDescription
+from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
+from kvferry.worker.peer_memory import mapping
+from kvferry.worker.peer_memory.mapping import WorkerMapping
+from kvferry.worker.peer_memory.shared_file import (
+    PROOF_BYTES,
+    NotMappable,
+    SharedFile,
+    machine_id,
+    pid_namespace,
+)
+from tests.harness.caches import CacheShape, ToyCaches
+
+SLOTS = 4
+PRODUCER = """
+import sys
+import time
+import msgspec
+from kvferry.worker.peer_memory.shared_file import SharedFile
+
+file = SharedFile(int(sys.argv[1]))
+file.tensor[: int(sys.argv[1])] = 3
+print(msgspec.json.encode(file.allocation).decode(), flush=True)
+time.sleep(600)
+"""
+
+
+class Described:
+    """A worker of this process with a lease table and caches in files."""
+
+    def __init__(self) -> None:
+        self.table = SharedFile(SLOTS * SLOT_BYTES)
+        self.caches = ToyCaches(CacheShape(), 0, shared=True)
+        files = (self.table, *self.caches.kv.shared)
+        self.shared = SharedMemory(
+            machine=machine_id(),
+            pid_namespace=pid_namespace(),
+            pid=os.getpid(),
+            allocations=tuple(file.allocation for file in files),
+        )
+
+    def worker(self, **fields: Any) -> WorkerDescription:
+        """Its description, with some other fields."""
+        table = LeaseTableAddress(address=self.table.address, slots=SLOTS)
+        described: dict[str, Any] = {
+            "place": Place(),
+            "agent": "P",
+            "agent_metadata": b"-",
+            "memory": "DRAM",
+            "device": 0,
+            "lease_table": table,
+            "tensors": self.caches.kv.tensors,
+            "shared": self.shared,
+        }
+        return WorkerDescription(**described | fields)
+
+    def sharing(self, **fields: Any) -> WorkerDescription:
+        """Its description, with other fields of what it shares."""
+        return self.worker(shared=msgspec.structs.replace(self.shared, **fields))
+
+
+def test_every_byte_is_found_and_the_slots_are_those_of_the_table() -> None:
+    described = Described()
+    mapped = WorkerMapping(described.worker())
+    described.table.tensor[:SLOT_BYTES] = 1
+    assert mapped.slots.shape == (SLOTS, 2)
+    assert mapped.slots.tolist() == [[0x0101010101010101] * 2] + [[0, 0]] * (SLOTS - 1)
+    for number, tensor in enumerate(described.caches.kv.tensors):
+        described.caches.kv.storages[number][:] = 7 + number
+        allocation = mapped.allocations[1 + number]
+        offset = mapped.address_of(tensor.base) - allocation.ctypes.data
+        assert offset == tensor.base - described.caches.kv.storages[number].data_ptr()
+        assert allocation[offset] == 7 + number
+
+
+def test_the_proofs_are_the_ends_of_all_allocations() -> None:
+    described = Described()
+    mapped = WorkerMapping(described.worker())
+    files = (described.table, *described.caches.kv.shared)
+    assert mapped.proofs().tobytes() == b"".join(
+        bytes(file.tensor[-PROOF_BYTES:].tolist()) for file in files
+    )
+    ends = [file.address + file.num_bytes - PROOF_BYTES for file in files]
+    assert mapped.proof_addresses() == ends
+
+
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "another host": ({"machine": "0" * 36}, "on another host"),
+    "another PID namespace": ({"pid_namespace": "pid:[1]"}, "--pid=host"),
+    "nothing is shared": ({"allocations": (), "why_not": "caches are private"}, "are private"),
+    "no such process": ({"pid": 2**22 + 1}, "is not found"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_what_cannot_be_mapped_says_why(case: str) -> None:
+    fields, said = REASONS[case]
+    with pytest.raises(NotMappable, match=said):
+        WorkerMapping(Described().sharing(**fields))
+
+
+def test_a_producer_that_shares_nothing_is_not_mapped() -> None:
+    with pytest.raises(NotMappable, match="mapped_reads"):
+        WorkerMapping(Described().worker(shared=None))
+
+
+def test_where_loads_are_not_ordered_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "KEEPS_ORDER", False)
+    with pytest.raises(NotMappable, match="not ordered"):
+        WorkerMapping(Described().worker())
+
+
+def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> None:
+    """Also one that reaches into the proof, and one of which only the last block is outside."""
+    described = Described()
+    tensor, *others = described.caches.kv.tensors
+    for change in ({"base": tensor.base - 4096}, {"blocks": tensor.blocks * 100}, {"base": 0}):
+        moved = (msgspec.structs.replace(tensor, **change), *others)
+        with pytest.raises(NotMappable, match=r"layers\.0/kv is in none"):
+            WorkerMapping(described.worker(tensors=moved))
+    end = described.table.address + described.table.num_bytes
+    for table in (
+        LeaseTableAddress(
+            address=described.table.address, slots=described.table.num_bytes // SLOT_BYTES
+        ),
+        LeaseTableAddress(address=end, slots=1),
+        LeaseTableAddress(address=described.table.address - SLOT_BYTES, slots=1),
+    ):
+        with pytest.raises(NotMappable, match="the lease table is in none"):
+            WorkerMapping(described.worker(lease_table=table))
+    with pytest.raises(NotMappable, match="multiple of 16"):
+        WorkerMapping(
+            described.worker(
+                lease_table=LeaseTableAddress(address=described.table.address + 8, slots=SLOTS)
+            )
+        )
+
+
+def test_the_end_of_its_process_is_noticed_and_its_memory_can_still_be_read() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRODUCER, str(SLOTS * SLOT_BYTES)], stdout=subprocess.PIPE, text=True
+    ) as producer:
+        assert producer.stdout is not None
+        allocation = msgspec.json.decode(producer.stdout.readline(), type=SharedAllocation)
+        described = Described().sharing(pid=producer.pid, allocations=(allocation,))
+        table = LeaseTableAddress(address=allocation.address, slots=SLOTS)
+        mapped = WorkerMapping(msgspec.structs.replace(described, lease_table=table, tensors=()))
+        assert not mapped.has_exited()
+        producer.kill()
+        producer.wait()
+    assert mapped.has_exited()
+    assert mapped.slots.tolist() == [[0x0303030303030303] * 2] * SLOTS
+    mapped.close()
+    mapped.close()
+
+
+def test_nothing_of_a_mapping_is_left() -> None:
+    described = Described()
+    before = len(os.listdir("/proc/self/fd"))
+    WorkerMapping(described.worker()).close()
+    for fields, _ in REASONS.values():
+        with pytest.raises(NotMappable):
+            WorkerMapping(described.sharing(**fields))
+    assert len(os.listdir("/proc/self/fd")) == before

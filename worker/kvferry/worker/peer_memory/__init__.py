@@ -1,0 +1,1 @@
+"""Memory of another process of this host, mapped into this one."""
