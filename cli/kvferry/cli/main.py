@@ -120,6 +120,11 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument(
         "--staging-pool-bytes", metavar="N", help="the consumer's staging_pool_bytes, 0 for none"
     )
+    plan.add_argument(
+        "--same-host",
+        action="store_true",
+        help="all of the producer's memory is mapped: both are on one host, with caches in shared files",
+    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan")
     plan.add_argument(

@@ -159,3 +159,16 @@ def test_only_the_consumer_pays_for_the_relayout_of_staged_bytes() -> None:
 
 
 DENSE_OF_NHD = "layers=2,heads=4,dim=16,layout=HND"
+
+
+def test_on_one_host_nothing_goes_over_a_link_whatever_the_layouts() -> None:
+    pair = ("layers=2,heads=4,dim=16,tp=2", NHD)
+    apart, together = summary_of(*pair), summary_of(*pair, "--same-host")
+    assert placings(together) == {"mapped"}
+    assert (together.link_bytes, together.descriptors) == (0, 0)
+    assert together.bytes == apart.bytes == apart.link_bytes
+    assert together.predicted_ms < apart.predicted_ms
+    (worker,) = together.workers
+    assert " mapped, " in worker.log
+    assert not any(flow.staged for flow in worker.flows)
+    assert run("plan", *pair, "--same-host").out.count(" 0  mapped (1)") == 1

@@ -59,6 +59,9 @@ def run_plan(options: argparse.Namespace) -> int:
             _print_both(producer, consumer)
             print_refusal(refusal)
         return REFUSED
+    if options.same_host:
+        every_worker = range(len(producer.engine.workers))
+        plans = tuple(plan.with_mapped(every_worker) for plan in plans)
     summary = summarise(
         consumer.engine,
         producer.engine,

@@ -326,6 +326,7 @@ def _legend(placings: Set[str], y: float) -> Iterator[str]:
     names = {
         "direct": "read in place",
         "staged": "staged, then put in place",
+        "mapped": "copied from mapped memory",
         "release": "release only",
     }
     for placing, name in names.items():

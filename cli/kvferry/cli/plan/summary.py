@@ -242,7 +242,7 @@ def summarise(
             flow, effort = _flow(route, units_of, consumer.groups, order)
             reading[plan.worker] += effort
             # The relayout is the consumer's work.
-            sending[route.worker] += replace(effort, staged_bytes=0)
+            sending[route.worker] += replace(effort, relayout_bytes=0)
             flows.append(flow)
         own_effort = reading[plan.worker]
         log, *debug = plan.describe_all()
@@ -369,27 +369,27 @@ class Effort:
         num_bytes: bytes needed.
         link_bytes: bytes over the link; more than needed if whole blocks are read for a part of them.
         descriptors: descriptors given to NIXL.
-        staged_bytes: bytes that the relayout puts in place afterwards.
+        relayout_bytes: bytes that the relayout puts in place: staged ones afterwards, mapped ones at once.
     """
 
     num_bytes: int = 0
     link_bytes: int = 0
     descriptors: int = 0
-    staged_bytes: int = 0
+    relayout_bytes: int = 0
 
     def __add__(self, other: Effort) -> Effort:
         return Effort(
             num_bytes=self.num_bytes + other.num_bytes,
             link_bytes=self.link_bytes + other.link_bytes,
             descriptors=self.descriptors + other.descriptors,
-            staged_bytes=self.staged_bytes + other.staged_bytes,
+            relayout_bytes=self.relayout_bytes + other.relayout_bytes,
         )
 
     def seconds(self, costs: Costs, link_gb_s: float) -> float:
         """Time over a link, with the known costs of descriptors and of the relayout."""
         link_s = self.link_bytes / (link_gb_s * 1e9)
         descriptors_s = self.descriptors * costs.descriptor_s
-        return link_s + descriptors_s + costs.relayout_s(self.staged_bytes)
+        return link_s + descriptors_s + costs.relayout_s(self.relayout_bytes)
 
 
 def prompt_tokens(
@@ -451,8 +451,8 @@ def count_units(token_map: TokenMap, here: Groups, there: Groups, num_tokens: in
 def bundle_effort(route: Route, bundle: Bundle, units: Units) -> Effort:
     """The effort of a bundle; of a staged one without the reads, which are in `source_effort`."""
     num_bytes = units.units * bundle.unit_bytes
-    if route.placing_of(bundle) is Placing.STAGED:
-        return Effort(num_bytes=num_bytes, staged_bytes=num_bytes)
+    if route.placing_of(bundle) is not Placing.DIRECT:
+        return Effort(num_bytes=num_bytes, relayout_bytes=num_bytes)
     return Effort(
         num_bytes=num_bytes,
         link_bytes=num_bytes,

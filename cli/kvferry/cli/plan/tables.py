@@ -39,7 +39,7 @@ RELEASE = "released"
 NONE = "no need"
 
 _COLUMNS = ("consumer", "producer", ">pairs", "layers", "heads", ">bytes", ">descriptors", "placed")
-_STYLES = {"direct": "green", "staged": "yellow", RELEASE: "dim", NONE: "dim"}
+_STYLES = {"direct": "green", "staged": "yellow", "mapped": "cyan", RELEASE: "dim", NONE: "dim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,8 @@ def rows_of(readers: Iterable[ReadingWorker], reasons: dict[str, int]) -> Iterat
             has_shown_staged = False
             for read in flow.reads:
                 descriptors: int | None = read.runs
+                if read.placing == "mapped":
+                    descriptors = 0
                 if read.placing == "staged":
                     descriptors = None if has_shown_staged else _staged_descriptors(flow)
                     has_shown_staged = True
