@@ -31,16 +31,61 @@ from bench.transfer_shapes import MIB, Scenario, Side
 LAYERS, HEADS, CELL_BYTES = 160, 8, 256
 """K and V of every layer; of one head and token."""
 TOKEN_BYTES = LAYERS * HEADS * CELL_BYTES
-ENGINES = {
-    "equal engines, in place": (Side(), Side(), False),
-    "blocks of 16 → 64 tokens, staged": (Side(), Side(block_tokens=64), True),
-    "heads → tokens outermost, staged": (Side(), Side(tokens_first=True), True),
-}
+
+
+@dataclass(frozen=True)
+class Engines:
+    """A pair of engines of one row.
+
+    Attributes:
+        way: how its bytes are placed: `in place`, `staged` or `mapped`.
+        layers: tensors of K and of V, all together.
+    """
+
+    name: str
+    producer: Side
+    consumer: Side
+    way: str
+    layers: int = LAYERS
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.way}"
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * HEADS * CELL_BYTES
+
+
+EQUAL = ("equal engines", Side(), Side())
+BLOCKS = ("blocks of 16 → 64 tokens", Side(), Side(block_tokens=64))
+LAYOUTS = ("heads → tokens outermost", Side(), Side(tokens_first=True))
+PAIRS = (
+    Engines(*EQUAL, "in place"),
+    Engines(*BLOCKS, "staged"),
+    Engines(*LAYOUTS, "staged"),
+)
+MAPPED_PAIRS = tuple(Engines(*pair, "mapped") for pair in (EQUAL, BLOCKS, LAYOUTS))
+SHORT_LAYERS = 8
+"""Of the engines of short loads: 16 KiB a token, so that a block of 16 tokens is 256 KiB."""
+SHORT_PAIRS = tuple(
+    Engines(*pair, way, SHORT_LAYERS)
+    for pair, way in (
+        (EQUAL, "in place"),
+        (EQUAL, "mapped"),
+        (LAYOUTS, "staged"),
+        (LAYOUTS, "mapped"),
+    )
+)
+SHORT_TOKENS = (16, 64)
+"""256 KiB and 1 MiB."""
+SHORT_TURNS_EACH = 10
 HANDOVER, BARE, COPY = "kvferry", "bare NIXL, the same descriptors", "plain copy of as many bytes"
 WHAT = (
     "The cache of a prompt of a Llama-70B goes from a producer's process to a consumer's: from the order to the "
     "result, with both reads of the lease's slot, the check of the MAC, the relayout and the notification. Beside it, "
-    "in turn: a bare NIXL loop with the same descriptors where nothing is staged, and a plain copy of as many bytes."
+    "in turn: a bare NIXL loop with the same descriptors where bytes are read in place, and a plain copy of as many. "
+    "Of mapped engines the producer's caches lie in a shared file, which has pages of 4 KiB."
 )
 
 
@@ -48,49 +93,59 @@ WHAT = (
 class Measured:
     """One pair of engines and one length of prompt: milliseconds of every turn."""
 
-    engines: str
+    engines: Engines
     tokens: int
     ms: dict[str, list[float]]
     descriptors: int
     staged_bytes: int
+    mapped_bytes: int
 
     def gb_s(self, name: str) -> float | None:
         """Of the median; None where it was not measured."""
         samples = self.ms.get(name)
-        return self.tokens * TOKEN_BYTES / statistics.median(samples) / 1e6 if samples else None
+        return self.num_bytes / statistics.median(samples) / 1e6 if samples else None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tokens * self.engines.token_bytes
 
 
-def scenario_of(engines: str, most_tokens: int, pool_bytes: int) -> Scenario:
+def scenario_of(engines: Engines, most_tokens: int, pool_bytes: int) -> Scenario:
     """A scenario of `bench.transfer` with the shape of a Llama-70B."""
-    producer, consumer, staged = ENGINES[engines]
     return Scenario(
-        name=engines,
-        run_bytes=HEADS * producer.block_tokens * CELL_BYTES,
-        layers=LAYERS,
+        name=engines.title,
+        run_bytes=HEADS * engines.producer.block_tokens * CELL_BYTES,
+        layers=engines.layers,
         heads=HEADS,
         cell_bytes=CELL_BYTES,
-        producer=producer,
-        consumer=consumer,
-        most_bytes=most_tokens * TOKEN_BYTES,
+        producer=engines.producer,
+        consumer=engines.consumer,
+        most_bytes=most_tokens * engines.token_bytes,
         pool_bytes=pool_bytes,
-        staged=staged,
+        staged=engines.way == "staged",
+        mapped=engines.way == "mapped",
     )
 
 
-def measure(bench: Bench, engines: str, lengths: Sequence[int], turns: int) -> list[Measured]:
+def measure(bench: Bench, engines: Engines, lengths: Sequence[int], turns: int) -> list[Measured]:
     """All lengths for one pair of engines."""
     scenario = scenario_of(engines, max(lengths), len(bench.target))
-    with connected(bench, scenario, 64 * TOKEN_BYTES) as loads:
-        if scenario.staged:
-            return [_measure(bench, loads, None, tokens, turns) for tokens in lengths]
+    with connected(bench, scenario, 64 * engines.token_bytes) as loads:
+        if engines.way != "in place":
+            return [_measure(bench, engines, loads, None, tokens, turns) for tokens in lengths]
         with closing(BareNixl(bench.target, loads.peer)) as bare:
-            return [_measure(bench, loads, bare, tokens, turns) for tokens in lengths]
+            return [_measure(bench, engines, loads, bare, tokens, turns) for tokens in lengths]
 
 
 def _measure(
-    bench: Bench, loads: Loads, bare: BareNixl | None, tokens: int, turns: int
+    bench: Bench,
+    engines: Engines,
+    loads: Loads,
+    bare: BareNixl | None,
+    tokens: int,
+    turns: int,
 ) -> Measured:
-    num_bytes = tokens * TOKEN_BYTES
+    num_bytes = tokens * engines.token_bytes
     device = bench.target.device
     leases = bench.leases(turns + 1)
     calls = {
@@ -106,7 +161,9 @@ def _measure(
     seconds = in_turn(turns, calls)
     ms = {name: [1e3 * one for one in samples] for name, samples in seconds.items()}
     (record,) = loads.records
-    return Measured(loads.scenario.name, tokens, ms, record.descriptors, record.staged_bytes)
+    return Measured(
+        engines, tokens, ms, record.descriptors, record.staged_bytes, record.mapped_bytes
+    )
 
 
 def _copy(bench: Bench, num_bytes: int) -> None:
@@ -121,19 +178,33 @@ def run(device_name: str, lengths: Sequence[int], turns: int, *, quick: bool) ->
         max(lengths) * TOKEN_BYTES + 64 * LAYERS * HEADS * CELL_BYTES + MIB
     )  # block 0 holds nothing
     with two_processes(pool_bytes, 1, device_name) as bench:
-        found = [one for engines in ENGINES for one in measure(bench, engines, lengths, turns)]
-        return results_of(found, device_name, pages_of(bench.target), quick=quick)
+        # Caches on a device are not mapped.
+        pairs = PAIRS + MAPPED_PAIRS if device_name == "cpu" else PAIRS
+        found = [one for engines in pairs for one in measure(bench, engines, lengths, turns)]
+        short: list[Measured] = []
+        if device_name == "cpu":
+            for engines in SHORT_PAIRS:
+                short += measure(bench, engines, SHORT_TOKENS, SHORT_TURNS_EACH * turns)
+        return results_of(found, short, device_name, pages_of(bench.target), quick=quick)
 
 
-def results_of(found: Sequence[Measured], device_name: str, pages: str, *, quick: bool) -> Results:
-    """One table, one chart."""
+def results_of(
+    found: Sequence[Measured],
+    short: Sequence[Measured],
+    device_name: str,
+    pages: str,
+    *,
+    quick: bool,
+) -> Results:
+    """A table of long loads and their chart, and a table of short ones."""
     rows = [
         [
-            one.engines,
+            one.engines.title,
             one.tokens,
-            one.tokens * TOKEN_BYTES / 1e6,
+            one.num_bytes / 1e6,
             one.descriptors,
             one.staged_bytes / 1e6,
+            one.mapped_bytes / 1e6,
             len(one.ms[HANDOVER]),
             statistics.median(one.ms[HANDOVER]),
             spread(one.ms[HANDOVER]),
@@ -147,25 +218,49 @@ def results_of(found: Sequence[Measured], device_name: str, pages: str, *, quick
         "MB",
         "descriptors",
         "staged, MB",
+        "mapped, MB",
         "turns",
         "handover, ms",
         "range, ms",
     )
-    direct = next(iter(ENGINES))
-    lines = [(f"kvferry, {engines}", HANDOVER, engines) for engines in ENGINES]
+    short_rows = [
+        [
+            one.engines.title,
+            one.num_bytes / 1024,
+            len(one.ms[HANDOVER]),
+            statistics.median(one.ms[HANDOVER]),
+            spread(one.ms[HANDOVER]),
+            *(statistics.median(one.ms[name]) if name in one.ms else None for name in (BARE, COPY)),
+        ]
+        for one in short
+    ]
+    tables = [Table("Handovers", (*columns, "GB/s", "bare NIXL, GB/s", "plain copy, GB/s"), rows)]
+    if short_rows:
+        short_columns = (
+            "engines",
+            "KiB",
+            "turns",
+            "handover, ms",
+            "range, ms",
+            "bare NIXL, ms",
+            "plain copy, ms",
+        )
+        tables.append(Table("Short loads", short_columns, short_rows))
+    direct = PAIRS[0].title
+    titles = dict.fromkeys(one.engines.title for one in found)
+    lines = [(f"kvferry, {engines}", HANDOVER, engines) for engines in titles]
     lines += [(BARE, BARE, direct), (COPY, COPY, direct)]
     series = [
         Series.of_samples(
-            title, [(one.tokens, one.ms.get(name, ())) for one in found if one.engines == engines]
+            title,
+            [(one.tokens, one.ms.get(name, ())) for one in found if one.engines.title == engines],
         )
         for title, name, engines in lines
     ]
     return Results(
         command=f"python -m bench.handover --device {device_name}{' --quick' * quick}",
         what=WHAT,
-        tables=(
-            Table("Handovers", (*columns, "GB/s", "bare NIXL, GB/s", "plain copy, GB/s"), rows),
-        ),
+        tables=tuple(tables),
         charts=(
             Chart(
                 "Handover of a Llama-70B's cache",

@@ -25,6 +25,7 @@ from kvferry.scheduler.counters import Counters
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.peer_memory.shared_file import SharedFile
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 
@@ -57,9 +58,14 @@ def memory_of(num_bytes: int, device: torch.device, value: int = 0) -> torch.Ten
 
 
 def make_worker(
-    engine_id: str, scenario: Scenario, side: Side, rank: int, memory: torch.Tensor
+    engine_id: str,
+    scenario: Scenario,
+    side: Side,
+    rank: int,
+    memory: torch.Tensor,
+    shared: tuple[SharedFile, ...] = (),
 ) -> FerryWorker:
-    """One worker on NIXL, with its caches at the beginning of `memory`."""
+    """One worker on NIXL, with its caches at the beginning of `memory`, which lies in the shared files."""
     return FerryWorker(
         engine_id=engine_id,
         place=Place(tp=rank),
@@ -68,7 +74,10 @@ def make_worker(
         facts=FACTS,
         groups=(scenario.group(side),),
         caches=KvCaches(
-            (memory,), scenario.tensors(side, rank, memory.data_ptr()), Device(memory.device)
+            (memory,),
+            scenario.tensors(side, rank, memory.data_ptr()),
+            Device(memory.device),
+            shared,
         ),
         settings=WorkerSettings(
             staging_pool_bytes=None if scenario.staged else 0, handshake_timeout_s=30.0
@@ -99,11 +108,17 @@ class Lease:
 class Producer:
     """One engine that leases blocks that it never computed."""
 
-    def __init__(self, scenario: Scenario, memories: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        memories: Sequence[torch.Tensor],
+        files: Sequence[tuple[SharedFile, ...]],
+    ) -> None:
         side = scenario.producer
         self.boot, mac_key, engine_id = new_boot_id(), new_mac_key(), f"producer-{os.getpid()}"
         self.workers = [
-            make_worker(engine_id, scenario, side, rank, memories[rank]) for rank in range(side.tp)
+            make_worker(engine_id, scenario, side, rank, memories[rank], files[rank])
+            for rank in range(side.tp)
         ]
         description = EngineDescription(
             engine_id=engine_id,
@@ -160,10 +175,20 @@ def _is_ready(worker: FerryWorker, lease: Lease) -> bool:
     )
 
 
+def _producer_of(
+    scenario: Scenario, private: Sequence[torch.Tensor], files: Sequence[SharedFile]
+) -> Producer:
+    if not scenario.mapped:
+        return Producer(scenario, private, [()] * len(private))
+    shared = [file.tensor[: len(own)] for file, own in zip(files, private, strict=True)]
+    return Producer(scenario, shared, [(file,) for file in files])
+
+
 def _serve(channel: Connection, pool_bytes: int, ranks: int, device_name: str) -> None:
     """The producer's process: one engine for each scenario, until the other end is closed."""
     torch.set_num_threads(1)
-    memories = [memory_of(pool_bytes, torch.device(device_name), PRODUCED) for _ in range(ranks)]
+    private = [memory_of(pool_bytes, torch.device(device_name), PRODUCED) for _ in range(ranks)]
+    files: list[SharedFile] = []
     producer: Producer | None = None
     while True:
         try:
@@ -173,7 +198,11 @@ def _serve(channel: Connection, pool_bytes: int, ranks: int, device_name: str) -
         if isinstance(argument, Scenario):
             if producer is not None:
                 producer.close()
-            producer = Producer(argument, memories)
+            if argument.mapped and not files:
+                files = [SharedFile(pool_bytes) for _ in range(ranks)]
+                for file in files:
+                    file.tensor[:pool_bytes] = PRODUCED
+            producer = _producer_of(argument, private, files)
             channel.send(producer.address)
         elif producer is not None:
             channel.send(producer.lease(argument))

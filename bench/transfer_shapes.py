@@ -49,6 +49,7 @@ class Scenario:
         most_bytes: of the largest request.
         pool_bytes: of every worker's caches.
         staged: whether the plan may go through the staging pool.
+        mapped: whether the producer's caches lie in a shared file, which the consumer maps.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Scenario:
     most_bytes: int
     pool_bytes: int
     staged: bool = False
+    mapped: bool = False
 
     def blocks(self, side: Side) -> int:
         """Blocks of each worker's cache; block 0 holds nothing."""
