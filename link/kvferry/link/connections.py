@@ -24,10 +24,18 @@ from kvferry.link import limits
 from kvferry.link.counts import Counts
 from kvferry.link.sockets import unpack_event, watch
 from kvferry.link.tcp import Arrivals, TcpConnection
+from kvferry.protocol.handshake import MAX_REQUEST_BYTES
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
+# More than whole messages can have in flight: those in ZMQ's queue, one that waits to enter it, and what is in TCP's
+# buffer. Of empty frames it is 40 MB in ZMQ's memory. Not among the limits, which `kvferry doctor` reads where msgspec,
+# and so the messages, are missing.
+MAX_UNFINISHED_BYTES = (
+    limits.REQUESTS_QUEUED + 1
+) * MAX_REQUEST_BYTES + 4 * limits.RECEIVE_BUFFER_BYTES
+"""Most bytes of one connection of a listener since its last whole message."""
 
 _TEXTS = {
     "other_secret": "it has none of the secrets listed here",
@@ -155,7 +163,7 @@ class Connections:
                 self._unfinished_bytes[file] = self._known[file].unfinished_bytes()
         num_ended = 0
         for file, unfinished in list(self._unfinished_bytes.items()):
-            if unfinished > limits.MAX_UNFINISHED_BYTES:
+            if unfinished > MAX_UNFINISHED_BYTES:
                 num_ended += self.end(file)
         if sum(self._unfinished_bytes.values()) > limits.MAX_UNFINISHED_IN_ALL_BYTES:
             num_ended += self._end_largest()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvferry.protocol.handshake import MAX_REQUEST_BYTES
-
 _MAX_DOUBLINGS = 64
 """Of a backoff, so that 2.0 to this power still is a float."""
 
@@ -178,16 +176,11 @@ REQUESTS_QUEUED = 2
 ANSWERS_QUEUED = 8
 """Most answers that wait for one connection."""
 
-# More than whole messages can have in flight: those in ZMQ's queue, one that waits to enter it, and what is in TCP's
-# buffer. Of empty frames it is 40 MB in ZMQ's memory.
-MAX_UNFINISHED_BYTES = (REQUESTS_QUEUED + 1) * MAX_REQUEST_BYTES + 4 * RECEIVE_BUFFER_BYTES
-"""Most bytes of one connection of a listener since its last whole message."""
-
 # 512 MB of empty frames at worst. A thousand consumers that renew a hundred leases each at the same moment send a third
 # of it. Connections that have ended are in no bound: the kernel forgets their bytes with them, while ZMQ keeps the
 # frames. Only a secret keeps a client out that opens one after the other.
 MAX_UNFINISHED_IN_ALL_BYTES = 16 << 20
-"""Most such bytes of all open connections together."""
+"""Most bytes since their last whole messages of all open connections together; of one: `MAX_UNFINISHED_BYTES`."""
 
 # A ticket alone may have more, up to `MAX_ANSWERS_BYTES`. But a client ends a connection that brings much more than one
 # such ticket without being received, and two frames may wait.
