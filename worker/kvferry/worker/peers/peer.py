@@ -156,7 +156,8 @@ class Peer:
     @property
     def is_mapped(self) -> bool:
         """Whether the memory of all its workers is mapped: nothing is read over the fabric but what is streamed."""
-        return all(route.mapped is not None for route in self.routes)
+        # A worker that lacks nothing of a producer may have no routes at all.
+        return bool(self.routes) and all(route.mapped is not None for route in self.routes)
 
     def mapped_routes(self) -> Iterator[MappedRoute]:
         """The producer workers whose memory is mapped."""
