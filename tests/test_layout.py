@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,18 @@ def test_every_root_holds_one_typed_package_of_its_own_name(root: str) -> None:
     assert found - {package} == {package.parent / name for name in MODULES.get(root, ())}
     assert (package / "py.typed").exists()
     assert (package / "__init__.py").exists()
+
+
+def test_no_two_classes_of_the_product_share_a_name() -> None:
+    """A name in a stack trace or a search means one thing."""
+    places = defaultdict[str, list[str]](list)
+    for root in ROOTS:
+        for path in sorted((REPOSITORY / root / "kvferry").rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(str(path.relative_to(REPOSITORY)))
+    assert len(places) > 100
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize("name", CORE)
