@@ -250,7 +250,7 @@ def test_an_engine_that_is_not_known_is_left_out(registry: Registry) -> None:
 
 SOURCES = "".join(
     file.read_text()
-    for package in ("scheduler", "worker", "connector")
+    for package in ("link", "scheduler", "worker", "connector")
     for file in sorted((REPOSITORY / package / "kvferry").rglob("*.py"))
     if file.name != "tables.py"
 )
