@@ -55,7 +55,8 @@ def test_threads_of_a_scheduler_do_not_grow_with_its_peers(
             connect(0, 1)
             with_one = _threads()
             connect(1, PEERS)
-            assert _threads() == with_one
+            # Those of tests before this one may end meanwhile.
+            assert _threads() <= with_one
     finally:
         for one in (*silent, *clients):
             one.close()
