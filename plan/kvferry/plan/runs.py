@@ -73,6 +73,13 @@ class Bundle:
         return self.run * local_item
 
     @property
+    def dtypes(self) -> tuple[str, str] | None:
+        """The remote and the local type of the elements, the same at all places; None if bytes are copied unchanged."""
+        if not self.conversions:
+            return None
+        return self.conversions[0][:2]
+
+    @property
     def _items(self) -> tuple[int, int]:
         """Bytes of an item of `run`, local and remote."""
         # The conversions of all places have the same dtypes; their scales may differ.

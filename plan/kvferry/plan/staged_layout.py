@@ -208,9 +208,6 @@ def _placements(
         if not any(members[0] in place_of_part for members in bundle.members):
             continue
         outer_axes = _axes_of_runs(source.axes, bundle.axes)
-        dtypes = None
-        if bundle.conversions:
-            dtypes = bundle.conversions[0][:2]
         source_position_stride = 0
         if reading is not ReadExtent.UNITS and not bundle.tokens.is_state:
             source_position_stride = bundle.remote_unit_stride.position_stride
@@ -221,7 +218,7 @@ def _placements(
             position_stride=bundle.local_unit_stride.position_stride,
             source_position_stride=source_position_stride,
             pieces=tuple(_pieces(bundle, source, outer_axes, place_of_part)),
-            dtypes=dtypes,
+            dtypes=bundle.dtypes,
         )
         placements.append(placement)
     return tuple(placements)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.runs import Bundle, RunAxis
+from kvferry.plan.runs import Bundle
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
 from kvferry.worker.caches import KvCaches
@@ -28,16 +28,12 @@ from kvferry.worker.relayout.shape import (
     MAX_AXES,
     CopyAxis,
     ElementConversion,
-    ElementType,
     Shape,
 )
-from kvferry.worker.relayout.wave_table import Pieces, WaveTable
+from kvferry.worker.relayout.wave_table import MAX_UNITS, Pieces, WaveTable
 
 LAUNCH_BYTES = 32 << 20
 """Bytes of one launch, unless a single unit has more: between two launches other loads have their turn."""
-
-_MAX_UNITS = 32768
-"""Units of one launch, as of a wave: the size of its table is limited."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +114,7 @@ class MappedRoute:
                 for of_shape, num_bytes in zip(self.tokens, self.unit_bytes, strict=True)
                 if of_shape == tokens
             )
-            at_once = max(1, min(_MAX_UNITS, LAUNCH_BYTES // unit_bytes))
+            at_once = max(1, min(MAX_UNITS, LAUNCH_BYTES // unit_bytes))
             for first in range(0, len(rows), at_once):
                 launched = rows[first : first + at_once]
                 ranges = tuple(
@@ -128,11 +124,7 @@ class MappedRoute:
 
 
 def _shape(bundle: Bundle, more: CopyAxis | None) -> Shape:
-    conversion = None
-    if bundle.conversions:
-        remote_dtype, local_dtype, _, _ = bundle.conversions[0]
-        conversion = ElementConversion(ElementType(remote_dtype), ElementType(local_dtype))
-    axes = [_copy_axis(axis) for axis in bundle.axes]
+    axes = [CopyAxis.of_plan(axis) for axis in bundle.axes]
     if more is not None:
         axes.append(more)
     remote = bundle.remote_unit_stride
@@ -142,12 +134,8 @@ def _shape(bundle: Bundle, more: CopyAxis | None) -> Shape:
         bundle.run,
         source_unit_stride=(remote.block_stride, remote.position_stride),
         destination_unit_stride=(local.block_stride, local.position_stride),
-        conversion=conversion,
+        conversion=ElementConversion.of_plan(bundle.dtypes),
     )
-
-
-def _copy_axis(axis: RunAxis) -> CopyAxis:
-    return CopyAxis(axis.steps, axis.remote_stride, axis.local_stride)
 
 
 def _scales(bundle: Bundle, index: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.plan.conversion import ITEM_BYTES
+from kvferry.plan.runs import RunAxis
 from kvferry.protocol.errors import LocalProtocolError
 
 
@@ -61,6 +62,14 @@ class ElementConversion(NamedTuple):
     source: ElementType
     destination: ElementType
 
+    @classmethod
+    def of_plan(cls, dtypes: tuple[str, str] | None) -> ElementConversion | None:
+        """The conversion between a producer's and a consumer's type, as the plan names them; None copies bytes."""
+        if dtypes is None:
+            return None
+        source_dtype, destination_dtype = dtypes
+        return cls(ElementType(source_dtype), ElementType(destination_dtype))
+
 
 MAX_AXES = 4
 """As many loops as the kernel has beside the run's."""
@@ -73,6 +82,11 @@ class CopyAxis(NamedTuple):
     source_stride: int
     destination_stride: int
     scaled: bool = False
+
+    @classmethod
+    def of_plan(cls, axis: RunAxis) -> CopyAxis:
+        """A loop of the plan: the producer's side is the source."""
+        return cls(axis.steps, axis.remote_stride, axis.local_stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

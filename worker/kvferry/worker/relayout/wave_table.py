@@ -37,6 +37,10 @@ from kvferry.worker.relayout.shape import Shape
 
 SOURCE, DESTINATION, SHAPE, SCALE = range(4)
 
+# A table has a row for every unit and one for every tile, and the size of tables is limited.
+MAX_UNITS = 32768
+"""Units of one table, at most, by what is planned for it."""
+
 NO_SCALES: NDArray[np.float32] = np.ones((1, 2), dtype=np.float32)
 """A table of scales for pieces whose scales are 1, in row 0."""
 

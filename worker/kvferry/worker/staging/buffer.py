@@ -22,7 +22,7 @@ from kvferry.worker.fabric.port import (
 )
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
-from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
+from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.pool import StagingPool, Wave
 
@@ -185,14 +185,10 @@ def _run_of_placed(placed: tuple[Piece, int]) -> int:
 
 def _shape(placement: Placement, run_bytes: int) -> Shape:
     """A placement's shape; a source block is a chunk of the staging buffer."""
-    conversion = None
-    if placement.dtypes is not None:
-        source_dtype, destination_dtype = placement.dtypes
-        conversion = ElementConversion(ElementType(source_dtype), ElementType(destination_dtype))
     return Shape.from_axes(
-        [CopyAxis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
+        [CopyAxis.of_plan(axis) for axis in placement.axes],
         placement.run,
         source_unit_stride=(run_bytes, placement.source_position_stride),
         destination_unit_stride=(placement.block_stride, placement.position_stride),
-        conversion=conversion,
+        conversion=ElementConversion.of_plan(placement.dtypes),
     )

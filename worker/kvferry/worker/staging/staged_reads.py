@@ -14,13 +14,9 @@ from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.port import Transfer, TransferState, TransferTelemetry
 from kvferry.worker.fabric.reads import FabricReader, Reads
-from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.relayout.wave_table import MAX_UNITS, WaveTable
 from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_in_wave
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave
-
-# A wave's table has a row for every unit and one for every tile, and the size of tables is limited.
-_MAX_UNITS = 32768
-"""Units of one wave, at most."""
 
 MAX_WAVE_BYTES = 32 << 20
 """Bytes of one wave, at most, however large the pool is, unless a single run has more."""
@@ -268,4 +264,4 @@ class StagedReads:
 def _max_chunks(source: PreparedSource, units: SourceUnits) -> int:
     """As many chunks of one wave as the rows of its table allow."""
     units_per_chunk = -(-len(units.source_unit) // len(units))
-    return source.table.runs * max(1, _MAX_UNITS // units_per_chunk)
+    return source.table.runs * max(1, MAX_UNITS // units_per_chunk)
