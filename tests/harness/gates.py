@@ -58,7 +58,8 @@ class _Held(Transfer):
 def holding_copies(gate: GateFabric) -> Iterator[None]:
     """Copies from mapped memory, of which the fabric knows nothing, are held up like its data reads; each is unit by
     unit meanwhile, so that a share of them is at once."""
-    steps, launch_bytes = MappedReads.steps, mapped_route.LAUNCH_BYTES
+    steps = MappedReads.steps
+    launch_bytes = mapped_route.LAUNCH_BYTES
 
     def held_steps(
         reads: MappedReads, routes: Iterable[MappedRoute], units: Mapping[TokenMap, UnitPairs]

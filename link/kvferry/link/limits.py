@@ -59,7 +59,7 @@ LINGER_MS = 500
 """For messages in the queue of a connection that is closed."""
 
 JOIN_S = 5.0
-"""Longest wait for a thread that was told to end."""
+"""Longest wait for a thread to end, at shutdown."""
 
 CANCEL_AGAIN_S = 0.1
 """Interval at which tasks are cancelled again at the end: before Python 3.12 `wait_for` can swallow a cancellation."""

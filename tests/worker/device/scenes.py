@@ -220,7 +220,8 @@ def progress_after_the_model(stage: Stage) -> None:
     stream = ServedStream.begin(stage.rig, producer, consumer, tokens=30, first=5)
     stream.order()
     assert stream.prefill.params is not None
-    slot, progress = stream.prefill.params.kvferry.lease_slot, slots_of(producer.worker).progress
+    slot = stream.prefill.params.kvferry.lease_slot
+    progress = slots_of(producer.worker).progress
     with stage.held(stage.here, model=True) as not_yet:
         before = int(progress[slot])
         stream.compute(8)

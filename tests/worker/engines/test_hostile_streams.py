@@ -54,7 +54,8 @@ def test_ids_outside_the_cache_fail_the_load(rig: Rig, block: int) -> None:
 
 def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
     stream, rows = waiting(rig)
-    table, slot = slots_of(stream.producer.worker), stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    table = slots_of(stream.producer.worker)
+    slot = stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
     row = stream.prefill.params.kvferry.stream_row  # type: ignore[union-attr]
     header, word, other = rows.headers[row].copy(), int(table.words[slot]), new_epoch()
     rows.headers[row] = header_word(other)
@@ -67,7 +68,8 @@ def test_a_row_that_is_another_leases_ends_the_load(rig: Rig) -> None:
 def test_a_header_that_names_no_epoch_fails_the_load(rig: Rig) -> None:
     stream, rows = waiting(rig)
     assert stream.prefill.params is not None
-    slot, row = stream.prefill.params.kvferry.lease_slot, stream.prefill.params.kvferry.stream_row
+    slot = stream.prefill.params.kvferry.lease_slot
+    row = stream.prefill.params.kvferry.stream_row
     slots = slots_of(stream.producer.worker)
     header, word = rows.headers[row].copy(), int(slots.words[slot])
     rows.headers[row, 1] = 2**64 - 1
@@ -84,7 +86,8 @@ def test_a_producer_that_names_new_epochs_for_ever_does_not_keep_the_transfer_th
     monkeypatch.setattr(deadline, "LONGEST", 3)
     stream, rows = waiting(rig)
     assert stream.prefill.params is not None
-    slot, row = stream.prefill.params.kvferry.lease_slot, stream.prefill.params.kvferry.stream_row
+    slot = stream.prefill.params.kvferry.lease_slot
+    row = stream.prefill.params.kvferry.stream_row
     slots = slots_of(stream.producer.worker)
     header, word = rows.headers[row].copy(), int(slots.words[slot])
     post = stream.consumer.fabric.post_read
@@ -104,7 +107,8 @@ def test_a_producer_that_names_new_epochs_for_ever_does_not_keep_the_transfer_th
 def test_an_epoch_that_no_header_names_is_waited_for_until_the_deadline(rig: Rig) -> None:
     """So it is between the words of a producer's workers."""
     stream, _ = waiting(rig)
-    table, slot = slots_of(stream.producer.worker), stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
+    table = slots_of(stream.producer.worker)
+    slot = stream.prefill.params.kvferry.lease_slot  # type: ignore[union-attr]
     word = int(table.words[slot])
     table.words[slot] = slot_word(new_epoch(), SlotState.READY)
     stream.consumer.set_timeouts(load_s=0.3)

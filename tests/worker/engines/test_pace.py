@@ -49,7 +49,8 @@ def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs() ->
 def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    notify, reported_before = consumer.fabric.notify, list[set[str]]()
+    notify = consumer.fabric.notify
+    reported_before: list[set[str]] = []
 
     def noted(peer: PeerAgent, message: bytes) -> None:
         reported_before.append(consumer.worker.take_results().loaded)
