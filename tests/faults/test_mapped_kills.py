@@ -101,6 +101,12 @@ def test_a_load_goes_on_although_its_producer_stands_still(fleet: Fleet) -> None
     producer, consumer = fleet.pair(shared=True)
     warmed_up(producer, consumer)
     params = producer.prefill(13, 5)
+    # A producer that is stopped before that never lets the load begin.
+    wait_until(
+        lambda: producer.ask("is_ready", request_id=params["remote_request_id"]),
+        "the prompt may be read",
+        SLACK_S,
+    )
     producer.freeze()
     assert until_over(consumer, consumer.load(params, 5), SLACK_S) is None
     producer.thaw()

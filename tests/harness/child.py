@@ -22,6 +22,7 @@ from kvferry.link import limits
 from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
 from kvferry.worker.fabric.agent import load_bindings
@@ -33,6 +34,7 @@ from kvferry.worker.peers.mapped_route import MappedRoute
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.exported import slots_of
 from tests.harness.fault_fabric import Point, Stops
 from tests.harness.integrity import check_worker, snapshot_of
 
@@ -146,6 +148,12 @@ class Server:
 
     def prefill(self, tokens: int, seed: int) -> dict[str, Any]:
         return self.engine.prefill(tokens, seed).params.to_json()
+
+    def is_ready(self, request_id: str) -> bool:
+        """Whether the slot of a prefill says that its blocks may be read: the transfer thread sets it, later."""
+        offered = self.engine.offers[request_id].params.kvferry
+        word = int(slots_of(self.engine.worker).words[offered.lease_slot])
+        return word == slot_word(epoch_from_text(offered.lease_epoch), SlotState.READY)
 
     def give_away(self, request_id: str) -> None:
         self.engine.give_away(self.engine.offers[request_id])
