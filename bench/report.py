@@ -30,6 +30,7 @@ COMMANDS = {
     "handover": "python -m bench.handover",
     "stream": "python -m bench.stream",
     "scale": "python -m bench.scale",
+    "link": "python -m bench.link",
     "relayout": "python -m bench.relayout",
     "plan": "python -m bench.plan",
     "soak": "python -m bench.soak --requests 50000",
