@@ -118,10 +118,7 @@ def short_form_keys() -> str:
     from kvferry.cli.plan.short_form import KEYS, defaults
 
     shown = {name: f"`{default}`" for name, default in defaults().items()}
-    rows = [
-        (f"`{name}`", key.value.form, shown.get(name, ""), key.meaning)
-        for name, key in KEYS.items()
-    ]
+    rows = [(f"`{name}`", key.form, shown.get(name, ""), key.meaning) for name, key in KEYS.items()]
     return markdown.table("key | value | default | meaning", rows)
 
 

@@ -13,7 +13,6 @@ import pytest
 from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan import short_engine
 from kvferry.cli.plan.short_engine import engine_of_form
-from kvferry.cli.plan.short_form import read_short_form
 from kvferry.plan import planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
@@ -45,6 +44,7 @@ from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEY
 from kvferry.protocol.params_reader import read_params
 from kvferry.protocol.prompt_queries import MAX_QUERIES, Subscribe
 from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
+from tests.cli.plan.forms import read_form
 from tests.plan.samples import engine, tensor, worker
 from tests.protocol.samples import (
     BOOT,
@@ -257,7 +257,7 @@ def test_an_engine_may_have_as_many_tensors_in_a_file_and_a_short_form_as_at_a_h
     workers = [make_worker(place=Place(tp=tp)) for tp in range(2)]
     tensors = sum(len(each.tensors) for each in workers)
     text = encode_engine_json(to_engine_json(make_description(workers=tuple(workers))))
-    form = read_short_form("layers=2,heads=8,dim=64,block=16,layout=NHD,dtype=bfloat16")
+    form = read_form("layers=2,heads=8,dim=64,block=16,layout=NHD,dtype=bfloat16")
     for module in (description_json, short_engine):
         monkeypatch.setattr(module, "MAX_ENGINE_TENSORS", tensors)
     decode_engine_json(text)

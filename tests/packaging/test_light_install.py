@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from kvferry.cli.plan.short_engine import engine_of_form
-from kvferry.cli.plan.short_form import read_short_form
 from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
+from tests.cli.plan.forms import read_form
 from tests.link.channel import HOST, listening
 from tests.packaging.outside import Installed, closure, link
 from tests.protocol.samples import KEY
@@ -22,7 +22,7 @@ from tests.trace.example import write_example
 
 DENSE = "layers=4,heads=8,dim=64"
 DESCRIBED = msgspec.structs.replace(
-    from_engine_json(engine_of_form(read_short_form(DENSE), "prefill-0")),
+    from_engine_json(engine_of_form(read_form(DENSE), "prefill-0")),
     mac_key=KEY,
     boot="ab" * 16,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
+from kvferry.cli.plan.short_form import DTYPE_BYTES, LAYOUTS, ShortForm, form_of, pairs_of
 from kvferry.cli.plan.sides import read_sides
 from kvferry.protocol.handshake import EngineDescription
 
@@ -12,6 +12,11 @@ DENSE = "layers=4,heads=4,dim=8,blocks=64"
 """A small engine; tests append further keys."""
 
 KINDS = ("heads", "heads", "mla", "cpu")
+
+
+def read_form(text: str) -> ShortForm:
+    """The values of a short form."""
+    return form_of(pairs_of(text))
 
 
 def read_pair(producer: str, consumer: str) -> tuple[EngineDescription, EngineDescription]:

@@ -14,13 +14,13 @@ import pytest
 import zmq
 
 from kvferry.cli.plan.short_engine import engine_of_form
-from kvferry.cli.plan.short_form import read_short_form
 from kvferry.link.secrets import VARIABLE
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
 from kvferry.scheduler.counters import Counters
 from tests.cli.command import refused, run
+from tests.cli.plan.forms import read_form
 from tests.link.channel import HOST, free_port, listening
 from tests.link.secret_files import NEW, OLD, listing, write
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
@@ -29,7 +29,7 @@ FORM = "layers=6,heads=8,dim=16,tp=2,pp=2,window=64@0-4/2"
 
 
 def engine(**changes: object) -> EngineDescription:
-    described = from_engine_json(engine_of_form(read_short_form(FORM), "prefill-0"))
+    described = from_engine_json(engine_of_form(read_form(FORM), "prefill-0"))
     return msgspec.structs.replace(described, mac_key=KEY, boot="ab" * 16, **changes)
 
 

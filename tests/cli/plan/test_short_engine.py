@@ -12,8 +12,7 @@ from hypothesis import given, settings
 
 from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_engine import engine_of_form, heads_of_rank
-from kvferry.cli.plan.short_form import read_short_form
-from kvferry.cli.plan.short_values import LAYOUTS
+from kvferry.cli.plan.short_form import LAYOUTS
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import (
     EngineJson,
@@ -24,13 +23,13 @@ from kvferry.protocol.description_json import (
 )
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup
-from tests.cli.plan.forms import short_forms
+from tests.cli.plan.forms import read_form, short_forms
 from tests.geometry import cells as geometry
 from tests.geometry.cells import Ints
 
 
 def engine(text: str) -> EngineJson:
-    return engine_of_form(read_short_form(text), "producer")
+    return engine_of_form(read_form(text), "producer")
 
 
 def tensor(
@@ -69,7 +68,7 @@ def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation
 def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_ranks(
     text: str,
 ) -> None:
-    form, engine_json = read_short_form(text), engine(text)
+    form, engine_json = read_form(text), engine(text)
     held: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
     for worker, one in pairs_of(engine_json):
         assert one.interleave.rank == (worker.place.dcp if one.interleave.ranks > 1 else 0)

@@ -10,18 +10,18 @@ from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_form import (
     KEYS,
     MAX_LENGTH,
+    ConvPart,
     ShortForm,
     defaults,
     even_stages,
-    read_short_form,
 )
-from kvferry.cli.plan.short_values import ConvPart
+from tests.cli.plan.forms import read_form
 
 ATTENTION = "layers=32,heads=8,dim=128"
 
 
 def test_the_example_of_the_documentation_is_read_as_it_says() -> None:
-    form = read_short_form("layers=32,heads=8,dim=128,tp=4,pp=2,block=16,layout=NHD,dtype=bfloat16")
+    form = read_form("layers=32,heads=8,dim=128,tp=4,pp=2,block=16,layout=NHD,dtype=bfloat16")
     assert form == ShortForm(
         layers=32,
         heads=8,
@@ -39,11 +39,11 @@ def test_the_example_of_the_documentation_is_read_as_it_says() -> None:
 
 
 def test_order_and_spaces_do_not_matter() -> None:
-    assert read_short_form(" dim = 128 ,heads=8, layers=32") == read_short_form(ATTENTION)
+    assert read_form(" dim = 128 ,heads=8, layers=32") == read_form(ATTENTION)
 
 
 def test_names_are_known_in_either_case() -> None:
-    form = read_short_form(f"{ATTENTION},layout=nhd,dtype=BFLOAT16,kv=Packed")
+    form = read_form(f"{ATTENTION},layout=nhd,dtype=BFLOAT16,kv=Packed")
     assert (form.layout, form.dtype, form.kv) == ("NHD", "bfloat16", "packed")
 
 
@@ -72,13 +72,13 @@ def test_the_split_is_vllms_own() -> None:
 def test_a_list_of_layers_has_single_ones_ranges_and_steps(
     listed: str, layers: tuple[int, ...]
 ) -> None:
-    form = read_short_form(f"layers=6,heads=2,dim=8,window=32@{listed}")
+    form = read_form(f"layers=6,heads=2,dim=8,window=32@{listed}")
     assert (form.window, form.window_layers) == (32, layers)
     assert form.full_layers == tuple(sorted(set(range(6)) - set(layers)))
 
 
 def test_states_have_heads_with_a_shape_and_named_channels() -> None:
-    form = read_short_form(
+    form = read_form(
         "layers=3,heads=2,dim=8,state_layers=0+2,ssm=24x64x128,conv=1536+B128*,state_dtype=float32"
     )
     assert form.ssm == (24, 64, 128)
@@ -99,30 +99,30 @@ WRONG = {
     f"{ATTENTION},tp=٣": "tp is '٣'",
     f"{ATTENTION},dtype=float61": "dtype is 'float61'; did you mean float16? one of bfloat16,",
     f"{ATTENTION},layout=NDH": "layout is 'NDH'; did you mean NHD? one of HND, NHD, LBHNC,",
-    f"{ATTENTION},pp=33": "pp is 33; expected at most layers=32",
+    f"{ATTENTION},pp=33": "pp is '33'; expected at most layers=32",
     f"{ATTENTION},stages=20+11": "stages is '20+11'; expected sizes that add up to layers=32",
-    f"{ATTENTION},stages=16+16,pp=2": "pp is 2; expected no pp beside stages",
-    "layers=2,mla=576,heads=8": "heads is 8; expected no heads beside mla",
+    f"{ATTENTION},stages=16+16,pp=2": "pp is '2'; expected no pp beside stages",
+    "layers=2,mla=576,heads=8": "heads is '8'; expected no heads beside mla",
     "layers=2,mla=576,kv=apart": "kv is 'apart'; expected no kv beside mla",
     "layers=2,mla=576,layout=CPU": "layout is 'CPU'; expected another layout with mla",
     f"{ATTENTION},layout=CPU,kv=apart": "kv is 'apart'; expected no kv with layout=CPU",
-    f"{ATTENTION},block=16,kernel_block=12": "kernel_block is 12; expected a divisor of block=16",
-    f"{ATTENTION},interleave=4": "interleave is 4; expected dcp above 1 with it",
-    f"{ATTENTION},tp=4,dcp=2,interleave=12": "interleave is 12; expected a divisor of block=16",
-    f"{ATTENTION},tp=4,dcp=3": "dcp is 3; expected a divisor of pcp·tp=4",
-    f"{ATTENTION},tp=3,pcp=2,dcp=3": "dcp is 3; expected a divisor or a multiple of pcp=2",
-    f"{ATTENTION},tp=4096,pp=2": "tp is 4096; expected at most 4096 ranks; pp·pcp·tp is 8192",
+    f"{ATTENTION},block=16,kernel_block=12": "kernel_block is '12'; expected a divisor of block=16",
+    f"{ATTENTION},interleave=4": "interleave is '4'; expected dcp above 1 with it",
+    f"{ATTENTION},tp=4,dcp=2,interleave=12": "interleave is '12'; expected a divisor of block=16",
+    f"{ATTENTION},tp=4,dcp=3": "dcp is '3'; expected a divisor of pcp·tp=4",
+    f"{ATTENTION},tp=3,pcp=2,dcp=3": "dcp is '3'; expected a divisor or a multiple of pcp=2",
+    f"{ATTENTION},tp=4096,pp=2": "tp is '4096'; expected at most 4096 ranks; pp·pcp·tp is 8192",
     f"{ATTENTION},window=4@": "window is ''; expected layers joined by +",
     f"{ATTENTION},window=4@32": "window is '32'; expected layers from 0 to 31",
     f"{ATTENTION},window=4@5-2": "window is '5-2'; expected layers from 0 to 31, the lower one first",
-    f"{ATTENTION},window=4@0,state_layers=0,ssm=2x2": "state_layers is 0; expected layers that are not in the list",
+    f"{ATTENTION},window=4@0,state_layers=0,ssm=2x2": "state_layers is '0'; expected layers that are not in the list",
     f"{ATTENTION},state_layers=0": "state_layers is '0'; expected ssm or conv with it",
-    f"{ATTENTION},ssm=2x2": "ssm is (2, 2); expected state_layers with it",
-    f"{ATTENTION},conv_width=4": "conv_width is 4; expected conv with it",
+    f"{ATTENTION},ssm=2x2": "ssm is '2x2'; expected state_layers with it",
+    f"{ATTENTION},conv_width=4": "conv_width is '4'; expected conv with it",
     f"{ATTENTION},state_layers=0,ssm=4": "ssm is '4'; expected heads and their shape",
     f"{ATTENTION},state_layers=0,conv=x": "conv is 'x'; expected names with channels",
     f"{ATTENTION},state_layers=0,conv=x2+x3": "conv is 'x2+x3'; expected a name of its own",
-    "layers=2,heads=8,state_layers=*,ssm=2x2": "heads is 8; expected a layer with attention",
+    "layers=2,heads=8,state_layers=*,ssm=2x2": "heads is '8'; expected a layer with attention",
     f"{ATTENTION},names=layers": "names is 'layers'; expected a name with {}",
     f"{ATTENTION},names={{0.__class__}}": "names is '{0.__class__}'",
     "x" * (MAX_LENGTH + 1): "text is 4097 characters",
@@ -134,7 +134,7 @@ def test_an_invalid_short_form_is_refused_with_key_value_and_accepted_values(
     text: str, said: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        read_short_form(text)
+        read_form(text)
     assert said in str(refused.value)
     assert len(str(refused.value)) < 600
 
@@ -164,7 +164,7 @@ PIECES = [
 @given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=24).map("".join)))
 def test_no_text_raises_any_other_error(text: str) -> None:
     try:
-        form = read_short_form(text)
+        form = read_form(text)
     except InvalidArgument:
         return
     assert sum(form.stages) == form.layers
@@ -175,7 +175,7 @@ def test_no_value_of_any_key_raises_any_other_error(key: str, value: str) -> Non
     others = {"layers": "4", "heads": "2", "dim": "8", "state_layers": "0", "conv": "x2"}
     others[key] = value
     try:
-        read_short_form(",".join(f"{name}={text}" for name, text in others.items()))
+        read_form(",".join(f"{name}={text}" for name, text in others.items()))
         field = key
     except InvalidArgument as refused:
         field = refused.field
@@ -183,7 +183,7 @@ def test_no_value_of_any_key_raises_any_other_error(key: str, value: str) -> Non
 
 
 def test_every_default_that_is_documented_is_the_one_that_is_used() -> None:
-    form = read_short_form(ATTENTION)
+    form = read_form(ATTENTION)
     for key, text in defaults().items():
         if key not in {"conv_width", "conv_layout", "state_names"}:
-            assert read_short_form(f"{ATTENTION},{key}={text}") == form
+            assert read_form(f"{ATTENTION},{key}={text}") == form

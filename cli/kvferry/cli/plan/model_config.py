@@ -8,13 +8,12 @@ vLLM read it, for the families in the tables below.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvferry.cli.arguments import InvalidModel
-from kvferry.cli.plan.short_form import KEYS
-from kvferry.cli.plan.short_values import MAX_LAYERS, MAX_SIZE
+from kvferry.cli.plan.short_form import KEYS, MAX_LAYERS, MAX_SIZE
 from kvferry.plan.wording import progressions
 from kvferry.protocol.errors import MISSING, Shown, cut
 
@@ -36,90 +35,87 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
-_AS_MANY_KV_HEADS = (
-    "bloom",
-    "cohere",
-    "falcon",
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "granite",
-    "llama",
-    "olmo",
-    "opt",
-    "phi",
-)
-"""Model types with as many KV heads as heads if config.json has no number of them; others have one in their code."""
-_HEAD_DIM_OF_CODE = (
-    "afmoe",
-    "cohere2_moe",
-    "cwm",
-    "ernie4_5",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "glm",
-    "glm4",
-    "gpt_oss",
-    "helium",
-    "hy_v3",
-    "llama4_text",
-    "mellum",
-    "minimax_m2",
-    "ministral3",
-    "muse_glimmer_assistant",
-    "muse_glimmer_text",
-    "paddleocr_vl_text",
-    "qwen3",
-    "qwen3_vl_text",
-    "seed_oss",
-    "solar_open",
-    "step3p5",
-    "vaultgemma",
-    "zaya",
-)
-"""Model types whose code has a number for a missing head_dim; others divide the hidden size."""
-_MULTI_QUERY = ("falcon", "gpt_bigcode")
-"""Model types with one KV head unless `multi_query` is false."""
-_MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe", "axk1")
-"""Model types that vLLM serves with a latent cache."""
-_WINDOWS = {
-    "cohere2": 4,
-    "exaone4": 4,
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "gemma3n_text": 5,
-    "gpt_oss": 2,
-    "mistral": 0,
-    "mixtral": 0,
-    "olmo3": 4,
-    "phi3": 0,
-    "starcoder2": 0,
+
+class _Family(NamedTuple):
+    """What the code of a model type says about the cache where its config.json says nothing.
+
+    Attributes:
+        kv_heads_are_heads: there are as many KV heads as heads; those of other types have a number in their code.
+        is_multi_query: there is one KV head unless `multi_query` is false.
+        has_head_dim: there is a number for the head size; others divide the hidden size.
+        has_latent: vLLM serves it with a latent cache.
+        has_window: it has a window even without `sliding_window`.
+        full_every: every n-th layer has full attention if the layers of the window are not listed; 0: none has.
+    """
+
+    kv_heads_are_heads: bool = False
+    is_multi_query: bool = False
+    has_head_dim: bool = False
+    has_latent: bool = False
+    has_window: bool = False
+    full_every: int | None = None
+
+
+_FAMILIES = {
+    "afmoe": _Family(has_head_dim=True, has_window=True),
+    "axk1": _Family(has_latent=True),
+    "bloom": _Family(kv_heads_are_heads=True),
+    "cohere": _Family(kv_heads_are_heads=True),
+    "cohere2": _Family(has_window=True, full_every=4),
+    "cohere2_moe": _Family(has_head_dim=True, has_window=True),
+    "cwm": _Family(has_head_dim=True, has_window=True),
+    "deepseek_v2": _Family(has_latent=True),
+    "deepseek_v3": _Family(has_latent=True),
+    "ernie4_5": _Family(has_head_dim=True),
+    "exaone4": _Family(has_window=True, full_every=4),
+    "exaone_moe": _Family(has_window=True),
+    "falcon": _Family(kv_heads_are_heads=True, is_multi_query=True),
+    "gemma": _Family(has_head_dim=True),
+    "gemma2": _Family(has_head_dim=True, has_window=True, full_every=2),
+    "gemma3_text": _Family(has_head_dim=True, has_window=True, full_every=6),
+    "gemma3n_text": _Family(has_head_dim=True, has_window=True, full_every=5),
+    "glm": _Family(has_head_dim=True),
+    "glm4": _Family(has_head_dim=True),
+    "glm4_moe_lite": _Family(has_latent=True),
+    "gpt2": _Family(kv_heads_are_heads=True),
+    "gpt_bigcode": _Family(is_multi_query=True),
+    "gpt_neox": _Family(kv_heads_are_heads=True),
+    "gpt_oss": _Family(has_head_dim=True, has_window=True, full_every=2),
+    "gptj": _Family(kv_heads_are_heads=True),
+    "granite": _Family(kv_heads_are_heads=True),
+    "granite_swa": _Family(has_window=True),
+    "granitemoe_swa": _Family(has_window=True),
+    "helium": _Family(has_head_dim=True),
+    "hy_v3": _Family(has_head_dim=True),
+    "kimi_k2": _Family(has_latent=True),
+    "llama": _Family(kv_heads_are_heads=True),
+    "llama4_text": _Family(has_head_dim=True),
+    "mellum": _Family(has_head_dim=True),
+    "minimax_m2": _Family(has_head_dim=True),
+    "ministral": _Family(has_window=True),
+    "ministral3": _Family(has_head_dim=True),
+    "mistral": _Family(has_window=True, full_every=0),
+    "mixtral": _Family(full_every=0),
+    "muse_glimmer_assistant": _Family(has_head_dim=True, has_window=True),
+    "muse_glimmer_text": _Family(has_head_dim=True, has_window=True),
+    "olmo": _Family(kv_heads_are_heads=True),
+    "olmo3": _Family(has_window=True, full_every=4),
+    "opt": _Family(kv_heads_are_heads=True),
+    "paddleocr_vl_text": _Family(has_head_dim=True),
+    "pangu_ultra_moe": _Family(has_latent=True),
+    "phi": _Family(kv_heads_are_heads=True),
+    "phi3": _Family(full_every=0),
+    "qwen3": _Family(has_head_dim=True),
+    "qwen3_vl_text": _Family(has_head_dim=True),
+    "seed_oss": _Family(has_head_dim=True),
+    "solar_open": _Family(has_head_dim=True),
+    "starcoder2": _Family(full_every=0),
+    "step3p5": _Family(has_head_dim=True),
+    "vaultgemma": _Family(has_head_dim=True, has_window=True),
+    "voxtral_realtime_text": _Family(has_window=True),
+    "zaya": _Family(has_head_dim=True),
 }
-"""Model types with windows if config.json does not list the layers: every n-th has full attention; 0: none has."""
-_WINDOW_OF_CODE = (
-    "afmoe",
-    "cohere2",
-    "cohere2_moe",
-    "cwm",
-    "exaone4",
-    "exaone_moe",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "gpt_oss",
-    "granite_swa",
-    "granitemoe_swa",
-    "ministral",
-    "mistral",
-    "muse_glimmer_assistant",
-    "muse_glimmer_text",
-    "olmo3",
-    "vaultgemma",
-    "voxtral_realtime_text",
-)
-"""Those that have a window even if config.json has no `sliding_window`."""
+
 _ASKED_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
 """Beginnings of model types that have windows only if `use_sliding_window` is true."""
 
@@ -205,6 +201,7 @@ class _Config:
         own = whole if nested is None else nested
         self._own = {key: value for key, value in own.items() if value is not None}
         self._type = str(self._own.get("model_type", "missing"))[:64]
+        self._family = _FAMILIES.get(self._type, _Family())
 
     def pairs(self) -> dict[str, str]:
         """The pairs that the user has not written.
@@ -259,7 +256,7 @@ class _Config:
         if own.get("is_encoder_decoder") or self._whole.get("is_encoder_decoder"):
             raise _not_here("is_encoder_decoder", True, _ELSEWHERE["encoder_layers"])
         if own.get("kv_lora_rank"):
-            if self._type not in _MLA:
+            if not self._family.has_latent:
                 raise _not_here(
                     "model_type",
                     self._type,
@@ -284,16 +281,16 @@ class _Config:
 
     def _layers(self) -> int:
         if "layers" in self._given:
-            return int(KEYS["layers"].value.read("layers", self._given["layers"]))
+            return int(KEYS["layers"].read("layers", self._given["layers"]))
         return self._number(_LAYERS, 1, MAX_LAYERS, add="layers")
 
     def _kv_heads(self) -> int:
         own = self._own
         has_multi_query = own.get("multi_query", True) and not own.get("new_decoder_architecture")
-        if self._type in _MULTI_QUERY and has_multi_query:
+        if self._family.is_multi_query and has_multi_query:
             return 1
         says_kv_heads = any(key in own for key in _KV_HEADS)
-        if self._nested is None and self._type in _AS_MANY_KV_HEADS and not says_kv_heads:
+        if self._nested is None and self._family.kv_heads_are_heads and not says_kv_heads:
             return self._number(_HEADS, 1, add="heads")
         return self._number(_KV_HEADS, 1, add="heads")
 
@@ -302,7 +299,7 @@ class _Config:
             if self._own.get(key, 0) != 0:
                 return self._number((key,), 1, add="dim")
         is_nested_llama = self._nested is not None and self._type == "llama"
-        if self._type in _HEAD_DIM_OF_CODE or is_nested_llama:
+        if self._family.has_head_dim or is_nested_llama:
             raise InvalidModel(
                 "head_dim",
                 MISSING,
@@ -359,7 +356,7 @@ class _Config:
         source = self._whole if self._nested is None else self._nested
         if "sliding_window" in source:
             return source["sliding_window"] is not None
-        return self._type in _WINDOW_OF_CODE
+        return self._family.has_window
 
     def _layers_with_window(self, all_layers: int, layers: int) -> list[int]:
         """Those of the first `layers` of `all_layers` that have a window.
@@ -376,7 +373,7 @@ class _Config:
                     f"one for each of {all_layers} layers",
                 )
             return [layer for layer in range(layers) if kinds[layer] == _KINDS[1]]
-        pattern = self._own.get("sliding_window_pattern", _WINDOWS.get(self._type))
+        pattern = self._own.get("sliding_window_pattern", self._family.full_every)
         if type(pattern) is not int or not 0 <= pattern <= MAX_LAYERS:
             pattern = None
         if pattern is None or self._type.startswith(_ASKED_WINDOWS):

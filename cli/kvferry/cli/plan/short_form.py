@@ -6,108 +6,217 @@ the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.plan.short_values import (
-    CONV,
-    DTYPE_BYTES,
-    LAYER_LIST,
-    LAYOUTS,
-    MAX_LAYERS,
-    MAX_RANKS,
-    MAX_SIZE,
-    NAME_TEMPLATE,
-    NO_WINDOW,
-    STAGES,
-    STATE_SHAPE,
-    WINDOW,
-    ConvPart,
-    Value,
-    choice,
-    layers_of,
-    whole,
-)
+from kvferry.cli.arguments import InvalidArgument, whole_option
 from kvferry.protocol.errors import MISSING, Shown, one_of
 
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1, "float8_e5m2": 1}
+LAYOUTS = {
+    "HND": "LBHNC",
+    "NHD": "LBNHC",
+    **{name: name for name in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
+    "CPU": "LBHNC",
+}
+"""Axes from the outermost to the innermost: layers, blocks, heads, tokens, content (`[K|V]`)."""
+
 MAX_LENGTH = 4096
+MAX_LAYERS = 4096
+MAX_RANKS = 4096
+MAX_SIZE = 65536
+
+# How values are read. Each reader gets the key, for its error, and the text.
+
+Reader = Callable[[str, str], Any]
+
+
+class ConvPart(NamedTuple):
+    """A sub-projection of a convolution state.
+
+    Example: `B128` has 128 channels, split over the ranks; of `B128*` every rank has all.
+    """
+
+    name: str
+    channels: int
+    replicated: bool
+
+
+def _choice(accepted: Iterable[str]) -> Reader:
+    names = {name.lower(): name for name in accepted}
+
+    def read(key: str, text: str) -> str:
+        if text.lower() not in names:
+            raise InvalidArgument(key, text, one_of(text, names.values()))
+        return names[text.lower()]
+
+    return read
+
+
+def _matching(pattern: str, expected: str) -> Reader:
+    def read(key: str, text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise InvalidArgument(key, text, expected)
+        return text
+
+    return read
+
+
+def _sizes(pattern: str, expected: str) -> Reader:
+    """Whole numbers up to `MAX_SIZE` with + or x between them."""
+    matching = _matching(pattern, expected)
+
+    def read(key: str, text: str) -> tuple[int, ...]:
+        sizes = tuple(int(size) for size in re.split(r"[+x]", matching(key, text)))
+        if max(sizes) > MAX_SIZE:
+            raise InvalidArgument(key, text, f"sizes up to {MAX_SIZE}")
+        return sizes
+
+    return read
+
+
+def _conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
+    parts = {}
+    items = text.split("+")
+    for item in items:
+        match = re.fullmatch(r"([A-Za-z]{0,16})([1-9][0-9]{0,5})(\*?)", item)
+        if match is None:
+            expected = "names with channels, e.g. x1536+B128+C128, with * where every rank has all"
+            raise InvalidArgument(key, item, expected)
+        name, channels, star = match.groups()
+        part = ConvPart(name or "x", int(channels), bool(star))
+        parts[part.name] = part
+    if len(parts) != len(items):
+        raise InvalidArgument(key, text, "a name of its own for every sub-projection")
+    return tuple(parts.values())
+
+
+def _window(key: str, text: str) -> tuple[int, str]:
+    if text == "0":
+        return _NO_WINDOW
+    tokens, has_list, layers = text.partition("@")
+    window_tokens = whole_option(key, tokens, 1, 1 << 40)
+    if not has_list:
+        return window_tokens, "*"
+    return window_tokens, _layer_list(key, layers)
+
+
+_NO_WINDOW = (0, "*")
+_ITEM = r"[0-9]{1,5}(-[0-9]{1,5}(/[0-9]{1,5})?)?"
+_SIZE = "[1-9][0-9]{0,4}"
+_NAME = r"[A-Za-z0-9_./:-]{0,120}"
+_dtype = _choice(DTYPE_BYTES)
+_layer_list = _matching(
+    rf"\*|{_ITEM}(\+{_ITEM})*",
+    "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all",
+)
+_stages = _sizes(rf"{_SIZE}(\+{_SIZE})*", "layers of every stage joined by +, e.g. 20+12")
+_state_shape = _sizes(
+    rf"{_SIZE}(x{_SIZE}){{1,2}}",
+    "heads and their shape joined by x, e.g. 24x64x128, or 1536x16",
+)
+_template = _matching(
+    rf"{_NAME}\{{\}}{_NAME}",
+    "a name with {} where the layer's number goes, e.g. model.layers.{}.attn",
+)
+
+# The keys.
 
 
 class Key(NamedTuple):
-    """A key of the short form: how its value is written and read, and its meaning."""
+    """A key: how its value is written and read, and its meaning."""
 
-    value: Value
+    form: str
+    read: Reader
     meaning: str
 
 
-def _key(default: Any, value: Value, meaning: str) -> Any:
-    return field(default=default, metadata={"key": Key(value, meaning)})
+def _key(default: Any, form: str, read: Reader, meaning: str) -> Any:
+    return field(default=default, metadata={"key": Key(form, read, meaning)})
 
 
-_SIZE = whole(1, MAX_SIZE)
-_RANKS = whole(1, MAX_RANKS)
-_DTYPE = choice(*DTYPE_BYTES)
-_NAMES = "model.layers.{}.self_attn.attn"
-_STATE_NAMES = "model.layers.{}.mixer"
-_OTHER_SIDE = "must match those of a description JSON on the other side"
+def _number(default: int, meaning: str, high: int = MAX_SIZE, low: int = 1) -> Any:
+    def read(key: str, text: str) -> int:
+        return whole_option(key, text, low, high)
+
+    return _key(default, "number", read, meaning)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
     """The values of a short form. A default that is empty is derived, or means that the engine has no such thing."""
 
-    layers: int = _key(
-        0, whole(1, MAX_LAYERS), "layers of the model; required unless a side names a model"
+    layers: int = _number(
+        0, "layers of the model; required unless a side names a model", MAX_LAYERS
     )
-    heads: int = _key(0, _SIZE, "KV heads of the model, over all ranks")
-    dim: int = _key(0, _SIZE, "elements of a head, K and V each")
-    mla: int = _key(0, _SIZE, "elements of a token's latent, in place of heads and dim, e.g. 576")
-    dtype: str = _key("bfloat16", _DTYPE, f"of the cache: {', '.join(DTYPE_BYTES)}")
-    tp: int = _key(1, _RANKS, "tensor-parallel ranks; need not divide the heads, may exceed them")
-    pp: int = _key(1, _RANKS, "pipeline stages, split as vLLM splits them")
-    stages: tuple[int, ...] = _key((), STAGES, "layers of each pipeline stage, in place of pp")
-    pcp: int = _key(1, _RANKS, "prefill context parallel ranks: replicas, unless dcp spans them")
-    dcp: int = _key(1, _RANKS, "decode context parallel ranks: they share the tokens out")
-    interleave: int = _key(
-        0, _SIZE, "tokens in a row on one dcp rank, a divisor of block; default: block"
+    heads: int = _number(0, "KV heads of the model, over all ranks")
+    dim: int = _number(0, "elements of a head, K and V each")
+    mla: int = _number(0, "elements of a token's latent, in place of heads and dim, e.g. 576")
+    dtype: str = _key("bfloat16", "name", _dtype, f"of the cache: {', '.join(DTYPE_BYTES)}")
+    tp: int = _number(
+        1, "tensor-parallel ranks; need not divide the heads, may exceed them", MAX_RANKS
     )
-    block: int = _key(
-        16, _SIZE, "tokens of a scheduler block (`--block-size`), the unit of block ids"
+    pp: int = _number(1, "pipeline stages, split as vLLM splits them", MAX_RANKS)
+    stages: tuple[int, ...] = _key(
+        (), "`n+n+…`", _stages, "layers of each pipeline stage, in place of pp"
     )
-    kernel_block: int = _key(
-        0, _SIZE, "tokens of a physical block, a divisor of block; default: block"
+    pcp: int = _number(
+        1, "prefill context parallel ranks: replicas, unless dcp spans them", MAX_RANKS
     )
-    blocks: int = _key(
-        8192, whole(2, 1 << 30), "scheduler blocks in the cache, of which block 0 is the null block"
+    dcp: int = _number(1, "decode context parallel ranks: they share the tokens out", MAX_RANKS)
+    interleave: int = _number(
+        0, "tokens in a row on one dcp rank, a divisor of block; default: block"
     )
-    layout: str = _key("HND", choice(*LAYOUTS), f"order of the axes: {', '.join(LAYOUTS)}")
+    block: int = _number(16, "tokens of a scheduler block (`--block-size`), the unit of block ids")
+    kernel_block: int = _number(0, "tokens of a physical block, a divisor of block; default: block")
+    blocks: int = _number(
+        8192, "scheduler blocks in the cache, of which block 0 is the null block", 1 << 30, 2
+    )
+    layout: str = _key("HND", "name", _choice(LAYOUTS), f"order of the axes: {', '.join(LAYOUTS)}")
     kv: str = _key(
         "packed",
-        choice("packed", "apart"),
+        "name",
+        _choice(("packed", "apart")),
         "packed: a cell is `[K|V]`; apart: all of V behind all of K",
     )
     window: int = _key(
-        0, WINDOW, "tokens of a sliding window (0: none), and which layers have it; default: all"
+        0,
+        "`n` or `n@layers`",
+        _window,
+        "tokens of a sliding window (0: none), and which layers have it; default: all",
     )
     window_layers: tuple[int, ...] = ()
     state_layers: tuple[int, ...] = _key(
-        (), LAYER_LIST, "layers with a recurrent state in place of attention"
+        (), "layers", _layer_list, "layers with a recurrent state in place of attention"
     )
     ssm: tuple[int, ...] = _key(
-        (), STATE_SHAPE, "temporal state: heads (sharded) and the shape of one"
+        (), "`HxDxN` or `HxN`", _state_shape, "temporal state: heads (sharded) and the shape of one"
     )
     conv: tuple[ConvPart, ...] = _key(
-        (), CONV, "convolution state: channels of sub-projections; `*`: on every rank"
+        (),
+        "`x1536+B128+C128`",
+        _conv_parts,
+        "convolution state: channels of sub-projections; `*`: on every rank",
     )
-    conv_width: int = _key(3, _SIZE, "elements of a channel, the kernel's width less one")
+    conv_width: int = _number(3, "elements of a channel, the kernel's width less one")
     conv_layout: str = _key(
-        "SD", choice("SD", "DS"), "SD: channels innermost; DS: a channel's elements together"
+        "SD",
+        "name",
+        _choice(("SD", "DS")),
+        "SD: channels innermost; DS: a channel's elements together",
     )
-    state_dtype: str = _key("", _DTYPE, "of the states; default: dtype")
-    names: str = _key(_NAMES, NAME_TEMPLATE, f"names of the layers with attention; {_OTHER_SIDE}")
-    state_names: str = _key(_STATE_NAMES, NAME_TEMPLATE, "names of the layers with states")
+    state_dtype: str = _key("", "name", _dtype, "of the states; default: dtype")
+    names: str = _key(
+        "model.layers.{}.self_attn.attn",
+        "text with `{}`",
+        _template,
+        "names of the layers with attention; must match those of a description JSON on the other side",
+    )
+    state_names: str = _key(
+        "model.layers.{}.mixer", "text with `{}`", _template, "names of the layers with states"
+    )
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -121,13 +230,14 @@ KEYS: dict[str, Key] = {
 }
 
 
-def read_short_form(text: str) -> ShortForm:
-    """Read a short form.
-
-    Raises:
-        InvalidArgument: with the key, its value and the accepted ones.
-    """
-    return form_of(pairs_of(text))
+def defaults() -> dict[str, str]:
+    """The default of every key that has one, as text for the documentation."""
+    texts = {}
+    for option in fields(ShortForm):
+        is_written = isinstance(option.default, (int, str)) and bool(option.default)
+        if option.name in KEYS and is_written:
+            texts[option.name] = str(option.default)
+    return texts
 
 
 def pairs_of(text: str) -> dict[str, str]:
@@ -159,10 +269,15 @@ def form_of(pairs: Mapping[str, str]) -> ShortForm:
     Raises:
         InvalidArgument: a value is invalid, or keys contradict each other.
     """
-    values = {key: KEYS[key].value.read(key, value) for key, value in pairs.items()}
-    if values.get("window") == NO_WINDOW:
+    values = {key: KEYS[key].read(key, text) for key, text in pairs.items()}
+    if values.get("window") == _NO_WINDOW:
         del values["window"]
-    return _filled(values)
+    for key, expected in _contradictions(values):
+        raise InvalidArgument(key, pairs.get(key, MISSING), expected)
+    form = _filled(values)
+    for key, expected in _misfits(form):
+        raise InvalidArgument(key, pairs.get(key, MISSING), expected)
+    return form
 
 
 def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
@@ -209,35 +324,53 @@ _EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
 """Keys that say what these say."""
 
 
-def _filled(values: dict[str, Any]) -> ShortForm:
-    """The form with all derived values.
+# What is wrong with a form: keys, each with what was expected of it. The first is the error.
 
-    Raises:
-        InvalidArgument: keys contradict each other, or one is missing.
-    """
+_Problems = Iterator[tuple[str, str]]
+
+
+def _contradictions(values: Mapping[str, Any]) -> _Problems:
+    """Keys that are missing, or that say nothing beside others."""
     if "layers" not in values:
-        raise InvalidArgument("layers", MISSING, "the number of layers, e.g. layers=32, or a model")
+        yield "layers", "the number of layers, e.g. layers=32, or a model"
     for key, needed in _NEEDS.items():
         if key in values and not any(other in values for other in needed):
-            raise InvalidArgument(key, values[key], f"{' or '.join(needed)} with it")
+            yield key, f"{' or '.join(needed)} with it"
     for key, others in _EXCLUDES.items():
         for other in others:
             if key in values and other in values:
-                raise InvalidArgument(
-                    other, values[other], f"no {other} beside {key}: {key} says it already"
-                )
-    _fill_layers(values, values["layers"])
-    _check_attention(values)
-    block = values.get("block", 16)
+                yield other, f"no {other} beside {key}: {key} says it already"
     if "interleave" in values and values.get("dcp", 1) == 1:
-        raise InvalidArgument("interleave", values["interleave"], "dcp above 1 with it")
-    for key in ("kernel_block", "interleave"):
-        if block % values.setdefault(key, block):
-            raise InvalidArgument(key, values[key], f"a divisor of block={block}")
-    values.setdefault("state_dtype", values.get("dtype", "bfloat16"))
-    form = ShortForm(**values)
-    _check_ranks(form)
-    return form
+        yield "interleave", "dcp above 1 with it"
+    if values.get("layout") == "CPU":
+        if "mla" in values:
+            yield "layout", "another layout with mla: on the CPU it lies as LBHNC"
+        if "kv" in values:
+            yield "kv", "no kv with layout=CPU, which says how K and V lie"
+
+
+def _filled(values: Mapping[str, Any]) -> ShortForm:
+    """The form with all derived values.
+
+    Raises:
+        InvalidArgument: a list has layers that the model does not have.
+    """
+    layers = values["layers"]
+    block = values.get("block", 16)
+    derived = {
+        "stages": even_stages(layers, values.get("pp", 1)),
+        "kernel_block": block,
+        "interleave": block,
+        "state_dtype": values.get("dtype", "bfloat16"),
+        **values,
+    }
+    derived["pp"] = len(derived["stages"])
+    if "window" in values:
+        derived["window"], listed = values["window"]
+        derived["window_layers"] = _layers_of("window", listed, layers)
+    if "state_layers" in values:
+        derived["state_layers"] = _layers_of("state_layers", values["state_layers"], layers)
+    return ShortForm(**derived)
 
 
 def even_stages(layers: int, pp: int) -> tuple[int, ...]:
@@ -251,84 +384,56 @@ def even_stages(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(size + 1 if stage in larger else size for stage in range(pp))
 
 
-def _fill_layers(values: dict[str, Any], layers: int) -> None:
-    """The layers of stages, windows and states, in `values`.
-
-    Raises:
-        InvalidArgument: they do not fit to the number of layers.
-    """
-    pp = values.get("pp", 1)
-    if pp > layers:
-        raise InvalidArgument("pp", pp, f"at most layers={layers}")
-    stages = values.setdefault("stages", even_stages(layers, pp))
-    if sum(stages) != layers:
-        raise InvalidArgument(
-            "stages", "+".join(map(str, stages)), f"sizes that add up to layers={layers}"
-        )
-    values["pp"] = len(stages)
-    if "window" in values:
-        values["window"], listed = values["window"]
-        values["window_layers"] = layers_of("window", listed, layers)
-    if "state_layers" in values:
-        values["state_layers"] = layers_of("state_layers", values["state_layers"], layers)
-        in_both = sorted(set(values["state_layers"]) & set(values.get("window_layers", ())))
-        if in_both:
-            raise InvalidArgument(
-                "state_layers", in_both[0], "layers that are not in the list of window"
-            )
+def _layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
+    """The layers of a list like `0-30/2+31`: single layers, inclusive ranges, every n-th of a range."""
+    if listed == "*":
+        return tuple(range(layers))
+    chosen: set[int] = set()
+    for item in listed.split("+"):
+        span, _, every = item.partition("/")
+        first, _, last = span.partition("-")
+        low = int(first)
+        high = int(last or first)
+        step = int(every or 1)
+        if not low <= high < layers or step < 1:
+            raise InvalidArgument(key, item, f"layers from 0 to {layers - 1}, the lower one first")
+        chosen.update(range(low, high + 1, step))
+    return tuple(sorted(chosen))
 
 
-def _check_attention(values: dict[str, Any]) -> None:
-    """Raises `InvalidArgument` if keys of attention are missing, or say what no layer has."""
-    has_no_attention = len(values.get("state_layers", ())) == values["layers"]
-    if has_no_attention:
-        for key in ("heads", "dim", "mla", "kv"):
-            if key in values:
-                raise InvalidArgument(
-                    key, values[key], "a layer with attention: all are in state_layers"
-                )
-        return
-    if "mla" not in values:
-        for key in ("heads", "dim"):
-            if key not in values:
-                raise InvalidArgument(key, MISSING, "heads and dim of the attention, or mla")
-    if values.get("layout") == "CPU":
-        if "mla" in values:
-            raise InvalidArgument(
-                "layout", "CPU", "another layout with mla: on the CPU it lies as LBHNC"
-            )
-        if "kv" in values:
-            raise InvalidArgument(
-                "kv", values["kv"], "no kv with layout=CPU, which says how K and V lie"
-            )
-
-
-def _check_ranks(form: ShortForm) -> None:
-    """Raises `InvalidArgument` if the parallel sizes do not fit together."""
+def _misfits(form: ShortForm) -> _Problems:
+    """Sizes that do not fit together."""
+    if form.pp > form.layers:
+        yield "pp", f"at most layers={form.layers}"
+    if sum(form.stages) != form.layers:
+        yield "stages", f"sizes that add up to layers={form.layers}"
+    if set(form.state_layers) & set(form.window_layers):
+        yield "state_layers", "layers that are not in the list of window"
+    yield from _misfits_of_attention(form)
+    for key, size in (("kernel_block", form.kernel_block), ("interleave", form.interleave)):
+        if form.block % size:
+            yield key, f"a divisor of block={form.block}"
     ranks = form.pp * form.pcp * form.tp
     if ranks > MAX_RANKS:
-        raise InvalidArgument("tp", form.tp, f"at most {MAX_RANKS} ranks; pp·pcp·tp is {ranks}")
+        yield "tp", f"at most {MAX_RANKS} ranks; pp·pcp·tp is {ranks}"
     if form.pcp * form.tp % form.dcp:
-        raise InvalidArgument("dcp", form.dcp, f"a divisor of pcp·tp={form.pcp * form.tp}")
+        yield "dcp", f"a divisor of pcp·tp={form.pcp * form.tp}"
     # All ranks of a latent hold the same head, so its groups of dcp ranks may be any.
-    if form.mla or not form.heads:
+    if form.mla or not form.heads or form.pcp % form.dcp == 0:
         return
-    if form.pcp % form.dcp == 0:
-        return
-    is_multiple = form.dcp % form.pcp == 0
-    if not is_multiple or form.tp % (form.dcp // form.pcp):
-        raise InvalidArgument(
+    if form.dcp % form.pcp or form.tp % (form.dcp // form.pcp):
+        yield (
             "dcp",
-            form.dcp,
             f"a divisor or a multiple of pcp={form.pcp} whose groups fill whole tensor-parallel ranks",
         )
 
 
-def defaults() -> dict[str, str]:
-    """The default of every key that has one, as text for the documentation."""
-    texts = {}
-    for option in fields(ShortForm):
-        is_written = isinstance(option.default, (int, str)) and bool(option.default)
-        if option.name in KEYS and is_written:
-            texts[option.name] = str(option.default)
-    return texts
+def _misfits_of_attention(form: ShortForm) -> _Problems:
+    has_no_attention = len(form.state_layers) == form.layers
+    sizes = {"heads": form.heads, "dim": form.dim, "mla": form.mla}
+    for key, size in sizes.items():
+        if size and has_no_attention:
+            yield key, "a layer with attention: all are in state_layers"
+        is_needed = key != "mla" and not form.mla and not has_no_attention
+        if is_needed and not size:
+            yield key, "heads and dim of the attention, or mla"
