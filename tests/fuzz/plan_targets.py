@@ -23,6 +23,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress, WorkerDescription
 from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import FabricReader
+from kvferry.worker.peer_memory.host_memory import HostMemory
 from kvferry.worker.peers.peer import PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
@@ -40,6 +41,7 @@ MOST_S = 15.0
 """Of processor time, for any description of a few workers."""
 
 POOL_BYTES = 1 << 16
+MEMORY = HostMemory()
 COSTS = tuple(Costs(staged_run_bytes=run_bytes) for run_bytes in (0, 128, 1 << 20))
 
 
@@ -278,7 +280,7 @@ def connecting(data: bytes) -> None:
     costs = Costs(staged_run_bytes=staging.longest_run if staging is not None else 0)
     try:
         plan = plan_transfer(both.own, 0, hostile, costs)
-        peer = connect(both.reader, both.caches.kv, staging, key, hostile, plan, mapped_reads=True)
+        peer = connect(both.reader, both.caches.kv, staging, key, hostile, plan, MEMORY)
     except KvferryError:
         pass
     else:

@@ -15,16 +15,13 @@ from kvferry.protocol.handshake import LeaseTableAddress, WorkerDescription
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
 from kvferry.worker.peer_memory import mapping
+from kvferry.worker.peer_memory.host_memory import HostMemory, machine_id, pid_namespace
 from kvferry.worker.peer_memory.mapping import WorkerMapping
-from kvferry.worker.peer_memory.shared_file import (
-    PROOF_BYTES,
-    NotMappable,
-    SharedFile,
-    machine_id,
-    pid_namespace,
-)
+from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
+from kvferry.worker.peer_memory.shared_file import SharedFile
 from tests.harness.caches import CacheShape, ToyCaches
 
+MEMORY = HostMemory()
 SLOTS = 4
 PRODUCER = """
 import sys
@@ -75,7 +72,7 @@ class Described:
 
 def test_every_byte_is_found_and_the_slots_are_those_of_the_table() -> None:
     described = Described()
-    mapped = WorkerMapping(described.worker())
+    mapped = WorkerMapping(MEMORY, described.worker())
     described.table.tensor[:SLOT_BYTES] = 1
     assert mapped.slots.shape == (SLOTS, 2)
     assert mapped.slots.tolist() == [[0x0101010101010101] * 2] + [[0, 0]] * (SLOTS - 1)
@@ -89,7 +86,7 @@ def test_every_byte_is_found_and_the_slots_are_those_of_the_table() -> None:
 
 def test_the_proofs_are_the_ends_of_all_allocations() -> None:
     described = Described()
-    mapped = WorkerMapping(described.worker())
+    mapped = WorkerMapping(MEMORY, described.worker())
     files = (described.table, *described.caches.kv.shared)
     assert mapped.proofs().tobytes() == b"".join(
         bytes(file.tensor[-PROOF_BYTES:].tolist()) for file in files
@@ -110,18 +107,19 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_mapped_says_why(case: str) -> None:
     fields, said = REASONS[case]
     with pytest.raises(NotMappable, match=said):
-        WorkerMapping(Described().sharing(**fields))
+        WorkerMapping(MEMORY, Described().sharing(**fields))
 
 
 def test_a_producer_that_shares_nothing_is_not_mapped() -> None:
     with pytest.raises(NotMappable, match="mapped_reads"):
-        WorkerMapping(Described().worker(shared=None))
+        WorkerMapping(MEMORY, Described().worker(shared=None))
 
 
 def test_where_loads_are_not_ordered_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "KEEPS_ORDER", False)
+    described = Described()
     with pytest.raises(NotMappable, match="not ordered"):
-        WorkerMapping(Described().worker())
+        WorkerMapping(MEMORY, described.worker())
 
 
 def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> None:
@@ -131,7 +129,7 @@ def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> No
     for change in ({"base": tensor.base - 4096}, {"blocks": tensor.blocks * 100}, {"base": 0}):
         moved = (msgspec.structs.replace(tensor, **change), *others)
         with pytest.raises(NotMappable, match=r"layers\.0/kv is in none"):
-            WorkerMapping(described.worker(tensors=moved))
+            WorkerMapping(MEMORY, described.worker(tensors=moved))
     end = described.table.address + described.table.num_bytes
     for table in (
         LeaseTableAddress(
@@ -141,12 +139,13 @@ def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> No
         LeaseTableAddress(address=described.table.address - SLOT_BYTES, slots=1),
     ):
         with pytest.raises(NotMappable, match="the lease table is in none"):
-            WorkerMapping(described.worker(lease_table=table))
+            WorkerMapping(MEMORY, described.worker(lease_table=table))
     with pytest.raises(NotMappable, match="multiple of 16"):
         WorkerMapping(
+            MEMORY,
             described.worker(
                 lease_table=LeaseTableAddress(address=described.table.address + 8, slots=SLOTS)
-            )
+            ),
         )
 
 
@@ -158,7 +157,9 @@ def test_the_end_of_its_process_is_noticed_and_its_memory_can_still_be_read() ->
         allocation = msgspec.json.decode(producer.stdout.readline(), type=SharedAllocation)
         described = Described().sharing(pid=producer.pid, allocations=(allocation,))
         table = LeaseTableAddress(address=allocation.address, slots=SLOTS)
-        mapped = WorkerMapping(msgspec.structs.replace(described, lease_table=table, tensors=()))
+        mapped = WorkerMapping(
+            MEMORY, msgspec.structs.replace(described, lease_table=table, tensors=())
+        )
         assert not mapped.has_exited()
         producer.kill()
         producer.wait()
@@ -171,8 +172,8 @@ def test_the_end_of_its_process_is_noticed_and_its_memory_can_still_be_read() ->
 def test_nothing_of_a_mapping_is_left() -> None:
     described = Described()
     before = len(os.listdir("/proc/self/fd"))
-    WorkerMapping(described.worker()).close()
+    WorkerMapping(MEMORY, described.worker()).close()
     for fields, _ in REASONS.values():
         with pytest.raises(NotMappable):
-            WorkerMapping(described.sharing(**fields))
+            WorkerMapping(MEMORY, described.sharing(**fields))
     assert len(os.listdir("/proc/self/fd")) == before

@@ -15,12 +15,8 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.shared_memory import SharedAllocation
-from kvferry.worker.peer_memory.shared_file import (
-    PROOF_BYTES,
-    NotMappable,
-    SharedFile,
-    map_shared,
-)
+from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
+from kvferry.worker.peer_memory.shared_file import SharedFile, map_shared
 
 SIZE = 10_000
 SEAL_SHRINK = fcntl.F_SEAL_SHRINK

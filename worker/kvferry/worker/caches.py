@@ -100,12 +100,3 @@ class KvCaches:
             address = storage.data_ptr()
             by_address[address] = Region(address, storage.nbytes(), self.kind, self.device_index)
         return list(by_address.values())
-
-    def why_not_shared(self) -> str | None:
-        """Why other processes cannot map the caches; None if they can."""
-        if self.device.is_cuda:
-            return "caches on a device are not mapped"
-        addresses = {file.address for file in self.shared}
-        if any(region.address not in addresses for region in self.regions()):
-            return "the engine has its caches in memory of its own process"
-        return None

@@ -94,7 +94,7 @@ class TransferThread:
             memory.staging,
             memory.slot_reads,
             settings.handshake_timeout_s,
-            mapped_reads=settings.mapped_reads,
+            memory.peer_memory if settings.mapped_reads else None,
         )
         self.registry = PeerRegistry(
             first_reads,

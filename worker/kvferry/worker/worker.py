@@ -227,7 +227,7 @@ class FerryWorker:
             lease_table=self._memory.table.address,
             tensors=exported.tensors,
             stream_rows=self._memory.rows.address,
-            shared=self._memory.shared(),
+            shared=self._memory.shared,
         )
 
     def _as_consumer(self) -> WorkerDescription:

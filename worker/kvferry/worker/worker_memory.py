@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,9 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.leases import LeaseTable
-from kvferry.worker.peer_memory.shared_file import SharedFile, machine_id, pid_namespace
+from kvferry.worker.peer_memory.host_memory import HostMemory
+from kvferry.worker.peer_memory.port import PeerMemory
+from kvferry.worker.peer_memory.shared_file import SharedFile
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
@@ -44,8 +45,8 @@ class WorkerMemory:
         slot_reads, id_pages: where peers' lease slots, and the block ids of their rows, are read to.
         staging: the staging pool; None without one.
         regions: what the fabric registers.
-        table_file: the file that the lease table lies in, if the caches lie in such files too.
-        why_not_shared: why processes of this host cannot map them.
+        peer_memory: keeps what is shared, and maps what others share.
+        shared: what processes of this host can map.
     """
 
     caches: KvCaches
@@ -56,8 +57,8 @@ class WorkerMemory:
     id_pages: IdPages
     staging: Staging | None
     regions: tuple[Region, ...]
-    table_file: SharedFile | None
-    why_not_shared: str
+    peer_memory: PeerMemory
+    shared: SharedMemory
 
     @classmethod
     def allocate(
@@ -103,6 +104,7 @@ class WorkerMemory:
             regions += caches.regions()
         if staging is not None:
             regions.append(staging.region())
+        peer_memory, shared = _share(caches, table_file, why_not_shared)
         return cls(
             caches=caches,
             mirror=mirror,
@@ -112,8 +114,8 @@ class WorkerMemory:
             id_pages=id_pages,
             staging=staging,
             regions=tuple(regions),
-            table_file=table_file,
-            why_not_shared=why_not_shared,
+            peer_memory=peer_memory,
+            shared=shared,
         )
 
     @property
@@ -122,20 +124,6 @@ class WorkerMemory:
         if self.mirror is not None:
             return self.mirror.caches
         return self.caches
-
-    def shared(self) -> SharedMemory:
-        """What processes of this host can map."""
-        where = SharedMemory(
-            machine=machine_id(),
-            pid_namespace=pid_namespace(),
-            pid=os.getpid(),
-            why_not=self.why_not_shared,
-        )
-        if self.table_file is None:
-            return where
-        files = [self.table_file, *self.caches.shared]
-        allocations = tuple(file.allocation for file in files)
-        return msgspec.structs.replace(where, allocations=allocations, why_not=None)
 
     def register(self, fabric: Fabric) -> None:
         """Register all of it.
@@ -166,7 +154,7 @@ def _table_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile 
         return None, "mapped_reads is off"
     if settings.host_buffer:
         return None, "peers read a copy of the caches (kv_buffer_device)"
-    why_not = caches.why_not_shared()
+    why_not = HostMemory(caches.shared).export(caches.regions()).why_not
     if why_not is not None:
         return None, why_not
     if len(caches.shared) >= MAX_ALLOCATIONS:
@@ -177,6 +165,18 @@ def _table_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile 
         raise InvalidConfig(
             "mapped_reads", "auto", f"memory for the lease table ({error.strerror}), or `off`"
         ) from None
+
+
+def _share(
+    caches: KvCaches, table_file: SharedFile | None, why_not: str
+) -> tuple[HostMemory, SharedMemory]:
+    """Share the caches with the lease table, if that lies in a file."""
+    if table_file is None:
+        memory = HostMemory()
+        return memory, msgspec.structs.replace(memory.export(()), why_not=why_not)
+    memory = HostMemory((table_file, *caches.shared))
+    table = Region(table_file.address, table_file.num_bytes, MemoryKind.DRAM)
+    return memory, memory.export((table, *caches.regions()))
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:

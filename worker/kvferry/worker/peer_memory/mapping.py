@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import os
 import platform
-import select
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.protocol.handshake import WorkerDescription
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.shared_memory import SharedMemory
-from kvferry.worker.peer_memory.shared_file import (
-    PROOF_BYTES,
-    NotMappable,
-    machine_id,
-    map_shared,
-    pid_namespace,
-)
+from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable, PeerMemory
 
 # The fence loads the words of a slot itself, before and after the data. x86-64 keeps loads, and stores, in order. Other
 # processors do not, and Python has no barrier.
@@ -28,8 +19,7 @@ KEEPS_ORDER = platform.machine() == "x86_64"
 
 
 class WorkerMapping:
-    """See the module. The memory stays mapped as long as an array of it lives: a load that reads through it keeps it,
-    and it is gone with the last one, once `close` was called.
+    """See the module. It lives as long as `OpenedMemory` does.
 
     Attributes:
         allocations: read-only, in the order of the description.
@@ -39,21 +29,18 @@ class WorkerMapping:
         NotMappable: with the reason, for an operator.
     """
 
-    def __init__(self, worker: WorkerDescription) -> None:
-        self._pidfd = -1
-        shared = _shared_here(worker)
-        # Before anything is opened: a number that is used again later is not taken for this process.
-        try:
-            self._pidfd = os.pidfd_open(shared.pid)
-        except OSError as error:
-            raise NotMappable(f"process {shared.pid} is not found: {error.strerror}") from None
+    def __init__(self, peer_memory: PeerMemory, worker: WorkerDescription) -> None:
+        shared = worker.shared
+        if shared is None:
+            raise NotMappable("the producer shares no memory (mapped_reads)")
+        self._opened = peer_memory.open(shared)
+        if not KEEPS_ORDER:
+            raise NotMappable(f"loads of {platform.machine()} are not ordered")
         self._described = shared.allocations
         self._starts = sorted(
             (allocation.address, number) for number, allocation in enumerate(shared.allocations)
         )
-        self.allocations = tuple(
-            map_shared(shared.pid, allocation) for allocation in shared.allocations
-        )
+        self.allocations = self._opened.allocations
         self.slots = self._slots(worker)
         for tensor in worker.tensors:
             last_block = (tensor.blocks - 1) * tensor.block_stride
@@ -61,22 +48,13 @@ class WorkerMapping:
                 f"{tensor.layer}/{tensor.kind}", tensor.base, last_block + tensor.block_extent
             )
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Give up what is not memory. Idempotent."""
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        """See `OpenedMemory`."""
+        self._opened.close()
 
     def has_exited(self) -> bool:
-        """Whether the producer's process has ended: nothing changes in its memory any more."""
-        if self._pidfd < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        """See `OpenedMemory`."""
+        return self._opened.has_exited()
 
     def address_of(self, address: int) -> int:
         """Where a byte of the producer's process is in this one.
@@ -115,25 +93,3 @@ class WorkerMapping:
             if address + num_bytes <= start + self._described[number].num_bytes - PROOF_BYTES:
                 return number, address - start
         raise NotMappable(f"{name} is in none of the allocations that are shared")
-
-
-def _shared_here(worker: WorkerDescription) -> SharedMemory:
-    """What a worker shares, if it is of this host.
-
-    Raises:
-        NotMappable: it is not, or it shares nothing.
-    """
-    shared = worker.shared
-    if shared is None:
-        raise NotMappable("the producer shares no memory (mapped_reads)")
-    if shared.machine != machine_id():
-        raise NotMappable("the producer is on another host")
-    if shared.pid_namespace != pid_namespace():
-        raise NotMappable(
-            "the producer is in another PID namespace: start both containers with --pid=host, or hostPID"
-        )
-    if not shared.allocations:
-        raise NotMappable(f"the producer's memory cannot be shared: {shared.why_not}")
-    if not KEEPS_ORDER:
-        raise NotMappable(f"loads of {platform.machine()} are not ordered")
-    return shared

@@ -18,23 +18,15 @@ import mmap
 import os
 import secrets
 import stat
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.shared_memory import SharedAllocation
-
-PROOF_BYTES = 16
-"""Random bytes at the end of a file; as long as a slot, so that they are read as slots are."""
+from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class NotMappable(KvferryError):
-    """Memory of another process cannot be mapped; it is read over NIXL."""
 
 
 class SharedFile:
@@ -131,13 +123,3 @@ def _check_file(fd: int, path: str, expected: str, num_bytes: int) -> None:
 
 def _file_name(name: str) -> str:
     return f"kvferry-{name}"
-
-
-def machine_id() -> str:
-    """The boot id of the kernel, the same in all containers of a host."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def pid_namespace() -> str:
-    """The namespace in which this process's number counts, e.g. `pid:[4026531836]`."""
-    return os.readlink("/proc/self/ns/pid")

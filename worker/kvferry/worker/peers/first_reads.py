@@ -21,6 +21,7 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer, TransferState
 from kvferry.worker.fabric.reads import FabricReader, Reads
+from kvferry.worker.peer_memory.port import PeerMemory
 from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 
@@ -53,7 +54,7 @@ class FirstReads:
 
     Args:
         timeout_s: for one of them.
-        mapped_reads: see `connect`.
+        peer_memory: see `connect`.
     """
 
     def __init__(
@@ -63,10 +64,9 @@ class FirstReads:
         staging: Staging | None,
         slot_reads: SlotReads,
         timeout_s: float,
-        *,
-        mapped_reads: bool = False,
+        peer_memory: PeerMemory | None = None,
     ) -> None:
-        self._mapped_reads = mapped_reads
+        self._peer_memory = peer_memory
         self.reader = reader
         self.timeout_s = timeout_s
         self._caches = caches
@@ -117,7 +117,7 @@ class FirstReads:
             key,
             description,
             plan,
-            mapped_reads=self._mapped_reads,
+            self._peer_memory,
         )
         proofs = sum(len(route.mapping.allocations) for route in peer.mapped_routes())
         entries = self._slot_reads.try_take(len(peer.routes) + proofs, str(key))

@@ -27,7 +27,7 @@ from kvferry.worker.fabric.port import (
 )
 from kvferry.worker.fabric.reads import FabricReader, Handle
 from kvferry.worker.peer_memory.mapping import WorkerMapping
-from kvferry.worker.peer_memory.shared_file import PROOF_BYTES, NotMappable
+from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable, PeerMemory
 from kvferry.worker.peers.mapped_route import MappedRoute
 from kvferry.worker.staging.buffer import PreparedSource, Staging
 
@@ -175,14 +175,13 @@ def connect(
     key: PeerKey,
     description: EngineDescription,
     plan: TransferPlan,
-    *,
-    mapped_reads: bool,
+    peer_memory: PeerMemory | None,
 ) -> Peer:
     """Make a planned producer known to the fabric and prepare its descriptors.
 
     Args:
         staging: the pool; None where the plan stages nothing.
-        mapped_reads: whether to map the memory of its workers, where that is possible.
+        peer_memory: maps the memory of its workers, where that is possible; None to read everything over the fabric.
 
     Raises:
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
@@ -190,8 +189,8 @@ def connect(
     """
     mappings: dict[int, WorkerMapping] = {}
     why_not_mapped = None
-    if mapped_reads:
-        mappings, why_not_mapped = _map_workers(caches, description, plan)
+    if peer_memory is not None:
+        mappings, why_not_mapped = _map_workers(peer_memory, caches, description, plan)
     plan = plan.with_mapped(mappings)
     connecting = _Connecting(reader.fabric, caches, staging, mappings)
     try:
@@ -213,7 +212,10 @@ def disconnect(reader: FabricReader, peer: Peer) -> None:
 
 
 def _map_workers(
-    caches: KvCaches, description: EngineDescription, plan: TransferPlan
+    peer_memory: PeerMemory,
+    caches: KvCaches,
+    description: EngineDescription,
+    plan: TransferPlan,
 ) -> tuple[dict[int, WorkerMapping], str | None]:
     """The memory of the workers of a plan, by worker, and why one of them is not mapped."""
     if caches.device.is_cuda:
@@ -222,7 +224,8 @@ def _map_workers(
     why_not: str | None = None
     for route in plan.routes:
         try:
-            mappings[route.worker] = WorkerMapping(description.workers[route.worker])
+            worker = description.workers[route.worker]
+            mappings[route.worker] = WorkerMapping(peer_memory, worker)
         except NotMappable as not_mappable:
             why_not = str(not_mappable)
     return mappings, why_not
