@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvferry.cli.bench.client import run_client
 from kvferry.cli.bench.command import print_outcome
 from kvferry.cli.transfer.child import Outcome
-from kvferry.cli.transfer.memory import content, count_wrong
 from kvferry.cli.transfer.messages import Measured, ReadsFailed
 from kvferry.cli.transfer.process import RUN_BYTES
 from tests.cli.bench_listener import TASK, bench_listening
@@ -154,20 +152,6 @@ def test_a_missing_gpu_that_was_requested_is_reported_in_one_line() -> None:
     said = refused("bench", "--listen", f"{HOST}:{free_port()}", "--device", "cuda")
     assert "no GPU memory here" in said
     assert "--device cpu" in said
-
-
-def test_contents_are_the_same_everywhere_and_a_shorter_one_is_a_prefix_of_a_longer() -> None:
-    assert content(7, 16).tobytes().hex() == "8b4ae5f1a94106a0956a26afbccdafe5"
-    assert np.array_equal(content(7, 4096)[:64], content(7, 64))
-    assert not np.array_equal(content(7, 64), content(8, 64))
-
-
-def test_wrong_bytes_are_counted_from_the_first() -> None:
-    right = content(1, 4096)
-    wrong = right.copy()
-    assert count_wrong(wrong, right) == (0, -1)
-    wrong[[17, 4095]] ^= np.uint8(255)
-    assert count_wrong(wrong, right) == (2, 17)
 
 
 def test_the_table_distinguishes_wrong_and_right_rows(

@@ -27,12 +27,10 @@ from kvferry.cli.transfer.messages import (
 )
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.secrets import VARIABLE
-from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import Hello, Refused
 from kvferry.protocol.handshake import encode as encode_channel
 from tests.cli.bench_listener import TASK, Served, bench_listening
 from tests.cli.command import refused
-from tests.cli.owners import OFFER
 from tests.link.channel import HOST, client, free_port
 from tests.link.secret_files import NEW, OLD, OTHER, listing, write
 from tests.waiting import wait_until
@@ -184,13 +182,6 @@ def test_without_a_secret_the_metadata_of_another_hosts_client_never_reaches_nix
         served.join()
 
 
-@pytest.mark.parametrize("listed", ["", "10.0.0.0/99", "a b", "0.0.0.0", "*,;"])
-def test_a_list_of_clients_that_is_none_is_named(listed: str) -> None:
-    assert "--allowed-hosts" in refused(
-        "bench", "--listen", f"{HOST}:{free_port()}", "--allowed-hosts", listed
-    )
-
-
 def test_only_clients_with_the_secret_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,12 +197,6 @@ def test_only_clients_with_the_secret_are_answered(
         assert isinstance(served.ask(Alive(session=SESSION), (OLD, NEW)), Refused)
 
 
-def test_a_port_in_use_is_reported_in_one_line(served: Served) -> None:
-    said = refused("bench", "--listen", f"{HOST}:{served.port}")
-    assert "--listen is" in said
-    assert "its port free" in said
-
-
 def test_a_missing_listener_is_reported_in_one_line_with_a_hint() -> None:
     said = refused("bench", "--connect", f"{HOST}:{free_port()}", "--timeout", "0.2")
     for word in (
@@ -222,10 +207,3 @@ def test_a_missing_listener_is_reported_in_one_line_with_a_hint() -> None:
         "kvferry doctor",
     ):
         assert word in said
-
-
-def test_an_offer_of_another_version_is_invalid_and_a_refusal_of_any_says_why() -> None:
-    with pytest.raises(InvalidMessage, match="version is 9; expected 1"):
-        decode_reply(encode_frame(msgspec.structs.replace(OFFER, version=9)))
-    refusal = Refused(version=9, field="x", value="y", expected="z")
-    assert decode_reply(encode_frame(refusal)) == refusal

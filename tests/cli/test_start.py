@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.main import main
 from tests.cli.command import run
 from tests.cli.plan.forms import DENSE
 
@@ -142,14 +141,6 @@ def test_a_pipe_gets_80_columns() -> None:
         command, capture_output=True, text=True, timeout=60, check=True, env=environ
     )
     assert 70 < max(map(len, ran.stdout.splitlines())) <= 80
-
-
-def test_a_width_of_no_digits_is_ignored(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "²")
-    assert main(["plan", DENSE, f"{DENSE},tp=2"]) == 0
-    assert 70 < max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> None:

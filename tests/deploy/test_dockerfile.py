@@ -157,24 +157,3 @@ def test_a_health_check_asks_for_the_health_of_its_role(
     server.shutdown()
     server.server_close()
     assert answered() == 1
-
-
-def test_the_main_job_finds_all_its_own_files_in_the_image(tmp_path: Path) -> None:
-    """Its entry point up to the settings: what it starts then is not in the checkout but in `.venv`."""
-    checkout = copied(STAGE["accuracy"], tmp_path)
-    script = checkout / STAGE["accuracy"].exec_form("ENTRYPOINT")[0]
-    assert script.stat().st_mode & 0o111
-    done = subprocess.run(
-        [script, "--help"], capture_output=True, text=True, check=True, timeout=60, cwd="/"
-    )
-    assert "NUM_PREFILL_INSTANCES" in done.stdout
-    for words in (["scripts.bootstrap", "--help"], ["scripts.accuracy", "--check"]):
-        subprocess.run(
-            [sys.executable, "-m", *words],
-            check=True,
-            timeout=60,
-            cwd=checkout,
-            capture_output=True,
-        )
-    (install,) = (text for text in STAGE["accuracy"].all("RUN") if "bootstrap" in text)
-    assert install.endswith("python -m scripts.bootstrap cpu")

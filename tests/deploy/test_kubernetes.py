@@ -83,14 +83,6 @@ def test_yamllint_has_no_complaints() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_every_file_is_used() -> None:
-    """By a kustomization; kustomize itself says if one that is named is not there."""
-    for folder in (KUBERNETES, DEPLOY / "llm-d"):
-        for file in folder.rglob("*.yaml"):
-            if file.name != "kustomization.yaml":
-                assert file.name in (file.parent / "kustomization.yaml").read_text(), file
-
-
 def test_images_have_the_version_of_the_package() -> None:
     version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
     (values,) = yaml.safe_load_all((KUBERNETES / "base" / "kustomization.yaml").read_text())
@@ -100,32 +92,6 @@ def test_images_have_the_version_of_the_package() -> None:
     }
     for name, pod in ENGINES.items():
         assert pod["containers"][0]["image"] == f"registry.example/kvferry:{version}", name
-
-
-def test_overlays_differ_in_the_network_alone() -> None:
-    """The device of UCX; over RDMA also the resource, and the capability to register memory with it."""
-    pods = {overlay: ENGINES[f"{overlay} kvferry-prefill"]["containers"][0] for overlay in OVERLAYS}
-    devices = {
-        overlay: next(entry["value"] for entry in pod["env"] if entry["name"] == "UCX_NET_DEVICES")
-        for overlay, pod in pods.items()
-    }
-    assert devices == {"tcp": "eth0", "rdma": "mlx5_0:1"}
-    limits = {overlay: set(pod["resources"]["limits"]) for overlay, pod in pods.items()}
-    assert limits["rdma"] - limits["tcp"] == {"rdma/rdma_shared_device_a"}
-    capabilities = {
-        overlay: pod["securityContext"]["capabilities"] for overlay, pod in pods.items()
-    }
-    assert capabilities == {
-        "tcp": {"drop": ["ALL"]},
-        "rdma": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
-    }
-
-
-@an_engine
-def test_an_engine_may_have_a_token_of_hugging_face(pod: dict[str, Any]) -> None:
-    (token,) = (entry for entry in pod["containers"][0]["env"] if entry["name"] == "HF_TOKEN")
-    assert token["valueFrom"]["secretKeyRef"]["key"] == "HF_TOKEN"
-    assert token["valueFrom"]["secretKeyRef"]["optional"]
 
 
 def test_probes_ask_each_role_for_what_it_can_say() -> None:

@@ -75,12 +75,6 @@ def test_every_pod_is_scraped_by_one_monitor_at_a_port_that_it_has() -> None:
     ]
 
 
-@WITH_KUBECTL
-def test_the_operators_rules_are_the_alerts() -> None:
-    (rule,) = (manifest for manifest in built(MONITORING) if manifest["kind"] == "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())
-
-
 def test_the_scrape_configuration_has_the_ports_of_the_units() -> None:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     scraped = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import PAGES, ROOT
+from tests.docs.commands import ROOT
 from tests.packaging.outside import PACKAGES
 
 ARCHITECTURE, DESIGN = ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"
@@ -104,15 +104,6 @@ def test_every_thread_that_the_product_starts_is_in_the_table_of_threads() -> No
     listed = set(rows.findall(ARCHITECTURE.read_text(encoding="utf-8")))
     assert {"kvferry-transfer", "kvferry-trace", "kvferry-spans"} <= started
     assert started == listed
-
-
-def test_every_test_that_a_page_names_is_there() -> None:
-    for page in PAGES:
-        for file, name in _TEST.findall(page.read_text()):
-            assert (ROOT / file).is_file(), f"{page.name}: {file}"
-            assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), (
-                f"{page.name}: {file}::{name}"
-            )
 
 
 def test_every_model_kind_names_a_test_and_its_date() -> None:

@@ -17,8 +17,6 @@ from tests.docs.commands import ROOT, TOP_PAGES
 from tests.docs.site import Page, anchors_on_a_git_host, read_page
 
 SOURCES = sorted((ROOT / "docs").glob("*.md"))
-_HOST = re.compile(r"(?!.*\.(?:local|internal|lan|example)$)(?:[a-z0-9-]+\.)+[a-z]{2,}")
-"""A public host name: no address, no name of a private network."""
 
 
 @pytest.fixture(scope="module")
@@ -60,33 +58,6 @@ def test_no_page_asks_for_anything_from_another_host(site: Path, read: dict[Path
         r'class="mermaid"|data-md-component="source"|<script[^>]*>[^<]*(?:https?:)?//[a-z]'
     )
     assert [path.name for path in read if asks.search(path.read_text())] == []
-
-
-@pytest.mark.parametrize(
-    "picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda picture: picture.name
-)
-def test_a_picture_follows_the_page_into_the_dark_and_loads_nothing(picture: Path) -> None:
-    """It has a paper of its own, so that it can be read on any page, and no text without a colour that changes."""
-    text = picture.read_text()
-    light, found, dark = text.partition("@media (prefers-color-scheme:")
-    assert found
-    assert 'class="paper"' in dark or "fill: #ffffff" in light + dark
-    assert not re.search(r'(?:href|src)="(?!#)|@import|url\((?!#)', text)
-    assert not re.search(r"<text (?![^>]*(?:class|fill))", text)
-
-
-def test_links_to_other_hosts_are_well_formed(read: dict[Path, Page]) -> None:
-    links = {link for page in read.values() for link in page.links if is_elsewhere(link)}
-    assert [link for link in links if not is_well_formed(link)] == []
-
-
-def is_well_formed(link: str) -> bool:
-    parts = urlsplit(link)
-    return (
-        parts.scheme == "https"
-        and parts.port is None
-        and bool(_HOST.fullmatch(parts.hostname or ""))
-    )
 
 
 @pytest.mark.parametrize("source", [*SOURCES, *TOP_PAGES], ids=lambda source: source.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,40 +114,6 @@ def test_the_environment_holds_one_runtime_at_a_time(
     assert environment.asked == ["create"]
 
 
-def test_the_accuracy_test_leaves_the_tools_out_and_their_lock_has_them() -> None:
-    assert 'scripts.accuracy "" "$@"\n' in (ROOT / "scripts" / "run_accuracy_test.sh").read_text()
-    pinned = {
-        line.split("==")[0]
-        for line in (bootstrap.REQUIREMENTS / "dev.lock").read_text().splitlines()
-    }
-    assert {"pytest", "ruff", "mypy", "import-linter", "mkdocs-material"} <= pinned
-
-
-@pytest.mark.parametrize(
-    ("machine", "python", "asked"),
-    [
-        ("x86_64", (3, 11, 2), "cuda.lock --no-deps --require-hashes"),
-        ("x86_64", (3, 13, 0), "cuda.lock --no-deps --require-hashes"),
-        ("x86_64", (3, 14, 0), "cuda.txt"),
-        ("aarch64", (3, 12, 0), "cuda.txt"),
-    ],
-)
-def test_for_gpus_the_lock_is_installed_where_it_was_made_for_and_else_the_versions_are_found_aloud(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    machine: str,
-    python: tuple[int, ...],
-    asked: str,
-) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(sys, "version_info", python)
-    environment = FakeEnvironment(tmp_path, "2.13.0")
-    bootstrap.install_cuda(environment)
-    assert environment.asked == [asked, bootstrap.MODEL_PACKAGE]
-    assert ("NOT LOCKED" in capsys.readouterr().out) == (asked == "cuda.txt")
-
-
 @pytest.mark.parametrize("torch", ["2.13.0", ""], ids=["CUDA build", "none"])
 def test_without_a_cpu_build_of_torch_the_message_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch: str
@@ -158,11 +123,3 @@ def test_without_a_cpu_build_of_torch_the_message_says_what_to_do(
     with pytest.raises(BootstrapError, match="PIP_EXTRA_INDEX_URL"):
         bootstrap.make(environment, ["cpu"])
     assert environment.asked == ["create"]
-
-
-def test_a_failing_pip_is_reported_with_its_output(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho 'ERROR: no such package'\nexit 1\n")
-    (tmp_path / "bin" / "python").chmod(0o755)
-    with pytest.raises(BootstrapError, match="no such package"):
-        Environment(tmp_path).install(tmp_path / "some.lock")

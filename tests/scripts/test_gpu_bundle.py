@@ -10,31 +10,24 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
 from scripts.accuracy.settings import ROOT
 from scripts.gpu_bundle import fatbin, unpack
-from scripts.gpu_bundle.__main__ import main
-from scripts.gpu_bundle.fatbin import ELF, PTX, NotUnderstood, fat_binaries, prune
+from scripts.gpu_bundle.fatbin import ELF, PTX, fat_binaries, prune
 from scripts.gpu_bundle.packages import (
     LEFT_OUT,
     PackagesError,
-    Wheel,
     environment_of,
     is_with_torch,
     lacking,
-    needed_glibc,
     read_lock,
-    read_present,
-    unmet,
     unzip,
 )
-from scripts.gpu_bundle.pieces import MIB, Archive, BadLimit, pack, write_bundle
+from scripts.gpu_bundle.pieces import MIB, Archive, pack, write_bundle
 
 HERE = Path(unpack.__file__).parent
 PYTHON = ".".join(platform.python_version_tuple()[:2])
@@ -91,87 +84,12 @@ def test_a_pruned_library_has_each_kernel_for_the_gpu_and_every_other_byte_in_it
     assert pruned.before > pruned.after
 
 
-@pytest.mark.parametrize(
-    ("architectures", "expected"),
-    [([86], [(ELF, 80)]), ([80, 90], [(ELF, 80), (ELF, 90)]), ([120], [(PTX, 90)])],
-)
-def test_a_gpu_runs_older_code_of_its_family_and_ptx_where_there_is_none(
-    architectures: Sequence[int], expected: list[tuple[int, int]]
-) -> None:
-    library = fat_binary(image(ELF, 80, b"a"), image(ELF, 90, b"b"), image(PTX, 90, b"c"))
-    (images,) = kept(prune(library, architectures).library)
-    assert [(kind, sm) for kind, sm, _ in images] == expected
-
-
-def test_device_code_that_is_not_understood_is_refused() -> None:
-    library = fat_binary(b"\x07" + bytes(100))
-    with pytest.raises(NotUnderstood, match="kind 7"):
-        prune(library, [90])
-
-
-LOCK = """\
-# comment
-vllm==0.32.0 \\
-    --hash=sha256:aa \\
-    --hash=sha256:bb
-torch==2.13.0 \\
-    --hash=sha256:cc
-six==1.17.0 ; python_full_version >= '3.12' \\
-    --hash=sha256:dd
-colorama==0.4.6 ; sys_platform == 'win32' \\
-    --hash=sha256:ee
-Typing_Extensions==4.16.0 \\
-    --hash=sha256:ff
-nvidia-ml-py==13.0 \\
-    --hash=sha256:00
-tilelang==0.1.12 \\
-    --hash=sha256:11
-"""
-
-
-def test_of_the_lock_is_carried_what_is_for_that_python_and_not_there() -> None:
-    pins = read_lock(LOCK, LINUX)
-    assert pins["vllm"].lines == ("--hash=sha256:aa", "--hash=sha256:bb")
-    assert pins["six"].version == "1.17.0"
-    assert set(lacking(pins, {"six": ""})) == {"vllm", "typing-extensions", "nvidia-ml-py"}
-    assert "six" not in read_lock(LOCK, environment_of("3.11"))
-
-
 def test_what_is_left_out_is_in_the_projects_lock() -> None:
     pins = read_lock((ROOT / "requirements" / "cuda.lock").read_text(), LINUX)
     assert LEFT_OUT.keys() <= pins.keys()
     carried = lacking(pins, {})
     assert {"vllm", "nixl-cu13", "vllm-router", "transformers"} <= carried.keys()
     assert not [name for name in carried if is_with_torch(name) or name in LEFT_OUT]
-
-
-def test_a_package_that_nobody_brings_or_that_is_too_old_is_found() -> None:
-    needs = ["numpy>=2", "there<3", "lost", "torch==2.13.0", "tilelang", 'win; os_name == "nt"']
-    wheel = Wheel(Path(), "vllm", "1", tuple(map(Requirement, needs)))
-    brought = Wheel(Path(), "numpy", "2.3", ())
-    found = unmet([wheel, brought], {"there": "3.1"}, LINUX)
-    assert found == {
-        "there": ["vllm needs there<3, there is 3.1"],
-        "lost": ["vllm needs lost"],
-    }
-    assert unmet([wheel, brought], {"there": "2", "lost": ""}, LINUX) == {}
-
-
-def test_the_list_of_what_is_there_is_read_as_pip_prints_it() -> None:
-    text = "numpy==2.3.5\nMy_Build @ file:///src\n\n# comment\nnamed\n"
-    assert read_present(text) == {"numpy": "2.3.5", "my-build": "", "named": ""}
-    with pytest.raises(PackagesError, match=r"line 2.*pip list --format=freeze"):
-        read_present("numpy==2\nPackage    Version\n")
-
-
-def test_the_glibc_that_is_needed_is_that_of_the_most_demanding_wheel() -> None:
-    names = [
-        "a-1-py3-none-any.whl",
-        "b-1-cp39-abi3-manylinux_2_31_x86_64.whl",
-        "c-1-cp311-cp311-manylinux2014_x86_64.manylinux_2_17_x86_64.whl",
-        "d-1-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl",
-    ]
-    assert needed_glibc(names) == 31
 
 
 def test_a_wheel_is_unzipped_as_it_would_be_installed_and_never_outside(tmp_path: Path) -> None:
@@ -223,23 +141,6 @@ def run_sh(
         timeout=120,
         check=False,
     )
-
-
-def test_no_delivery_is_larger_than_the_limit_and_together_they_are_what_was_packed(
-    bundle: Path, tmp_path: Path
-) -> None:
-    common = sum(path.stat().st_size for path in bundle.iterdir() if path.is_file())
-    for delivery in "123":
-        pieces = sum(path.stat().st_size for path in (bundle / delivery).iterdir())
-        assert 0 < pieces + common <= 2 * MIB
-    home = tmp_path / "home"
-    done = run_sh(bundle, home, "--unpack-only")
-    assert (done.returncode, done.stderr) == (0, "")
-    for number, into in enumerate(INTO):
-        source = tmp_path / f"packed{number}" / "deep" / f"file{number}"
-        target = home / "bundle" / into
-        assert (target / "deep" / source.name).read_bytes() == source.read_bytes()
-        assert (target / "link").read_bytes() == source.read_bytes()
 
 
 def test_deliveries_that_come_one_by_one_are_kept_and_the_missing_ones_are_named(
@@ -306,37 +207,3 @@ def test_a_bundle_for_another_machine_is_refused_with_what_to_do(
     done = run_sh(bundle, tmp_path / "home", "--unpack-only")
     assert done.returncode == 2
     assert re.search(said, done.stderr)
-
-
-def test_a_time_limit_and_a_python_that_make_no_sense_are_refused(
-    bundle: Path, tmp_path: Path
-) -> None:
-    for name, value, said in (
-        ("LIMIT_S", "ten", "expected seconds"),
-        ("PYTHON", "/no/python", "set PYTHON"),
-    ):
-        done = run_sh(bundle, tmp_path / "home", **{name: value})
-        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
-
-
-def test_a_limit_that_nothing_fits_into_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadLimit, match="at least 1048576"):
-        write_bundle([], tmp_path, MIB - 1, HERE, {})
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--arch", "hopper"),
-        ("--python", "2.7"),
-        ("--limit-mib", "0.5"),
-        ("--present", "/no/such/file"),
-    ],
-)
-def test_wrong_options_of_the_builder_are_said(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["destination", option, value])
-    assert stopped.value.code == 2
-    assert option in capsys.readouterr().err

@@ -6,39 +6,15 @@ import json
 import re
 import shlex
 import socket
-import subprocess
-from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
-from bench import provenance
 
-from scripts.accuracy import devices
 from scripts.accuracy.settings import ROOT, read_settings
-from scripts.gpu_check import __main__ as check
-from scripts.gpu_check import gpus as gpus_module
-from scripts.gpu_check.__main__ import main, markdown_of, report_of
-from scripts.gpu_check.gpus import Gpu, MemorySeen, find_gpus
+from scripts.gpu_check.__main__ import markdown_of, report_of
+from scripts.gpu_check.gpus import Gpu
 from scripts.gpu_check.parts import Planned, parts_for, plan
-from scripts.gpu_check.pins import not_as_pinned
 from scripts.gpu_check.running import Done, environment_of, judge
-
-SMI = {
-    "gpu": [
-        "index",
-        "name",
-        "memory.total",
-        "memory.free",
-        "driver_version",
-        "compute_cap",
-        "uuid",
-        "memory.used",
-    ],
-    "0": ["0", "H100", "81559", "81000", "570.1", "9.0", "GPU-a", "4"],
-    "1": ["1", "H100", "81559", "20000", "570.1", "9.0", "GPU-b", "[N/A]"],
-}
 
 
 def gpus(*free_gib: float) -> list[Gpu]:
@@ -55,39 +31,6 @@ def test_every_part_of_the_issue_runs_on_two_gpus_and_what_needs_two_is_named_on
     skipped = {name: one.skipped for name, one in planned_on(79).items() if one.skipped}
     assert list(skipped) == ["accuracy: equal", "accuracy: TP 2 → 1", "accuracy: TP 1 → 2"]
     assert set(skipped.values()) == {"needs 2 GPUs with 16 GiB free; of 1 found, 1 have that"}
-
-
-def test_workers_take_the_gpus_that_have_room_and_share_them_where_there_are_too_few() -> None:
-    alone, several = planned_on(79), planned_on(1, 79, 79)
-    assert alone["accuracy: one GPU"].gpus == ("0", "0")
-    assert several["accuracy: equal"].gpus == ("1", "2")
-    assert several["accuracy: TP 2 → 1"].gpus == ("1", "2", "1")
-    assert several["doctor"].gpus == ("1",)
-    small = planned_on(24)
-    assert small["handover"].skipped == "needs a GPU with 48 GiB free; of 1 found, 0 have that"
-
-
-def test_the_quick_form_says_what_it_leaves_out_and_parts_are_chosen_by_how_they_begin() -> None:
-    quick = planned_on(79, 79, quick=True)
-    assert [name for name, one in quick.items() if not one.skipped][-2:] == [
-        "accuracy: one GPU",
-        "accuracy: equal",
-    ]
-    assert quick["beside NixlConnector"].skipped == "not in the quick form"
-    wanted = plan(parts_for("cuda", quick=False), gpus(79), quick=False, only=["relayout", "reads"])
-    assert [one.part.name for one in wanted] == ["relayout: bytes", "relayout: bandwidth", "reads"]
-
-
-def test_without_the_default_models_weights_the_accuracy_test_has_random_ones() -> None:
-    parts = parts_for("cuda", quick=False, random_models=True)
-    runs = [part for part in parts if "scripts.accuracy" in part.command]
-    models = [re.findall(r"MODEL_NAMES=(\S+)", part.command) for part in runs]
-    assert {name for (name,) in models} == {
-        "tiny-llama",
-        "small-mla",
-        "small-mamba2-hybrid",
-        "small-gdn-hybrid",
-    }
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -115,47 +58,6 @@ def test_a_part_sees_its_gpus_only_and_writes_into_its_own_folder(tmp_path: Path
     assert {
         environment[name] for name in ("KV_CONNECTOR_MODULE", "DTYPE", "MODEL_NAMES", "FORCE_COLOR")
     } == {""}
-
-
-def test_a_look_at_gpus_that_do_not_answer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {"gpu": [["0", "uuid", "5"]], "compute-apps": []}
-    monkeypatch.setattr("scripts.gpu_check.gpus._query", lambda what, _: rows[what])
-    seen = MemorySeen()
-    seen.look("cuda")
-    rows["gpu"] = []
-    seen.look("cuda")
-    assert seen.lines() == ["0: 5 5 5"]
-
-
-def answer_as_nvidia_smi(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-    what, columns = re.fullmatch(r"--query-([a-z-]+)=(.*)", command[1]).groups()  # type: ignore[union-attr]
-    if what == "compute-apps":
-        text = "GPU-a, 7\nGPU-b, 7\nGPU-b, 8\n"
-    else:
-        at = [SMI["gpu"].index(column) for column in columns.split(",")]
-        text = "".join(", ".join(SMI[gpu][index] for index in at) + "\n" for gpu in "01")
-    return subprocess.CompletedProcess(command, 0, text)
-
-
-def test_nvidia_smi_says_which_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus_module.subprocess, "run", answer_as_nvidia_smi)  # type: ignore[attr-defined]
-    assert [(gpu.name, gpu.about, round(gpu.free_gib)) for gpu in find_gpus("cuda", {})] == [
-        ("0", "H100, 81559 MiB, 9.0, driver 570.1", 79),
-        ("1", "H100, 81559 MiB, 9.0, driver 570.1", 20),
-    ]
-    assert [gpu.name for gpu in find_gpus("cuda", {"CUDA_VISIBLE_DEVICES": "1"})] == ["1"]
-    assert [gpu.name for gpu in find_gpus("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-a"})] == ["0"]
-
-
-def test_the_memory_of_each_gpu_before_most_and_after_and_who_is_on_several(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpus_module.subprocess, "run", answer_as_nvidia_smi)  # type: ignore[attr-defined]
-    memory = MemorySeen()
-    for used in ("4", "900", "5"):
-        monkeypatch.setitem(SMI, "0", [*SMI["0"][:-1], used])
-        memory.look("cuda")
-    assert memory.lines() == ["0: 4 900 5", "1: 0 0 0", "process 7 on GPUs 0, 1"]
 
 
 READS = """\
@@ -272,75 +174,3 @@ def test_the_report_has_all_that_was_found_and_no_names_of_the_machine() -> None
     assert "\n./worker/x.py on\nHOST\n~/.cache\n" in text
     for name in (str(ROOT), socket.gethostname(), str(Path.home()) + "/"):
         assert name not in text + json.dumps(report)
-
-
-def test_the_report_names_what_is_not_as_vllm_pins_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"torch": "2.11.0+cu130", "numpy": "2.3.5", "six": "1.0"}
-    required = [
-        "torch==2.13.0",
-        "numpy>=2",
-        "tilelang==0.1.12",
-        'six>=1.16; python_version < "3"',
-        'six>=9; extra == "audio"',
-    ]
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(metadata, "requires", lambda _name: required)
-    monkeypatch.setattr(metadata, "version", version)
-    lines = ["tilelang ==0.1.12: not installed", "torch ==2.13.0: 2.11.0+cu130"]
-    assert not_as_pinned("vllm") == lines
-    report = report_of([done("ok")], [], "cuda", quick=True)
-    assert report["not_as_pinned"] == lines
-    assert "\n- not as vLLM pins it: torch ==2.13.0: 2.11.0+cu130\n" in markdown_of(report)
-
-
-def test_a_check_out_of_a_bundle_says_the_commit_that_it_was_made_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "COMMIT").write_text("0123456789ab\n")
-    monkeypatch.setattr(provenance, "checkout", lambda: provenance.Checkout(""))
-    assert report_of([done("ok")], [], "cpu", quick=True)["commit"] == "unknown"
-    monkeypatch.setattr(check, "ROOT", tmp_path)
-    assert report_of([done("ok")], [], "cpu", quick=True)["commit"] == "0123456789ab"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "status", "said"),
-    [
-        (["--check"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu\n"),
-        (["--check"], {"GPUS": "1"}, 0, "cuda\n"),
-        (
-            ["--list", "--quick", "--only", "accuracy: MLA"],
-            {"KVFERRY_DEVICE": "cpu"},
-            0,
-            "not in the quick form\n",
-        ),
-        (["--list"], {"KVFERRY_DEVICE": "auto"}, 2, "no GPU was found by nvidia-smi"),
-        (["--only", "nothing"], {"KVFERRY_DEVICE": "cpu"}, 2, "there are doctor; relayout: bytes"),
-        (["--limit-s", "0"], {"KVFERRY_DEVICE": "cpu"}, 2, "--limit-s 0: expected more than 0"),
-        ([], {"KVFERRY_DEVICE": "tpu"}, 2, "KVFERRY_DEVICE='tpu'"),
-    ],
-)
-def test_options_are_checked_before_anything_is_installed_or_run(
-    arguments: list[str],
-    environment: Mapping[str, str],
-    status: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    monkeypatch.setattr(devices, "_listed_gpus", lambda: int(environment.get("GPUS", "0")))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    try:
-        ended = main(arguments)
-    except SystemExit as exited:
-        ended = int(exited.code or 0)
-    assert ended == status
-    said_here = capsys.readouterr()
-    assert said in said_here.out + said_here.err

@@ -112,20 +112,6 @@ def test_an_interrupted_check_leaves_no_process_and_a_report_of_what_it_had(
     ]
 
 
-def test_a_time_limit_ends_the_part_that_runs_and_skips_the_rest_with_a_report(
-    tmp_path: Path,
-) -> None:
-    with checking(tmp_path, "-c", CHECK, "600", "--limit-s", "12") as running:
-        said, _ = running.communicate(timeout=120)
-    assert running.returncode == 1, said
-    first, *rest = report_in(tmp_path)["parts"]
-    assert (first["mark"], first["found"]) == (
-        "FAILED",
-        "did not end by its deadline; last line: begun",
-    )
-    assert {one["found"] for one in rest[:-1]} == {"no time left of 12 s"}
-
-
 def test_the_cheap_parts_run_on_the_cpu_in_the_gpus_place(tmp_path: Path) -> None:
     wanted = [word for part in ("doctor", "CUDA", "reads") for word in ("--only", part)]
     with checking(tmp_path, "-m", "scripts.gpu_check", "--quick", *wanted) as running:

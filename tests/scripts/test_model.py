@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import HFValidationError
 
-from scripts.accuracy.model import NoModel, has_states, prepare, token_size
+from scripts.accuracy.model import NoModel, prepare, token_size
 
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -19,35 +19,9 @@ SMOLLM2: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("setting", "states"), [("mamba_n_heads", True), ("linear_key_head_dim", True), ("x", False)]
-)
-def test_models_with_states_are_known_by_their_settings(setting: str, states: bool) -> None:
-    assert has_states({"num_attention_heads": 8, setting: 4}) is states
-
-
 def test_a_token_of_smollm2_takes_its_keys_and_values_in_all_layers() -> None:
     assert token_size(SMOLLM2, 1, "float32") == (46080, "30 layers × 3 KV heads × 2 × 64 × 4 B")
     assert token_size(SMOLLM2, 1, "bfloat16") == (23040, "30 layers × 3 KV heads × 2 × 64 × 2 B")
-
-
-def test_heads_are_copied_where_there_are_more_workers() -> None:
-    assert token_size({**SMOLLM2, "num_key_value_heads": 2}, 8, "float32") == token_size(
-        SMOLLM2, 8, "float32"
-    )
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"architectures": ["DeepseekV2ForCausalLM"]},
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-        {"num_attention_heads": None},
-        {"architectures": None},
-    ],
-)
-def test_other_caches_are_not_predicted(change: dict[str, Any]) -> None:
-    assert token_size({**SMOLLM2, **change}, 1, "float32") is None
 
 
 class Hub:
@@ -78,16 +52,6 @@ def test_a_model_is_downloaded_before_engines_start_once_in_one_format(
     assert f"*{end}" not in hub.ignored
     assert {f"*{other}", "*.pth"} <= set(hub.ignored)
     assert "download some/model" in said[0]
-
-
-def test_nothing_is_downloaded_for_a_folder_or_without_the_hub(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hub = Hub(monkeypatch)
-    assert prepare(str(tmp_path), tmp_path, print) == str(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert prepare("some/model", tmp_path, print) == "some/model"
-    assert hub.downloads == []
 
 
 def test_a_model_that_cannot_be_downloaded_ends_the_run_with_the_reason(

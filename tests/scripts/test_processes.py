@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy.devices import free_ports
-from scripts.accuracy.processes import Server, ServerFailed, tail
+from scripts.accuracy.processes import Server, ServerFailed
 
 _SERVES = """
 import http.server, subprocess, sys
@@ -57,22 +57,3 @@ def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: 
         ),
     ):
         toy.wait_ready(30)
-
-
-def test_a_server_that_hangs_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    program = "import time; print('still loading', flush=True); time.sleep(600)"
-    with server(program, tmp_path / "toy.log", free_ports(1)[0]) as toy:
-        while "still loading" not in toy.log_path.read_text().split("\n", 2)[-1]:
-            time.sleep(0.01)
-        with pytest.raises(ServerFailed, match=r"(?s)toy was not ready after 0 s.*still loading"):
-            toy.wait_ready(0.3)
-
-
-def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    step = "(APIServer) INFO [loggers.py:1] Engine 000: Iteration(7): 1 context requests\n"
-    path.write_text("".join(f"line {number}\n{step}" for number in range(10000)))
-    assert tail(path, 2) == "line 9998\nline 9999"
-    assert "No such file" in tail(tmp_path / "none")
-    (tmp_path / "empty").touch()
-    assert tail(tmp_path / "empty") == "(the log is empty)"

@@ -41,14 +41,6 @@ def test_drawn(number):
     been = pathlib.Path(__file__).with_suffix(".been")
     assert been.exists() or been.touch(), "not the first time"
 """
-DRAWS_BY_ITSELF = """
-import pathlib, random
-def test_drawn(run_seed):
-    drawn = pathlib.Path(__file__).with_suffix(".drawn")
-    with drawn.open("a") as file:
-        print(random.Random(run_seed).random(), file=file)
-    assert False
-"""
 IS_NOT_COLLECTED = "raise ValueError\n"
 HANGS_WITH_THE_LOCK = "import ctypes\ndef test_hangs(): ctypes.PyDLL(None).sleep(1000)\n"
 
@@ -139,22 +131,6 @@ def test_one_that_draws_fails_the_run_although_it_passes_alone(tmp_path: Path) -
     assert checks == "all checks passed"
     assert seed.removeprefix("drawn with ") == drawn.rpartition(" ")[2]
     assert totals.startswith("2 failed, 1 passed in ")
-
-
-def test_the_second_run_draws_what_the_first_one_drew(tmp_path: Path) -> None:
-    tree = Tree(tmp_path, {"test_life": DRAWS_BY_ITSELF})
-    assert tree.run()[0] == 1
-    drawn = (tmp_path / "tests" / "test_life.drawn").read_text().split()
-    assert len(drawn) == 2
-    assert drawn[0] == drawn[1]
-
-
-def test_a_check_that_fails_fails_the_run(tmp_path: Path) -> None:
-    tree = Tree(tmp_path, {"test_good": PASSES})
-    tree.program("ruff", '[ "$1" = check ]')
-    status, (failed, _, totals) = tree.run()
-    assert (status, failed) == (1, "FAILED ruff format --check .")
-    assert totals.startswith("1 passed in ")
 
 
 @pytest.mark.parametrize(

@@ -49,15 +49,6 @@ def texts_of(svg: str) -> list[str]:
     return [one.text or "" for one in ElementTree.fromstring(svg).iter(f"{SVG}text")]  # noqa: S314 - our own
 
 
-def test_every_rank_has_its_card(summary: PlanSummary) -> None:
-    texts = texts_of(draw(summary))
-    for side in (summary.producer, summary.consumer):
-        assert {str(worker.place) for worker in side.workers} <= set(texts)
-    assert len([name for name in texts if name.startswith("tp")]) == len(
-        summary.producer.workers + summary.consumer.workers
-    )
-
-
 def test_direct_staged_and_released_bands_differ() -> None:
     staged, direct = draw(summary_of(*PAIRS["staged"])), draw(summary_of(*PAIRS["TP 8 to TP 4"]))
     assert "staged, then put in place" in texts_of(staged)

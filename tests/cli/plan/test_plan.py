@@ -57,16 +57,6 @@ def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
     assert found == wanted
 
 
-def test_what_the_line_of_the_log_has_no_room_for_is_printed_too() -> None:
-    sides = ("layers=2,heads=8,dim=16,tp=64", "layers=2,heads=8,dim=16,tp=3")
-    producer, consumer = read_pair(*sides)
-    (first, *_) = plan_engine(consumer, producer)
-    _, *more = first.describe_all()
-    assert more
-    printed = " ".join(run("plan", *sides).out.split())
-    assert printed.endswith(" ".join(f"DEBUG {line}" for line in more))
-
-
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     pool = pytest.importorskip("kvferry.worker.staging.pool").StagingPool
     worker = pytest.importorskip("kvferry.worker.worker_memory")
@@ -74,11 +64,6 @@ def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     assert worker.STAGING_BYTES_ON_HOST == POOL_BYTES_DRAM
     for size in (POOL_BYTES_VRAM, POOL_BYTES_DRAM, 1 << 20, 3_333_333):
         assert longest_staged_run(size) == pool(size).largest_wave // 2
-
-
-def test_a_producer_worker_without_readers_is_shown_as_released() -> None:
-    out = run("plan", "layers=2,mla=16,tp=4", "layers=2,mla=16").out
-    assert re.search(r"^ +tp1…3 +3 +released$", out, re.MULTILINE)
 
 
 def test_staged_reads_are_shown_with_their_reason() -> None:
@@ -198,15 +183,6 @@ def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
     ):
         for name in holder:
             assert f"`{name}`" in section, name
-
-
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=["table", "JSON"])
-def test_it_says_where_the_picture_is(form: tuple[str, ...], tmp_path: Path) -> None:
-    """With `--json` on standard error: standard output is for a program."""
-    ran = run("plan", DENSE, DENSE, "--svg", str(tmp_path / "x.svg"), *form)
-    assert (ran.code, (tmp_path / "x.svg").exists()) == (0, True)
-    assert (ran.err if form else ran.out).endswith(f"\npicture: {tmp_path / 'x.svg'}\n")
-    assert (ran.out if form else ran.err).count("picture: ") == 0
 
 
 def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch: pytest.MonkeyPatch) -> None:

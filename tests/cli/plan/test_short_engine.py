@@ -21,8 +21,7 @@ from kvferry.protocol.description_json import (
     encode_engine_json,
     from_engine_json,
 )
-from kvferry.protocol.geometry import PagedTensor, Place, Range
-from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.geometry import PagedTensor, Range
 from tests.cli.plan.forms import read_form, short_forms
 from tests.geometry import cells as geometry
 from tests.geometry.cells import Ints
@@ -158,15 +157,6 @@ def test_heads_are_spread_as_the_documentation_says(
     ]
 
 
-def test_context_parallel_ranks_are_neighbours_that_hold_the_same_heads() -> None:
-    engine_json = engine("layers=1,heads=2,dim=8,tp=4,dcp=2,interleave=4")
-    assert [worker.place for worker in engine_json.workers] == [
-        Place(tp=rank, dcp=rank % 2) for rank in range(4)
-    ]
-    assert [tensor(worker, "k").heads.start for worker in engine_json.workers] == [0, 0, 1, 1]
-    assert {tensor(worker, "k").interleave.run_tokens for worker in engine_json.workers} == {4}
-
-
 def test_context_parallel_ranks_span_the_prefill_ranks_before_the_tensor_parallel_ones() -> None:
     engine_json = engine("layers=1,heads=2,dim=8,tp=2,pcp=2,dcp=2")
     found = [
@@ -174,18 +164,6 @@ def test_context_parallel_ranks_span_the_prefill_ranks_before_the_tensor_paralle
         for worker in engine_json.workers
     ]
     assert found == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
-
-
-def test_groups_come_in_one_order_and_only_those_that_have_layers() -> None:
-    engine_json = engine("layers=4,heads=2,dim=8,window=64@1,state_layers=3,ssm=2x2,block=8")
-    assert engine_json.groups == (
-        CacheGroup(policy="full", block_tokens=8),
-        CacheGroup(policy="window", block_tokens=8, window_tokens=64),
-        CacheGroup(policy="state", block_tokens=8),
-    )
-    assert engine("layers=1,heads=2,dim=8,window=64").groups == (
-        CacheGroup(policy="window", block_tokens=16, window_tokens=64),
-    )
 
 
 TOO_LARGE = {

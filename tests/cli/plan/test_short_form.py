@@ -12,7 +12,6 @@ from kvferry.cli.plan.short_form import (
     MAX_LENGTH,
     ConvPart,
     ShortForm,
-    defaults,
     even_stages,
 )
 from tests.cli.plan.forms import read_form
@@ -36,15 +35,6 @@ def test_the_example_of_the_documentation_is_read_as_it_says() -> None:
         dtype="bfloat16",
         state_dtype="bfloat16",
     )
-
-
-def test_order_and_spaces_do_not_matter() -> None:
-    assert read_form(" dim = 128 ,heads=8, layers=32") == read_form(ATTENTION)
-
-
-def test_names_are_known_in_either_case() -> None:
-    form = read_form(f"{ATTENTION},layout=nhd,dtype=BFLOAT16,kv=Packed")
-    assert (form.layout, form.dtype, form.kv) == ("NHD", "bfloat16", "packed")
 
 
 def test_the_split_is_vllms_own() -> None:
@@ -180,10 +170,3 @@ def test_no_value_of_any_key_raises_any_other_error(key: str, value: str) -> Non
     except InvalidArgument as refused:
         field = refused.field
     assert field in {*KEYS, "pair", "key"}
-
-
-def test_every_default_that_is_documented_is_the_one_that_is_used() -> None:
-    form = read_form(ATTENTION)
-    for key, text in defaults().items():
-        if key not in {"conv_width", "conv_layout", "state_names"}:
-            assert read_form(f"{ATTENTION},{key}={text}") == form

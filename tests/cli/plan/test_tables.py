@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.formatting import decimal_bytes, digits, milliseconds, rounded_count
-from kvferry.cli.plan.tables import Row, cells_of, fold, rows_of
+from kvferry.cli.plan.tables import cells_of, fold, rows_of
 from kvferry.plan.transfer_plan import MAX_LINE
 from kvferry.plan.wording import format_numbers, format_places
-from kvferry.protocol.geometry import Place, Range
+from kvferry.protocol.geometry import Place
 from tests.cli.command import run
 from tests.cli.plan.forms import short_forms
 from tests.cli.plan.test_prediction import summary_of
@@ -48,17 +47,6 @@ def test_every_set_of_numbers_can_be_read_back_or_is_counted() -> None:
                 assert tuple(numbers_of(text)) == numbers
 
 
-def test_places_of_several_stages_are_put_together() -> None:
-    for ranks, stages in itertools.product(range(1, 9), range(1, 5)):
-        text = format_places(Place(tp=tp, pp=pp) for pp in range(stages) for tp in range(ranks))
-        matched = re.fullmatch(r"tp([\d…]+)(?:/pp([\d…]+))?", text)
-        assert matched, text
-        assert numbers_of(matched[1]) == list(range(ranks))
-        assert numbers_of(matched[2] or "0") == list(range(stages))
-    assert format_places([Place(tp=3, dcp=1)]) == "tp3/dcp1"
-    assert len(format_places(Place(tp=tp) for tp in range(4096) if tp % 7 in (0, 1, 5))) < 40
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
@@ -83,29 +71,6 @@ def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
             if alike[0].producer
             else ""
         )
-
-
-def test_unlike_rows_stay_apart() -> None:
-    rows = [
-        Row(Place(), Place(tp=tp), placed="a", num_bytes=size)
-        for tp, size in enumerate((1, 1, 2, 1))
-    ]
-    assert [[row.producer.tp for row in alike if row.producer] for alike in fold(rows)] == [
-        [0, 1, 3],
-        [2],
-    ]
-    heads = [
-        Row(Place(), Place(tp=first), (Range(first, first + count),))
-        for first, count in ((0, 1), (1, 2), (3, 1))
-    ]
-    assert [[len(row.heads[0]) for row in alike] for alike in fold(heads)] == [[1, 1], [2]]
-
-
-def test_sixty_four_ranks_are_two_rows() -> None:
-    out = run("plan", f"{MODEL},tp=64", f"{MODEL},tp=1").out
-    table = out.partition("─\n")[2].partition("\n(1)")[0].splitlines()
-    assert [line.split("  ")[0] for line in table] == ["tp0", ""]
-    assert re.fullmatch(r" +56 of tp1…63 +56 +released", table[1])
 
 
 @pytest.mark.parametrize(
@@ -133,23 +98,6 @@ def test_the_output_fits_80_columns_with_at_most_three_significant_digits(
     figures = ran.out.partition("\na prompt of")[2].partition("in the log")[0]
     for figure in re.findall(r"[\d.]+(?= ?[KMGT]?B|k|M| ms)", figures):
         assert len(figure.replace(".", "").lstrip("0").rstrip("0")) <= 3, figure
-
-
-def test_numbers_have_three_significant_digits_without_an_exponent() -> None:
-    assert [digits(value) for value in (0.01234, 999.6, 1234, 50.0, 0)] == [
-        "0.0123",
-        "1000",
-        "1230",
-        "50",
-        "0",
-    ]
-    assert [decimal_bytes(value) for value in (999, 999_600, 1_073_741_824)] == [
-        "999 B",
-        "1 MB",
-        "1.07 GB",
-    ]
-    assert [rounded_count(value) for value in (988, 16384, 1_048_576)] == ["988", "16.4k", "1.05M"]
-    assert [milliseconds(value) for value in (22.191, 999.7, 64425)] == ["22.2 ms", "1 s", "64.4 s"]
 
 
 @pytest.mark.parametrize(

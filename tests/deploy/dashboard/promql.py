@@ -71,11 +71,6 @@ def asked(query: str) -> list[Asked]:
     ]
 
 
-def kept(query: str) -> list[set[str]]:
-    """The labels that each aggregation of a query keeps."""
-    return [set(re.findall(r"\w+", labels)) for labels in re.findall(r"\bby \(([^)]*)\)", query)]
-
-
 def complaints(query: str) -> list[str]:
     """Metrics, labels and values that are not there. Whether the query is right, Prometheus says."""
     wrong = []
@@ -119,58 +114,3 @@ def panel_queries() -> list[tuple[str, str, str]]:
         for panel in panels()
         for target in panel["targets"]
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class Dimension:
-    """Powers of bytes and of seconds: a rate of bytes is (1, -1). `share`: a part of a whole, of dimension (0, 0)."""
-
-    of_bytes: int
-    of_seconds: int
-    share: bool = False
-
-    def units(self) -> set[str]:
-        """The names that Grafana has for it. A share of counts may be shown as a plain ratio too."""
-        plain = {(0, 0): "short", (0, -1): "ops", (1, 0): "bytes", (1, -1): "Bps", (0, 1): "s"}
-        return {plain[self.of_bytes, self.of_seconds]} | ({"percentunit"} if self.share else set())
-
-
-def dimension(query: str) -> Dimension:
-    """The dimension of a query's result, from the names of its metrics and what is done with them."""
-    query = re.sub(r"\{[^}]*\}|\[[^]]*\]| by \([^)]*\) ", "", query).strip()
-    for sign in (" / ", " + "):
-        parts = _split(query, sign)
-        if len(parts) > 1:
-            first, second = map(dimension, parts)
-            if sign == " + ":
-                assert first == second, query
-                return first
-            powers = (first.of_bytes - second.of_bytes, first.of_seconds - second.of_seconds)
-            return Dimension(*powers, share=powers == (0, 0))
-    query = re.sub(r" > [\d.]+$", "", query)
-    if call := re.fullmatch(r"(\w*)\((.*)\)", query):
-        words = _split(call[2], ", ")
-        found = dimension(words[1 if call[1] == "histogram_quantile" else 0])
-        if call[1] == "rate":
-            return Dimension(found.of_bytes, found.of_seconds - 1)
-        if (
-            call[1] == "histogram_quantile"
-        ):  # of the rate of a bucket: what the bucket's bound measures
-            (name,) = {one.name for one in asked(query)}
-            return dimension(name.removesuffix("_bucket"))
-        return found
-    assert re.fullmatch(r"vllm:\w+", query), query
-    stem = re.sub(r"_total$|_sum$", "", query)
-    if stem.endswith(("_bucket", "_count")):
-        return Dimension(0, 0)
-    return Dimension(
-        int("bytes" in stem), int("_seconds" in stem), stem.endswith(("_perc", "_fraction_now"))
-    )
-
-
-def _split(query: str, sign: str) -> list[str]:
-    """The two sides of the first such sign that is inside of no brackets; the query alone if there is none."""
-    for at in range(len(query)):
-        if query.startswith(sign, at) and query[:at].count("(") == query[:at].count(")"):
-            return [query[:at], query[at + len(sign) :]]
-    return [query]

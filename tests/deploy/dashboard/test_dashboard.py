@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from itertools import product
 from pathlib import Path
 
 from tests.deploy.dashboard.promql import (
@@ -13,8 +12,6 @@ from tests.deploy.dashboard.promql import (
     OF_VLLM,
     asked,
     complaints,
-    dimension,
-    kept,
     panel_queries,
     panels,
     samples,
@@ -49,69 +46,6 @@ def test_every_query_is_of_the_chosen_engines_only() -> None:
         for one in asked(query):
             chosen = {label: one.matchers.get(label) for label in ("job", "instance", "engine")}
             assert chosen == {"job": "$job", "instance": "$instance", "engine": "$engine"}, title
-
-
-def test_a_legend_names_only_labels_that_its_query_keeps() -> None:
-    for title, query, legend in QUERIES:
-        named = set(re.findall(r"\{\{(\w+)\}\}", legend))
-        assert all(named <= labels for labels in kept(query)), f"{title}: {legend}"
-
-
-def test_the_unit_of_every_panel_is_that_of_all_its_queries() -> None:
-    for panel in panels():
-        unit = panel["fieldConfig"]["defaults"]["unit"]
-        assert panel["fieldConfig"]["overrides"] == [], "a unit of its own for one of the queries"
-        for target in panel["targets"]:
-            units = dimension(target["expr"]).units()
-            assert unit in units, (
-                f"{panel['title']}: {target['legendFormat']} is in {units}, not {unit}"
-            )
-
-
-def test_units_come_from_the_query() -> None:
-    rate = "sum by (peer) (rate({}[5m]))"
-    assert dimension(rate.format("vllm:kvferry_handshake_seconds_count")).units() == {"ops"}
-    assert dimension(
-        "histogram_quantile(0.9, sum by (le) (rate(vllm:a_seconds_bucket[5m])))"
-    ).units() == {"s"}
-    assert dimension(
-        f"{rate.format('vllm:a_bytes_total')} / {rate.format('vllm:t_seconds_sum')}"
-    ).units() == {"Bps"}
-    assert dimension(
-        f"{rate.format('vllm:a_seconds_sum')} / {rate.format('vllm:a_seconds_count')}"
-    ).units() == {"s"}
-    assert dimension("sum(increase(vllm:a_total[5m]))").units() == {"short"}
-    assert (
-        "percentunit"
-        in dimension("rate(vllm:a_total[1m]) / clamp_min((rate(vllm:b_total[1m])), 1e-9)").units()
-    )
-
-
-def test_rows_are_folded_but_the_first_two() -> None:
-    rows = [
-        panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] == "row"
-    ]
-    assert [row["title"] for row in rows if not row["collapsed"]] == [
-        "At a glance",
-        "What users wait for",
-    ]
-    assert all(row["panels"] for row in rows if row["collapsed"])
-    numbers = [panel["id"] for panel in (*rows, *panels())]
-    assert len(set(numbers)) == len(numbers)
-
-
-def test_no_two_panels_of_a_row_overlap() -> None:
-    for row in json.loads(DASHBOARD.read_text())["panels"]:
-        places = [panel["gridPos"] for panel in (row, *row.get("panels", ()))]
-        columns = [range(at["x"], at["x"] + at["w"]) for at in places]
-        lines = [range(at["y"], at["y"] + at["h"]) for at in places]
-        taken = [
-            place
-            for wide, high in zip(columns, lines, strict=True)
-            for place in product(wide, high)
-        ]
-        assert len(set(taken)) == len(taken), row["title"]
-        assert max(x for x, _ in taken) < 24
 
 
 def test_links_lead_to_headings_of_the_documentation() -> None:
