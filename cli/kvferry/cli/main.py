@@ -9,16 +9,16 @@ other error in one line on standard error.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from kvferry.protocol.errors import InputError, KvferryError
 from kvferry.protocol.visible import escape_logs, visible
 from kvferry.version import __version__
 
-_ANY_HOST = "0.0.0.0"  # noqa: S104 - `bench --listen` is for other machines, and serves nothing but its own content
 GOOD = 0
 NO_ANSWER = 1
 BAD = 2
@@ -43,6 +43,163 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD, f"{text}; see {self.prog} --help\n")
 
 
+class Option(NamedTuple):
+    """An argument of a command, or an option, whose names begin with a dash. A flag has no metavar."""
+
+    name: str
+    metavar: str
+    help: str
+    default: str | None = None
+    nargs: str | None = None
+    const: str | None = None
+
+
+class Command(NamedTuple):
+    """A command: `module:function` that runs it, its help, and its options."""
+
+    run: str
+    help: str
+    description: str
+    options: tuple[Option, ...]
+
+
+def _json(what: str) -> Option:
+    return Option("--json", "", f"print {what} as JSON")
+
+
+COMMANDS = {
+    "plan": Command(
+        "kvferry.cli.plan.command:run_plan",
+        "how one engine would read another's cache",
+        "How CONSUMER would read PRODUCER's cache. Either is a model with the engine's sizes: "
+        "./config.json,tp=4, or a folder or a model of the local hub cache in its place. tp=2 alone has the model of "
+        "the other side. It can also be a short form (layers=32,heads=8,dim=128,tp=4), or an engine's description JSON "
+        "(a file, - for standard input). Exit code 1: the pair is refused.",
+        (
+            Option("producer", "PRODUCER", "the engine that prefills"),
+            Option("consumer", "CONSUMER", "the engine that decodes"),
+            Option(
+                "--tokens", "N", "length of the prompt (default: 8192, or what the caches hold)"
+            ),
+            Option("--link", "G", "GB/s of every worker's link", "50"),
+            Option("--direct-min-bytes", "N", "the consumer's direct_min_bytes (default: 16384)"),
+            Option("--staging-pool-bytes", "N", "the consumer's staging_pool_bytes, 0 for none"),
+            Option(
+                "--same-host",
+                "",
+                "all of the producer's memory is mapped: both are on one host, with caches in shared files",
+            ),
+            _json("the plan"),
+            Option("--svg", "FILE", "also draw the plan"),
+            Option("--copies", "REQUEST", "print every copy for the blocks in this JSON file"),
+            Option("--out", "FILE", "where --copies goes (default: standard output, and no table)"),
+        ),
+    ),
+    "describe": Command(
+        "kvferry.cli.plan.describe:run_describe",
+        "ask a running engine for its description",
+        "Ask the engine whose side channel is at HOST:PORT for its description.",
+        (
+            Option("address", "HOST:PORT", "the producer's side channel, [host]:port for IPv6"),
+            Option("--json", "", "print the description JSON that `kvferry plan` reads"),
+            Option("--timeout", "S", "seconds to wait", "5"),
+        ),
+    ),
+    "doctor": Command(
+        "kvferry.cli.doctor.command:run_doctor",
+        "what is wrong with this machine",
+        "Checks versions, devices, UCX settings, limits, ports and the secret of this machine, and makes a "
+        "loopback transfer. Run it as an engine is run: same user, container and environment. "
+        "Exit code 1: something is broken.",
+        (
+            _json("the findings"),
+            Option("--data-parallel-size", "N", "ranks whose ports are tried", "1"),
+            Option(
+                "--timeout",
+                "S",
+                "seconds for all checks together, which run at the same time",
+                "8",
+            ),
+        ),
+    ),
+    "bench": Command(
+        "kvferry.cli.bench.command:run_bench",
+        "what the fabric between two machines does",
+        "Reads memory of known content from one machine to another over NIXL, compares every byte and "
+        "times the reads, before an engine is started. Run --listen on one machine and --connect on the other, as "
+        "engines are run: same user, container and environment. Exit code 1: a byte was wrong.",
+        (
+            Option(
+                "--listen",
+                "HOST[:PORT]",
+                "offer memory to one client (default: 0.0.0.0:5700)",
+                nargs="?",
+                # It is for other machines, and serves nothing but its own content.
+                const="0.0.0.0",  # noqa: S104
+            ),
+            Option(
+                "--allowed-hosts",
+                "HOST,…",
+                "addresses and networks whose clients may join a listener without a secret, or * for any (default: "
+                "this host's)",
+            ),
+            Option("--connect", "HOST[:PORT]", "read from a listener, at port 5700 by default"),
+            Option("--device", "D", "auto, cpu or cuda", "auto"),
+            Option("--max-size", "N", "largest read, up to 1G", "64M"),
+            Option("--seconds", "S", "for each row of the table", "0.5"),
+            Option("--timeout", "S", "for a read, or an answer", "10"),
+            _json("what was measured"),
+        ),
+    ),
+    "trace": Command(
+        "kvferry.cli.trace.command:run_trace",
+        "where the time of handovers went",
+        "Merges what engines with `trace_dir` recorded to one timeline per handover, the slowest first.",
+        (
+            Option("dirs", "DIR", "folders, searched to the bottom, or files *.jsonl", nargs="+"),
+            Option("-o --out", "OUT", "a folder to make, or one file: .html, .svg or .json"),
+            Option("--request", "ID", "only handovers with an id (of any kind) that contains this"),
+            Option("--slowest", "N", "handovers that are shown", "20"),
+            _json("what was found"),
+        ),
+    ),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvferry",
+        description="Plans, checks, measures and traces transfers of KV caches between engines.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"kvferry {__version__}", help="print the version"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        of_command = commands.add_parser(name, help=command.help, description=command.description)
+        for option in command.options:
+            _add(of_command, option)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+    names = option.name.split()
+    if not option.metavar:
+        parser.add_argument(*names, action="store_true", help=option.help)
+        return
+    text = option.help
+    if option.default is not None:
+        text = f"{text} (default: {option.default})"
+    parser.add_argument(
+        *names,
+        metavar=option.metavar,
+        help=text,
+        default=option.default,
+        nargs=option.nargs,
+        const=option.const,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -55,7 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        code = _run(options)
+        # Only its own modules are imported: `kvferry plan` must start in a fraction of a second, and the doctor where
+        # packages are missing.
+        module, _, function = COMMANDS[options.command].run.partition(":")
+        code: int = getattr(importlib.import_module(module), function)(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -73,192 +233,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(visible(f"kvferry {options.command}: the system refused: {refused}"), file=sys.stderr)
         return BAD
     return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="kvferry",
-        description="Plans, checks, measures and traces transfers of KV caches between engines.",
-    )
-    parser.add_argument(
-        "--version", action="version", version=f"kvferry {__version__}", help="print the version"
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_plan(commands)
-    _add_describe(commands)
-    _add_doctor(commands)
-    _add_bench(commands)
-    _add_trace(commands)
-    return parser
-
-
-def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="how one engine would read another's cache",
-        description="How CONSUMER would read PRODUCER's cache. Either is a model with the engine's sizes: "
-        "./config.json,tp=4, or a folder or a model of the local hub cache in its place. tp=2 alone has the model of "
-        "the other side. It can also be a short form (layers=32,heads=8,dim=128,tp=4), or an engine's description JSON "
-        "(a file, - for standard input). Exit code 1: the pair is refused.",
-    )
-    plan.add_argument("producer", metavar="PRODUCER", help="the engine that prefills")
-    plan.add_argument("consumer", metavar="CONSUMER", help="the engine that decodes")
-    plan.add_argument(
-        "--tokens",
-        metavar="N",
-        help="length of the prompt (default: 8192, or what the caches hold)",
-    )
-    plan.add_argument(
-        "--link",
-        metavar="G",
-        default="50",
-        help="GB/s of every worker's link (default: %(default)s)",
-    )
-    plan.add_argument(
-        "--direct-min-bytes", metavar="N", help="the consumer's direct_min_bytes (default: 16384)"
-    )
-    plan.add_argument(
-        "--staging-pool-bytes", metavar="N", help="the consumer's staging_pool_bytes, 0 for none"
-    )
-    plan.add_argument(
-        "--same-host",
-        action="store_true",
-        help="all of the producer's memory is mapped: both are on one host, with caches in shared files",
-    )
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--svg", metavar="FILE", help="also draw the plan")
-    plan.add_argument(
-        "--copies", metavar="REQUEST", help="print every copy for the blocks in this JSON file"
-    )
-    plan.add_argument(
-        "--out", metavar="FILE", help="where --copies goes (default: standard output, and no table)"
-    )
-
-
-def _add_describe(commands: argparse._SubParsersAction[_Parser]) -> None:
-    describe = commands.add_parser(
-        "describe",
-        help="ask a running engine for its description",
-        description="Ask the engine whose side channel is at HOST:PORT for its description.",
-    )
-    describe.add_argument(
-        "address", metavar="HOST:PORT", help="the producer's side channel, [host]:port for IPv6"
-    )
-    describe.add_argument(
-        "--json", action="store_true", help="print the description JSON that `kvferry plan` reads"
-    )
-    describe.add_argument(
-        "--timeout", metavar="S", default="5", help="seconds to wait (default: %(default)s)"
-    )
-
-
-def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="what is wrong with this machine",
-        description="Checks versions, devices, UCX settings, limits, ports and the secret of this machine, and makes a "
-        "loopback transfer. Run it as an engine is run: same user, container and environment. "
-        "Exit code 1: something is broken.",
-    )
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    doctor.add_argument(
-        "--data-parallel-size",
-        metavar="N",
-        default="1",
-        help="ranks whose ports are tried (default: %(default)s)",
-    )
-    doctor.add_argument(
-        "--timeout",
-        metavar="S",
-        default="8",
-        help="seconds for all checks together, which run at the same time (default: %(default)s)",
-    )
-
-
-def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="what the fabric between two machines does",
-        description="Reads memory of known content from one machine to another over NIXL, compares every byte and "
-        "times the reads, before an engine is started. Run --listen on one machine and --connect on the other, as "
-        "engines are run: same user, container and environment. Exit code 1: a byte was wrong.",
-    )
-    bench.add_argument(
-        "--listen",
-        metavar="HOST[:PORT]",
-        nargs="?",
-        const=_ANY_HOST,
-        help="offer memory to one client (default: 0.0.0.0:5700)",
-    )
-    bench.add_argument(
-        "--allowed-hosts",
-        metavar="HOST,…",
-        help="addresses and networks whose clients may join a listener without a secret, or * for any (default: this "
-        "host's)",
-    )
-    bench.add_argument(
-        "--connect", metavar="HOST[:PORT]", help="read from a listener, at port 5700 by default"
-    )
-    bench.add_argument(
-        "--device", metavar="D", default="auto", help="auto, cpu or cuda (default: %(default)s)"
-    )
-    bench.add_argument(
-        "--max-size",
-        metavar="N",
-        default="64M",
-        help="largest read, up to 1G (default: %(default)s)",
-    )
-    bench.add_argument(
-        "--seconds",
-        metavar="S",
-        default="0.5",
-        help="for each row of the table (default: %(default)s)",
-    )
-    bench.add_argument(
-        "--timeout",
-        metavar="S",
-        default="10",
-        help="for a read, or an answer (default: %(default)s)",
-    )
-    bench.add_argument("--json", action="store_true", help="print what was measured as JSON")
-
-
-def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
-    trace = commands.add_parser(
-        "trace",
-        help="where the time of handovers went",
-        description="Merges what engines with `trace_dir` recorded to one timeline per handover, the slowest first.",
-    )
-    trace.add_argument(
-        "dirs", metavar="DIR", nargs="+", help="folders, searched to the bottom, or files *.jsonl"
-    )
-    trace.add_argument(
-        "-o", dest="out", metavar="OUT", help="a folder to make, or one file: .html, .svg or .json"
-    )
-    trace.add_argument(
-        "--request", metavar="ID", help="only handovers with an id (of any kind) that contains this"
-    )
-    trace.add_argument(
-        "--slowest",
-        metavar="N",
-        default="20",
-        help="handovers that are shown (default: %(default)s)",
-    )
-    trace.add_argument("--json", action="store_true", help="print what was found as JSON")
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Run the command."""
-    # Only its own modules are imported: `kvferry plan` must start in a fraction of a second, and the doctor where
-    # packages are missing.
-    if options.command == "plan":
-        from kvferry.cli.plan.command import run_plan as run
-    elif options.command == "describe":
-        from kvferry.cli.plan.describe import run_describe as run
-    elif options.command == "doctor":
-        from kvferry.cli.doctor.command import run_doctor as run
-    elif options.command == "bench":
-        from kvferry.cli.bench.command import run_bench as run
-    else:
-        from kvferry.cli.trace.command import run_trace as run
-    return run(options)
