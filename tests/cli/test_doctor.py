@@ -21,7 +21,7 @@ from tests.packaging.outside import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG_TIMEOUTS = ("--timeout", "120")
-FINDINGS = (ok("a", "well"), look("b", "slow", "hurry"), not_done("d", "no kernel"))
+FINDINGS = (ok("well", "a"), look("slow", "hurry", "b"), not_done("no kernel", "d"))
 
 
 def findings(out: str) -> dict[str, dict[str, str]]:
@@ -80,7 +80,7 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
 
 @pytest.mark.parametrize(
     ("more", "code"),
-    [((), 0), ((broken("c", "gone", "mend"),), 1)],
+    [((), 0), ((broken("gone", "mend", "c"),), 1)],
     ids=["nothing broken", "something broken"],
 )
 def test_only_broken_findings_decide_the_exit_status(

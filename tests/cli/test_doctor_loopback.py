@@ -15,7 +15,7 @@ from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import check_gpu_loopback, check_loopback, judge_log, judge_outcome
 from kvferry.cli.transfer.child import Outcome
-from kvferry.cli.transfer.messages import Measured
+from kvferry.cli.transfer.messages import Kind, Measured
 from tests.cli.owners import OFFER, READS
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def outcome(lanes: str = "am(tcp/lo cma)", **changes: Any) -> Outcome:
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:
     assert all(one.do for one in findings if one.mark in (Mark.LOOK, Mark.BROKEN))
-    return {finding.check: finding for finding in findings}
+    return {finding.check or "loopback": finding for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def by_check(findings: list[Finding]) -> dict[str, Finding]:
     ],
 )
 def test_a_good_a_slow_and_a_wrong_transfer(
-    kind: str, changes: dict[str, Any], mark: Mark, said: str
+    kind: Kind, changes: dict[str, Any], mark: Mark, said: str
 ) -> None:
-    finding = by_check(list(judge_outcome(kind, outcome(**changes))))[f"loopback {kind}"]
+    finding = by_check(list(judge_outcome(kind, outcome(**changes))))["loopback"]
     assert (finding.mark, said in finding.found) == (mark, True), finding
     if mark is Mark.LOOK:
         assert ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY" in finding.do) is (kind == "VRAM")
@@ -104,7 +104,7 @@ READING = AGENT + "pipe.send(CaseProgress(what='first contact'))\n"
 
 def loopback_dram(code: str, timeout_s: float = 30.0, **environ: str) -> Finding:
     machine = Machine({**os.environ, **environ}, timeout_s=timeout_s)
-    return by_check(list(check_loopback(machine, process(code))))["loopback DRAM"]
+    return by_check(list(check_loopback(machine, process(code))))["loopback"]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,6 @@ def test_gpu_memory_is_tried_where_there_is_a_gpu_and_must_work_there() -> None:
     findings = by_check(
         list(check_gpu_loopback(machine, process("pipe.send(Failed(reason='no CUDA'))")))
     )
-    assert findings["loopback VRAM"].mark is Mark.BROKEN
-    assert "no CUDA" in findings["loopback VRAM"].found
+    assert findings["loopback"].mark is Mark.BROKEN
+    assert "no CUDA" in findings["loopback"].found
     assert list(check_gpu_loopback(Machine(dict(os.environ)), process("pass"))) == []

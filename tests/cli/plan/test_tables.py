@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.tables import cells_of, fold, rows_of
+from kvferry.cli.plan.tables import Pair, cells_of, fold
 from kvferry.plan.transfer_plan import MAX_LINE
 from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import Place
@@ -54,23 +54,28 @@ def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
     ranks = ("tp", "dcp", "pcp", "interleave")
     stripped = ",".join(pair for pair in form.split(",") if pair.split("=")[0] not in ranks)
     sizes = [f"{stripped},tp={data.draw(st.integers(1, 12))}" for _ in range(2)]
-    reasons: dict[str, int] = {}
-    rows = list(rows_of(summary_of(*sizes).workers, reasons))
-    folded = fold(rows)
-    assert sorted(map(repr, itertools.chain(*folded))) == sorted(map(repr, rows))
-    assert len({kind[0].kind for kind in folded}) == len(folded)
-    for alike in folded:
-        consumers, producers, pairs, *cells = cells_of(alike, ())
-        assert int(pairs) == len(alike)
-        for one in alike:
-            *_, layers, _, num_bytes, descriptors, placed = cells_of([one], ())
-            assert [layers, num_bytes, descriptors, placed] == [cells[0], *cells[2:]]
-        assert consumers == format_places(row.consumer for row in alike)
-        assert producers == (
-            format_places(row.producer for row in alike if row.producer)
-            if alike[0].producer
-            else ""
-        )
+    summary = summary_of(*sizes)
+    folded = fold(summary.workers, {})
+    pairs = [pair for alike in folded.values() for pair in alike]
+    wanted = []
+    for reader in summary.workers:
+        for flow in reader.flows:
+            wanted += [(reader.place, flow.producer, read.heads) for read in flow.reads]
+            if not flow.reads:
+                wanted.append((reader.place, flow.producer, ()))
+    assert sorted(map(str, pairs_that_meet(pairs))) == sorted(map(str, wanted))
+    assert sum(kind.num_bytes * len(alike) for kind, alike in folded.items()) == summary.bytes
+    for kind, alike in folded.items():
+        consumers, producers, count, *cells = cells_of(kind, alike, ())
+        assert int(count) == len(alike)
+        assert cells[-1] == kind.placed
+        assert consumers == format_places(pair.consumer for pair in alike)
+        assert producers == format_places(pair.producer for pair in alike if pair.producer)
+
+
+def pairs_that_meet(pairs: Iterable[Pair]) -> list[tuple[object, ...]]:
+    """Without those of consumers that need nothing."""
+    return [tuple(pair) for pair in pairs if pair.producer is not None]
 
 
 @pytest.mark.parametrize(

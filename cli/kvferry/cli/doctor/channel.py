@@ -18,53 +18,41 @@ from kvferry.protocol.hosts import HOST_VARIABLE, read_host
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 DEFAULT_HOST = "localhost"
 DEFAULT_PORT = 5600
+# NIXL's default of NIXL_TELEMETRY_PROMETHEUS_PORT.
 TELEMETRY_PORT = 9090
-"""NIXL's default of NIXL_TELEMETRY_PROMETHEUS_PORT."""
 
 _YES = ("y", "yes", "on", "true", "enable", "1")
 
 
 def check_address(machine: Machine) -> Iterator[Finding]:
     """The address on which vLLM would listen, then every rank's port, by an attempt to bind it."""
-    check = "side channel"
-    host = machine.environ.get(HOST_VARIABLE)
-    if host is None:
-        host = DEFAULT_HOST
+    host = machine.environ.get(HOST_VARIABLE, DEFAULT_HOST)
+    setting = f"{HOST_VARIABLE}={host}"
+    if HOST_VARIABLE not in machine.environ:
         setting = f"{HOST_VARIABLE} is not set: {host}"
-    else:
-        setting = f"{HOST_VARIABLE}={host}"
+    problem = ""
+    address = ""
     try:
         read_host(host)
         address = listening_address(host)
+        if try_port(address, 0) == "EADDRNOTAVAIL":
+            problem = (
+                f"{setting} ({address}) is no address of this machine: a producer cannot listen"
+            )
     except ValueError as why:
-        yield broken(
-            check,
-            f"{setting} is {why}: a producer cannot start",
-            f"export {HOST_VARIABLE}=<one of: hostname -I>",
-        )
-        return
+        problem = f"{setting} is {why}: a producer cannot start"
     except OSError as no_such_host:
-        yield broken(
-            check,
-            f"{setting}: {no_such_host}",
-            f"export {HOST_VARIABLE}=<this machine's address>",
-        )
-        return
-    if try_port(address, 0) == "EADDRNOTAVAIL":
-        yield broken(
-            check,
-            f"{setting} ({address}) is no address of this machine: a producer cannot listen",
-            f"export {HOST_VARIABLE}=<one of: hostname -I>",
-        )
+        problem = f"{setting}: {no_such_host}"
+    if problem:
+        yield broken(problem, f"export {HOST_VARIABLE}=<one of: hostname -I>")
         return
     if ipaddress.ip_address(address).is_loopback:
         yield look(
-            check,
             f"{setting}: no other machine can reach a producer here",
             f"expected on one host; else export {HOST_VARIABLE}=<an address that decoders reach>",
         )
     else:
-        yield ok(check, f"{setting} ({address})")
+        yield ok(f"{setting} ({address})")
     yield from _ports(machine, address)
 
 
@@ -73,34 +61,28 @@ def _ports(machine: Machine, address: str) -> Iterator[Finding]:
     check = "side channel ports"
     written = machine.environ.get(PORT_VARIABLE, str(DEFAULT_PORT))
     if not re.fullmatch(r"[0-9]{1,5}", written):
-        yield broken(
-            check,
-            f"{PORT_VARIABLE}={written} is no port",
-            f"export {PORT_VARIABLE}={DEFAULT_PORT}",
-        )
+        do = f"export {PORT_VARIABLE}={DEFAULT_PORT}"
+        yield broken(f"{PORT_VARIABLE}={written} is no port", do, check)
         return
-    first_port = int(written)
-    refusals = {}
-    for port in range(first_port, first_port + machine.ranks):
-        refusals[port] = "no port from 1 to 65535"
+    free = []
+    taken = []
+    for rank in range(machine.ranks):
+        port = int(written) + rank
+        refusal = "no port from 1 to 65535"
         if 0 < port < 65536:
-            refusals[port] = try_port(address, port)
-    free = [str(port) for port, refusal in refusals.items() if not refusal]
+            refusal = try_port(address, port)
+        named = f"{port} (data-parallel rank {rank})"
+        if not refusal:
+            free.append(str(port))
+        elif refusal == "EADDRINUSE":
+            do = f"expected while an engine runs; else: ss -ltnp 'sport = :{port}', or another {PORT_VARIABLE}"
+            taken.append(look(f"{named} is in use", do, check))
+        else:
+            do = f"export {PORT_VARIABLE}=<a port from 1024 to 65535, so that every rank's is, too>"
+            taken.append(broken(f"{named} cannot be bound: {refusal}", do, check))
     if free:
-        yield ok(check, f"free: {', '.join(free)}")
-    for rank, (port, refusal) in enumerate(refusals.items()):
-        if refusal == "EADDRINUSE":
-            yield look(
-                check,
-                f"{port} (data-parallel rank {rank}) is in use",
-                f"expected while an engine runs; else: ss -ltnp 'sport = :{port}', or another {PORT_VARIABLE}",
-            )
-        elif refusal:
-            yield broken(
-                check,
-                f"{port} (data-parallel rank {rank}) cannot be bound: {refusal}",
-                f"export {PORT_VARIABLE}=<a port from 1024 to 65535, so that every rank's is, too>",
-            )
+        yield ok(f"free: {', '.join(free)}", check)
+    yield from taken
 
 
 def try_port(address: str, port: int) -> str:
@@ -119,52 +101,46 @@ def try_port(address: str, port: int) -> str:
 
 def check_secret(machine: Machine) -> Iterator[Finding]:
     """The file of the side channel's secrets, read as an engine reads it; its content is never shown."""
-    check = "secret"
     path = machine.environ.get(VARIABLE)
     try:
         secrets = secrets_from_environment(machine.environ)
     except InvalidSecretFile as wrong:
-        yield broken(
-            check, str(wrong), f"see docs/operations.md; a new one: (umask 077; {MAKE_ONE} > FILE)"
-        )
+        do = f"see docs/operations.md; a new one: (umask 077; {MAKE_ONE} > FILE)"
+        yield broken(str(wrong), do)
         return
     if path is None:
         yield look(
-            check,
             f"{VARIABLE} is not set: any host that reaches the side channel can read the caches; "
             "decoders read from this host alone, unless allowed_hosts lists others",
             f"(umask 077; {MAKE_ONE} > FILE); export {VARIABLE}=FILE, the same for all engines",
         )
         return
     fingerprints = ", ".join(secret.fingerprint for secret in secrets)
-    yield ok(check, f"{path}, fingerprints {fingerprints}; compare them between hosts")
+    yield ok(f"{path}, fingerprints {fingerprints}; compare them between hosts")
 
 
 def check_telemetry(machine: Machine) -> Iterator[Finding]:
     """The port of NIXL's own Prometheus exporter, which only one process can have."""
-    check = "NIXL telemetry"
     environ = machine.environ
     written = environ.get("NIXL_TELEMETRY_PROMETHEUS_PORT", str(TELEMETRY_PORT))
     is_enabled = environ.get("NIXL_TELEMETRY_ENABLE", "").lower() in _YES
     is_prometheus = environ.get("NIXL_TELEMETRY_EXPORTER", "").lower() == "prometheus"
     is_port = written.isdecimal() and 0 < int(written) < 65536
     if not (is_enabled and is_prometheus and is_port):
-        yield ok(check, "no port of NIXL's own; its figures are in the engine's /metrics")
+        yield ok("no port of NIXL's own; its figures are in the engine's /metrics")
         return
     refusal = try_port("0.0.0.0", int(written))  # noqa: S104 - NIXL does
     gpus = len(machine.gpus)
     if refusal:
         yield look(
-            check,
             f"port {written} cannot be bound ({refusal}): an engine started here has no telemetry, silently",
             "another NIXL_TELEMETRY_PROMETHEUS_PORT; or unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics",
         )
     elif gpus > 1:
         # The second process with the port has no telemetry, and NIXL does not say so.
         yield look(
-            check,
             f"port {written}, which one process can have: of an engine's {gpus} workers the others have none, silently",
             "unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics, or give every worker a port of its own",
         )
     else:
-        yield ok(check, f"port {written}, which one process can have")
+        yield ok(f"port {written}, which one process can have")

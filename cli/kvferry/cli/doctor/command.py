@@ -12,8 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
@@ -92,10 +91,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     """
     ranks = whole_option("--data-parallel-size", options.data_parallel_size, 1, 1024)
     timeout_s = number_option("--timeout", options.timeout, 0.1, 600)
-    # The user counts from the call, so Python's own start is part of the time; half of it stays for the checks.
-    end_s = time.monotonic() + max(timeout_s / 2, timeout_s - _started_ago_s())
     machine = this_machine(os.environ, ranks, timeout_s)
-    machine = replace(machine, timeout_s=max(0.1, end_s - time.monotonic()))
     with _progress() as show:
         findings = list(examine(machine, show))
     if options.json:
@@ -125,26 +121,15 @@ def examine(machine: Machine, show: Callable[[str], None] = lambda _: None) -> I
         # Read before the findings: those of a thread that ends in between are complete then.
         is_alive = thread.is_alive()
         findings = list(thread.findings)
-        yield from findings
-        if is_alive:
-            # A check that has found something is only ending its processes.
-            if all(finding.check != name for finding in findings):
-                yield not_done(name, f"did not end within {digits(machine.timeout_s)} s")
+        # A check that has found something is only ending its processes.
+        if is_alive and all(finding.check for finding in findings):
+            findings.append(not_done(f"did not end within {digits(machine.timeout_s)} s"))
         elif isinstance(thread.error, Exception):
-            yield not_done(name, f"{type(thread.error).__name__}: {thread.error}")
+            findings.append(not_done(f"{type(thread.error).__name__}: {thread.error}"))
         elif thread.error is not None:
             raise thread.error
-
-
-def _started_ago_s() -> float:
-    """Seconds since this process was started; 0 if the system does not say."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
-        start_ticks = int(after_name.split()[19])
-        started_s = start_ticks / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
-    except (OSError, ValueError, IndexError):
-        return 0.0
+        for finding in findings:
+            yield replace(finding, check=finding.check or name)
 
 
 @contextlib.contextmanager
@@ -164,11 +149,18 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, object]:
     """The whole answer as plain values."""
-    return {
-        "kvferry_doctor": SCHEMA,
-        "broken": any(finding.mark is Mark.BROKEN for finding in findings),
-        "findings": [{**asdict(finding), "mark": finding.mark.value} for finding in findings],
-    }
+    plain = []
+    for finding in findings:
+        plain.append(
+            {
+                "check": finding.check,
+                "mark": finding.mark.value,
+                "found": finding.found,
+                "do": finding.do,
+            }
+        )
+    is_broken = any(finding.mark is Mark.BROKEN for finding in findings)
+    return {"kvferry_doctor": SCHEMA, "broken": is_broken, "findings": plain}
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

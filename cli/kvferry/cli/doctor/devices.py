@@ -18,11 +18,9 @@ from kvferry.cli.doctor.findings import Finding, broken, look, ok
 _NVIDIA = "0x10de"
 _DISPLAY = re.compile(r"0x030[02]00")
 
-EFA = "EFA"
-"""Name of the check of EFA devices."""
 _PLUGIN = ("plugins", "libplugin_LIBFABRIC.so")
 """Where NIXL looks for it; the wheel has a second copy, which does not load."""
-_NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
+NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 _LOAD = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])"
 """With torch, which brings the CUDA runtime along, as in an engine."""
 _LOAD_TIMEOUT_S = 20.0
@@ -91,35 +89,29 @@ def this_machine(
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
     """GPUs and NICs."""
-    yield ok("GPUs", ", ".join(machine.gpus) or "none found")
+    yield ok(", ".join(machine.gpus) or "none found", "GPUs")
+    active = machine.active_ports
     if not machine.ports:
         interfaces = ", ".join(machine.interfaces) or "none"
         found = f"none found in /sys/class/infiniband; network interfaces: {interfaces}"
+        nics = ok(found, "NICs")
         if machine.gpus:
-            yield look(
-                "NICs",
-                found,
-                "expected on one host; between hosts reads go over TCP: Docker: --device /dev/infiniband",
-            )
-        else:
-            yield ok("NICs", found)
-    active = machine.active_ports
+            do = "expected on one host; between hosts reads go over TCP: Docker: --device /dev/infiniband"
+            nics = look(found, do, "NICs")
+        yield nics
     if active:
-        yield ok("NICs", ", ".join(f"{port.name} {port.rate}".strip() for port in active))
+        yield ok(", ".join(f"{port.name} {port.rate}".strip() for port in active), "NICs")
     for port in machine.ports:
-        if port in active:
-            continue
-        device = port.name.partition(":")[0]
-        yield look(
-            "NICs",
-            f"{port.name} is {port.state or 'in an unknown state'}",
-            f"ibstat {device}; check cable and switch, or leave it out of UCX_NET_DEVICES",
-        )
+        if port not in active:
+            found = f"{port.name} is {port.state or 'in an unknown state'}"
+            device = port.name.partition(":")[0]
+            do = f"ibstat {device}; check cable and switch, or leave it out of UCX_NET_DEVICES"
+            yield look(found, do, "NICs")
     if machine.gpus and active and not machine.peer_memory:
         yield look(
-            "GPUDirect RDMA",
             "the module nvidia_peermem is not loaded",
             "modprobe nvidia_peermem; not needed where driver and kernel do DMA-BUF (open driver, kernel from 5.12)",
+            "GPUDirect RDMA",
         )
 
 
@@ -127,23 +119,19 @@ def check_efa(machine: Machine) -> Iterator[Finding]:
     """Whether NIXL can use the EFA devices of this machine, if it has any."""
     devices = ", ".join(efa_devices(machine))
     if not devices:
-        yield ok(EFA, "no EFA device")
+        yield ok("no EFA device")
         return
     key = '"backends": ["LIBFABRIC"] on both sides'
     failures = []
     for build, plugin in plugins().items():
         failure = load_error(plugin, machine)
         if not failure:
-            yield look(
-                EFA,
-                f"{devices}; its plugin loads ({build}), and kvferry was never run over EFA",
-                f"set {key}",
-            )
+            found = f"{devices}; its plugin loads ({build}), and kvferry was never run over EFA"
+            yield look(found, f"set {key}")
             return
         failures.append(f"{build}: {failure}")
     why = "; ".join(failures) or "no build of NIXL has it"
     yield broken(
-        EFA,
         f"{devices}, and its plugin does not load ({why})",
         f"install libfabric (AWS: the EFA installer), hwloc and the GPU's driver, and set {key}",
     )
@@ -158,7 +146,7 @@ def efa_devices(machine: Machine) -> list[str]:
 def plugins() -> dict[str, Path]:
     """The plugin's file by distribution, of the builds of NIXL that are installed."""
     by_build = {}
-    for build in _NIXL_BUILDS:
+    for build in NIXL_BUILDS:
         try:
             files = metadata.files(build) or ()
         except metadata.PackageNotFoundError:

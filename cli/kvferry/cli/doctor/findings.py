@@ -20,32 +20,32 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        check: name of the check.
-        found: its result, or why it could not be made.
+        found: the result of a check, or why it could not be made.
         do: the command or change that helps; never empty if the mark is `LOOK` or `BROKEN`.
+        check: name of what was checked; where it is empty, that of the check.
     """
 
-    check: str
     mark: Mark
     found: str
     do: str = ""
+    check: str = ""
 
 
-def ok(check: str, found: str) -> Finding:
+def ok(found: str, check: str = "") -> Finding:
     """Nothing to do."""
-    return Finding(check, Mark.OK, found)
+    return Finding(Mark.OK, found, "", check)
 
 
-def look(check: str, found: str, do: str) -> Finding:
+def look(found: str, do: str, check: str = "") -> Finding:
     """It works, but slower than possible, or not in every situation."""
-    return Finding(check, Mark.LOOK, found, do)
+    return Finding(Mark.LOOK, found, do, check)
 
 
-def broken(check: str, found: str, do: str) -> Finding:
+def broken(found: str, do: str, check: str = "") -> Finding:
     """An engine would not start, or no prompt would be handed over."""
-    return Finding(check, Mark.BROKEN, found, do)
+    return Finding(Mark.BROKEN, found, do, check)
 
 
-def not_done(check: str, reason: str) -> Finding:
+def not_done(reason: str, check: str = "") -> Finding:
     """The check could not be made here."""
-    return Finding(check, Mark.NOT_DONE, reason)
+    return Finding(Mark.NOT_DONE, reason, "", check)

@@ -12,35 +12,32 @@ from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 from kvferry.cli.formatting import binary_bytes
 
+# Upper estimate of the open files of a vLLM worker without peers; a peer has a connection of UCX over TCP, and one of
+# the side channel.
 FILES_OF_A_WORKER = 256
-"""Upper estimate of the open files of a vLLM worker without peers."""
 FILES_PER_PEER = 2
-"""A connection of UCX over TCP, and one of the side channel."""
 MANY_PEERS = 64
 FEW_PEERS = 4
 SHM = "dev/shm"
 SHM_WANTED = 1 << 30
+# Docker's default is 64 MiB, in which the queues of a vLLM engine with several workers do not fit.
 SHM_NEEDED = 96 << 20
-"""Docker's default is 64 MiB, in which the queues of a vLLM engine with several workers do not fit."""
 THP_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 _CAP_IPC_LOCK = 14
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
     """RDMA registers memory by locking it."""
-    check = "locked memory"
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit_bytes == resource.RLIM_INFINITY:
-        yield ok(check, "no limit")
-        return
     limit = f"limit {binary_bytes(limit_bytes)}"
-    if _has_capability(machine, _CAP_IPC_LOCK):
-        yield ok(check, f"{limit}, lifted by CAP_IPC_LOCK")
+    if limit_bytes == resource.RLIM_INFINITY:
+        yield ok("no limit")
+    elif _has_capability(machine, _CAP_IPC_LOCK):
+        yield ok(f"{limit}, lifted by CAP_IPC_LOCK")
     elif not machine.ports:
-        yield ok(check, f"{limit}; nothing here locks memory without an RDMA device")
+        yield ok(f"{limit}; nothing here locks memory without an RDMA device")
     else:
         yield broken(
-            check,
             f"{limit}: a cache cannot be registered with an RDMA device",
             "ulimit -l unlimited; Docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity",
         )
@@ -48,57 +45,54 @@ def check_locked_memory(machine: Machine) -> Iterator[Finding]:
 
 def check_files(machine: Machine) -> Iterator[Finding]:
     """The number of peer workers that the limit of open files allows."""
-    check = "open files"
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        yield ok(check, "no limit")
+        yield ok("no limit")
         return
     peers = max(0, limit - FILES_OF_A_WORKER) // FILES_PER_PEER
     found = f"limit {limit}: room for {peers} peer workers, at {FILES_PER_PEER} files each"
-    if peers >= MANY_PEERS:
-        yield ok(check, found)
-        return
     raised = 65536
     if hard != resource.RLIM_INFINITY:
-        raised = min(65536, hard)
+        raised = min(raised, hard)
     how = "raise the hard limit as root"
     if raised > limit:
         how = f"ulimit -n {raised}"
     do = f"{how}; Docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536"
-    if peers < FEW_PEERS:
-        yield broken(check, found, do)
+    if peers >= MANY_PEERS:
+        yield ok(found)
+    elif peers >= FEW_PEERS:
+        yield look(found, do)
     else:
-        yield look(check, found, do)
+        yield broken(found, do)
 
 
 def check_shared_memory(machine: Machine) -> Iterator[Finding]:
     """The size of `/dev/shm`, for the engine's queues, and for UCX on one host."""
-    check = "shared memory"
-    make_larger = "Docker: --shm-size=8g; Kubernetes: an emptyDir with medium Memory mounted there"
+    do = "Docker: --shm-size=8g; Kubernetes: an emptyDir with medium Memory mounted there"
     if not (machine.root / SHM).is_dir():
-        yield broken(check, f"/{SHM} is not there", make_larger)
+        yield broken(f"/{SHM} is not there", do)
         return
     size = os.statvfs(machine.root / SHM)
     free_bytes = size.f_bavail * size.f_frsize
     all_bytes = size.f_blocks * size.f_frsize
     found = f"/{SHM} has {binary_bytes(free_bytes)} of {binary_bytes(all_bytes)} free"
-    do = f"{make_larger}; or remove files of dead engines from it"
+    do = f"{do}; or remove files of dead engines from it"
     if free_bytes < SHM_NEEDED:
-        yield broken(check, f"{found}: too little for an engine's queues and UCX", do)
+        yield broken(f"{found}: too little for an engine's queues and UCX", do)
     elif free_bytes < SHM_WANTED:
-        yield look(check, found, do)
+        yield look(found, do)
     else:
-        yield ok(check, found)
+        yield ok(found)
 
 
 def check_processors(machine: Machine) -> Iterator[Finding]:
-    """Cores and quota. With a quota below the number of running threads all of them, the transfer thread too, stop for
-    part of every 100 ms."""
-    check = "processors"
+    """Cores and quota."""
+    # With a quota below the number of running threads all of them, the transfer thread too, stop for part of every
+    # 100 ms.
     cores = len(os.sched_getaffinity(0))
     quota = min(_quotas(machine), default=None)
     if quota is None:
-        yield ok(check, f"{cores} cores, no quota")
+        yield ok(f"{cores} cores, no quota")
         return
     threads = cores
     omp = machine.environ.get("OMP_NUM_THREADS", "")
@@ -109,19 +103,13 @@ def check_processors(machine: Machine) -> Iterator[Finding]:
     if quota < 1 + gpus:
         if gpus:
             found = f"{found} for {gpus} GPU workers and their engine"
-        yield look(
-            check,
-            found,
-            "a core per worker and one for the engine: Kubernetes: resources.limits.cpu; Docker: --cpus",
-        )
+        do = "a core per worker and one for the engine: Kubernetes: resources.limits.cpu; Docker: --cpus"
+        yield look(found, do)
     elif quota < threads:
-        yield look(
-            check,
-            f"{found}, and {threads} threads compute: all stop when it is used up",
-            f"export OMP_NUM_THREADS={math.floor(quota)}, or raise the quota",
-        )
+        found = f"{found}, and {threads} threads compute: all stop when it is used up"
+        yield look(found, f"export OMP_NUM_THREADS={math.floor(quota)}, or raise the quota")
     else:
-        yield ok(check, found)
+        yield ok(found)
 
 
 def _quotas(machine: Machine) -> Iterator[float]:
@@ -139,51 +127,42 @@ def _quotas(machine: Machine) -> Iterator[float]:
         own_group = mount / path.lstrip("/")
         for group in (own_group, *own_group.parents):
             if group == mount or mount in group.parents:
-                cores = _quota(machine, group)
-                if cores is not None:
-                    yield cores
+                yield from _quota(machine, group)
 
 
-def _quota(machine: Machine, group: Path) -> float | None:
-    """The quota of one cgroup, in cores."""
-    written = machine.text(f"{group}/cpu.max").split()
-    if written:
-        quota, period = written
-    else:
+def _quota(machine: Machine, group: Path) -> Iterator[float]:
+    """The quota of one cgroup, in cores, if it has one."""
+    quota, _, period = machine.text(f"{group}/cpu.max").partition(" ")
+    if not quota:
         quota = machine.text(f"{group}/cpu.cfs_quota_us")
         period = machine.text(f"{group}/cpu.cfs_period_us")
     # Without a quota it is `max` in version 2, -1 in version 1.
-    if not quota.isdecimal():
-        return None
-    return int(quota) / int(period)
+    if quota.isdecimal():
+        yield int(quota) / int(period)
 
 
 def check_huge_pages(machine: Machine) -> Iterator[Finding]:
     """Huge pages speed up caches in host memory (large reads: 17.5 instead of 10.3 GB/s), not in GPU memory."""
-    check = "huge pages"
     # The kernel writes the chosen mode in brackets: `always [madvise] never`.
     modes = machine.text("sys/kernel/mm/transparent_hugepage/enabled")
     mode = modes.partition("[")[2].partition("]")[0]
-    if not mode:
-        yield ok(check, "the kernel has no transparent ones")
-        return
     found = f"transparent: {mode}"
-    if machine.gpus:
-        yield ok(check, found)
+    if not mode:
+        yield ok("the kernel has no transparent ones")
+    elif machine.gpus:
+        yield ok(found)
     elif mode == "never":
         yield look(
-            check,
             f"{found}: reads of caches in host memory are slower than they could be",
             f"echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; export {THP_VARIABLE}=1",
         )
     elif machine.environ.get(THP_VARIABLE) != "1":
         yield look(
-            check,
             f"{found}, and {THP_VARIABLE} is not set: caches in host memory are in small pages",
             f"export {THP_VARIABLE}=1: torch puts large CPU tensors on huge pages; large reads were 1.7 times as fast",
         )
     else:
-        yield ok(check, f"{found}, {THP_VARIABLE}=1")
+        yield ok(f"{found}, {THP_VARIABLE}=1")
 
 
 def _has_capability(machine: Machine, capability: int) -> bool:

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
 from kvferry.cli.transfer.child import COMMAND, Child, Outcome, check_installed, measure
-from kvferry.cli.transfer.messages import Connect, Device, ReadableAgent, ReadsFailed, Task
+from kvferry.cli.transfer.messages import Connect, Device, Kind, ReadableAgent, ReadsFailed, Task
 from kvferry.worker.fabric.ucx_settings import GPU_READS
 
+# Load per core above which a missed deadline proves nothing.
 BUSY = 2.0
-"""Load per core above which a missed deadline proves nothing."""
-SLOW_GB_S = {"DRAM": 0.5, "VRAM": 5.0}
-"""Slower transfers point to a wrong transport, or to a busy machine."""
+# Slower transfers point to a wrong transport, or to a busy machine.
+SLOW_GB_S: dict[Kind, float] = {"DRAM": 0.5, "VRAM": 5.0}
+# Of the doctor's time, for ending the processes.
 _ENDING_S = 1.5
-"""Of the doctor's time, for ending the processes."""
 _MAX_BYTES = 16 << 20
 _VERSION = re.compile(r"UCX +INFO +Version ([0-9.]+) \(loaded from (?:\S*/(nixl_\w+)\.libs/)?")
 _UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")
@@ -44,11 +44,11 @@ def check_gpu_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> It
 
 
 def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Iterator[Finding]:
-    kind = "DRAM" if device == "cpu" else "VRAM"
+    kind: Kind = "DRAM" if device == "cpu" else "VRAM"
     try:
         check_installed()
     except ReadsFailed as missing:
-        yield not_done(f"loopback {kind}", str(missing))
+        yield not_done(str(missing))
         return
     limit_s = max(machine.timeout_s / 2, machine.timeout_s - _ENDING_S)
     end_s = time.monotonic() + limit_s
@@ -84,46 +84,29 @@ def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Itera
         yield from findings
 
 
-def _failure(kind: str, failed: ReadsFailed, stages: list[str]) -> Finding:
-    """The finding about a transfer that was not completed.
-
-    Args:
-        stages: what was done; the last one has failed.
-    """
-    check = f"loopback {kind}"
+def _failure(kind: Kind, failed: ReadsFailed, stages: list[str]) -> Finding:
+    """The finding about a transfer that was not completed; the last of its stages has failed."""
     found = f"{failed}, while {stages[-1]}"
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     is_reading = len(stages) > 1
     # A read that does not end says something about the fabric; a slow start, or a busy machine, does not.
     proves_nothing = not is_reading or load > BUSY
     if failed.is_slow or (failed.late and proves_nothing):
-        return look(
-            check,
-            f"{found}; load {load:.1f} per core",
-            "kvferry doctor --timeout 120, when the machine is idle",
-        )
-    if kind == "VRAM":
-        return broken(
-            check,
-            found,
-            "Docker: --gpus all; check the CUDA of torch and of NIXL (nixl_cu12, nixl_cu13) against nvidia-smi",
-        )
+        do = "kvferry doctor --timeout 120, when the machine is idle"
+        return look(f"{found}; load {load:.1f} per core", do)
     about = "UCX and limits" if is_reading else "versions and UCX"
-    return broken(
-        check, found, f"see the findings about {about}; unset every UCX_ variable and try again"
-    )
+    do = f"see the findings about {about}; unset every UCX_ variable and try again"
+    if kind == "VRAM":
+        do = "Docker: --gpus all; check the CUDA of torch and of NIXL (nixl_cu12, nixl_cu13) against nvidia-smi"
+    return broken(found, do)
 
 
-def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
+def judge_outcome(kind: Kind, outcome: Outcome) -> Iterator[Finding]:
     """The rate of the largest read in one piece, and for host memory whether it went past the other process."""
-    check = f"loopback {kind}"
     measured = outcome.measured
     if measured.wrong:
-        yield broken(
-            check,
-            f"{measured.wrong} bytes arrived that are not the owner's",
-            "do not serve from this machine; report it",
-        )
+        found = f"{measured.wrong} bytes arrived that are not the owner's"
+        yield broken(found, "do not serve from this machine; report it")
         return
     in_one_piece = [reads for reads in measured.reads if reads.descriptors == 1]
     gb_s = max(in_one_piece, key=lambda reads: reads.num_bytes).gb_s
@@ -133,11 +116,9 @@ def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
         then = "reads between processes"
         if kind == "VRAM":
             then = f"{GPU_READS}, which kvferry sets to y"
-        yield look(
-            check, found, f"try again on an idle machine; then look at UCX_TLS and at {then}"
-        )
+        yield look(found, f"try again on an idle machine; then look at UCX_TLS and at {then}")
     else:
-        yield ok(check, found)
+        yield ok(found)
     if kind == "DRAM":
         yield _between_processes(lanes)
 
@@ -147,13 +128,13 @@ def _between_processes(lanes: str) -> Finding:
     check = "reads between processes"
     direct = re.search(r"\b(cma|xpmem|knem)\b", lanes)
     if direct:
-        return ok(check, f"UCX reads another process's memory directly ({direct[0]})")
+        return ok(f"UCX reads another process's memory directly ({direct[0]})", check)
     # Without `process_vm_readv` UCX reads by messages, which the peer must serve.
     return look(
-        check,
         "UCX has no cma (process_vm_readv): host memory on this host is read more slowly",
         "Docker: --cap-add SYS_PTRACE; Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]; on the host: "
         "sysctl kernel.yama.ptrace_scope=1; UCX_TLS, if it is set, must have cma",
+        check,
     )
 
 
@@ -163,19 +144,15 @@ def judge_log(printed: str) -> Iterator[Finding]:
     Args:
         printed: UCX's log at level info.
     """
+    check = "UCX names"
     version = _VERSION.search(printed)
     if not version:
-        yield not_done(
-            "UCX names", "UCX was not started; only UCX can check the names of its variables"
-        )
+        yield not_done("UCX was not started; only UCX can check the names of its variables", check)
         return
-    yield ok("NIXL library", f"{version[2] or 'no wheel of NIXL'}, UCX {version[1]}")
+    yield ok(f"{version[2] or 'no wheel of NIXL'}, UCX {version[1]}", "NIXL library")
     unused = _UNUSED.search(printed)
     if unused:
-        yield look(
-            "UCX names",
-            f"UCX does not know {unused[1].strip()}",
-            "correct or unset them; names of other UCX versions do nothing",
-        )
+        do = "correct or unset them; names of other UCX versions do nothing"
+        yield look(f"UCX does not know {unused[1].strip()}", do, check)
     else:
-        yield ok("UCX names", "UCX knows every UCX_ variable that is set")
+        yield ok("UCX knows every UCX_ variable that is set", check)

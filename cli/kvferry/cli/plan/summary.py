@@ -8,7 +8,6 @@ assumed to be 1, 2, 3, … on both sides. Merging by NIXL is not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -227,24 +226,21 @@ def summarise(
     def units_of(token_map: TokenMap) -> Units:
         return count_units(token_map, consumer.groups, producer.groups, length)
 
-    def seconds(effort: Effort) -> float:
-        return effort.seconds(costs, link_gb_s)
+    def predicted_ms(effort: Effort) -> float:
+        return round(effort.seconds(costs, link_gb_s) * 1000, 3)
 
-    def rounded_ms(effort: Effort) -> float:
-        return round(seconds(effort) * 1000, 3)
-
-    reading = [Effort()] * len(consumer.workers)
-    sending = [Effort()] * len(producer.workers)
     readers = []
+    sending: list[list[Effort]] = [[] for _ in producer.workers]
     for plan in plans:
         flows = []
+        efforts = []
         for route in plan.routes:
             flow, effort = _flow(route, units_of, consumer.groups, order)
-            reading[plan.worker] += effort
-            # The relayout is the consumer's work.
-            sending[route.worker] += replace(effort, relayout_bytes=0)
             flows.append(flow)
-        own_effort = reading[plan.worker]
+            efforts.append(effort)
+            # The relayout is the consumer's work.
+            sending[route.worker].append(effort._replace(relayout_bytes=0))
+        own_effort = total(efforts)
         log, *debug = plan.describe_all()
         reader = ReadingWorker(
             place=plan.place,
@@ -253,16 +249,14 @@ def summarise(
             bytes=own_effort.num_bytes,
             link_bytes=own_effort.link_bytes,
             descriptors=own_effort.descriptors,
-            predicted_ms=rounded_ms(own_effort),
+            predicted_ms=predicted_ms(own_effort),
             flows=tuple(flows),
         )
         readers.append(reader)
-    links = []
-    for worker, effort in zip(consumer.workers, reading, strict=True):
-        links.append((seconds(effort), "consumer", worker.place, effort))
-    for worker, effort in zip(producer.workers, sending, strict=True):
-        links.append((seconds(effort), "producer", worker.place, effort))
-    _, side, place, slowest_effort = max(links, key=lambda link: link[0])
+    links = [(reader.predicted_ms, "consumer", reader.place) for reader in readers]
+    for worker, efforts in zip(producer.workers, sending, strict=True):
+        links.append((predicted_ms(total(efforts)), "producer", worker.place))
+    slowest_ms, side, place = max(links, key=lambda link: link[0])
     return PlanSummary(
         producer=side_of(producer),
         consumer=side_of(consumer),
@@ -272,7 +266,7 @@ def summarise(
         bytes=sum(reader.bytes for reader in readers),
         link_bytes=sum(reader.link_bytes for reader in readers),
         descriptors=sum(reader.descriptors for reader in readers),
-        predicted_ms=rounded_ms(slowest_effort),
+        predicted_ms=slowest_ms,
         slowest=Slowest(side=side, place=place),
         workers=tuple(readers),
     )
@@ -285,16 +279,16 @@ def _flow(
     order: Mapping[str, int],
 ) -> tuple[Flow, Effort]:
     """The reads of one route, and their effort."""
-    total = Effort()
+    efforts = []
     reads = []
     for bundle in route.bundles:
         units = units_of(bundle.tokens)
-        total += bundle_effort(route, bundle, units)
+        efforts.append(bundle_effort(route, bundle, units))
         reads.append(_read(route, bundle, units, groups, order))
     staged = []
     for source in route.sources:
         effort = source_effort(source, units_of(source.tokens))
-        total += effort
+        efforts.append(effort)
         staged_read = StagedRead(
             reading=source.reading.value,
             run_bytes=source.bundle.run_bytes,
@@ -302,19 +296,20 @@ def _flow(
             descriptors=effort.descriptors,
         )
         staged.append(staged_read)
+    all_reads = total(efforts)
     flow = Flow(
         producer=route.place,
         producer_worker=route.worker,
         expected=route.expected,
         bytes_per_token=sum(item.token_bytes for item in route.slices),
         bytes_per_request=sum(item.state_bytes for item in route.slices),
-        bytes=total.num_bytes,
-        link_bytes=total.link_bytes,
-        descriptors=total.descriptors,
+        bytes=all_reads.num_bytes,
+        link_bytes=all_reads.link_bytes,
+        descriptors=all_reads.descriptors,
         reads=tuple(reads),
         staged=tuple(staged),
     )
-    return flow, total
+    return flow, all_reads
 
 
 def _read(
@@ -361,8 +356,7 @@ class Units(NamedTuple):
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
+class Effort(NamedTuple):
     """The cost of reading.
 
     Attributes:
@@ -377,19 +371,16 @@ class Effort:
     descriptors: int = 0
     relayout_bytes: int = 0
 
-    def __add__(self, other: Effort) -> Effort:
-        return Effort(
-            num_bytes=self.num_bytes + other.num_bytes,
-            link_bytes=self.link_bytes + other.link_bytes,
-            descriptors=self.descriptors + other.descriptors,
-            relayout_bytes=self.relayout_bytes + other.relayout_bytes,
-        )
-
     def seconds(self, costs: Costs, link_gb_s: float) -> float:
         """Time over a link, with the known costs of descriptors and of the relayout."""
         link_s = self.link_bytes / (link_gb_s * 1e9)
         descriptors_s = self.descriptors * costs.descriptor_s
         return link_s + descriptors_s + costs.relayout_s(self.relayout_bytes)
+
+
+def total(efforts: Iterable[Effort]) -> Effort:
+    """All of them together."""
+    return Effort(*map(sum, zip(*efforts, strict=True)))
 
 
 def prompt_tokens(

@@ -8,7 +8,7 @@ row, and so are all workers that are only sent their release.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.cli.formatting import (
     binary_bytes,
@@ -42,123 +42,95 @@ _COLUMNS = ("consumer", "producer", ">pairs", "layers", "heads", ">bytes", ">des
 _STYLES = {"direct": "green", "staged": "yellow", "mapped": "cyan", RELEASE: "dim", NONE: "dim"}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row before folding.
+class Kind(NamedTuple):
+    """What folded rows have in common.
 
     Attributes:
-        consumer, producer: the workers; a consumer that needs nothing has no producer.
-        heads: of the model, as half-open ranges.
+        placed: how the bytes are put in place, and the number of the reason.
         group, layers: index of the cache group; how many of which tensors, as text.
         num_bytes, descriptors: of the prompt; None: the descriptors are those of the row before.
-        placed: how the bytes are put in place, and the number of the reason.
+        head_counts: how many heads each range of a pair's has.
     """
 
-    consumer: Place
-    producer: Place | None
-    heads: tuple[Range, ...] = ()
+    placed: str
     group: int = 0
     layers: str = ""
     num_bytes: int = 0
     descriptors: int | None = 0
-    placed: str = ""
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal for rows that are folded."""
-        return (
-            self.producer is None,
-            tuple(len(heads) for heads in self.heads),
-            self.group,
-            self.layers,
-            self.num_bytes,
-            self.descriptors,
-            self.placed,
-        )
+    head_counts: tuple[int, ...] = ()
 
 
-def rows_of(readers: Iterable[ReadingWorker], reasons: dict[str, int]) -> Iterator[Row]:
-    """All rows; new reasons get the next number in `reasons`."""
+class Pair(NamedTuple):
+    """A consumer worker, the producer worker that it reads from, if any, and the heads of the model that it reads."""
+
+    consumer: Place
+    producer: Place | None
+    heads: tuple[Range, ...] = ()
+
+
+def fold(readers: Iterable[ReadingWorker], reasons: dict[str, int]) -> dict[Kind, list[Pair]]:
+    """The pairs of each kind, in the order of their first ones; new reasons get the next number in `reasons`."""
+    folded: dict[Kind, list[Pair]] = {}
     for reader in readers:
         if not reader.flows:
-            yield Row(reader.place, None, placed=NONE)
+            folded.setdefault(Kind(NONE), []).append(Pair(reader.place, None))
         for flow in reader.flows:
             if not flow.reads:
-                yield Row(reader.place, flow.producer, placed=RELEASE)
-            # Staged reads of one pair of workers share their descriptors, which the first of them shows.
-            has_shown_staged = False
-            for read in flow.reads:
-                descriptors: int | None = read.runs
-                if read.placing == "mapped":
-                    descriptors = 0
-                if read.placing == "staged":
-                    descriptors = None if has_shown_staged else _staged_descriptors(flow)
-                    has_shown_staged = True
-                yield _row(reader.place, flow, read, descriptors, reasons)
+                folded.setdefault(Kind(RELEASE), []).append(Pair(reader.place, flow.producer))
+            for kind, read in _kinds(flow, reasons):
+                pair = Pair(reader.place, flow.producer, read.heads)
+                folded.setdefault(kind, []).append(pair)
+    return folded
 
 
-def _staged_descriptors(flow: Flow) -> int:
-    return sum(staged.descriptors for staged in flow.staged)
+def _kinds(flow: Flow, reasons: dict[str, int]) -> Iterator[tuple[Kind, Read]]:
+    # Staged reads of one pair of workers share their descriptors, which the first of them shows.
+    staged_descriptors: int | None = sum(staged.descriptors for staged in flow.staged)
+    for read in flow.reads:
+        descriptors: int | None = read.runs
+        if read.placing == "mapped":
+            descriptors = 0
+        if read.placing == "staged":
+            descriptors = staged_descriptors
+            staged_descriptors = None
+        number = reasons.setdefault(read.reason, len(reasons) + 1)
+        kind = Kind(
+            placed=f"{read.placing} ({number})",
+            group=read.group,
+            layers=f"{read.layers} × {' '.join(read.kinds)}",
+            num_bytes=read.bytes,
+            descriptors=descriptors,
+            head_counts=tuple(map(len, read.heads)),
+        )
+        yield kind, read
 
 
-def _row(
-    consumer: Place, flow: Flow, read: Read, descriptors: int | None, reasons: dict[str, int]
-) -> Row:
-    number = reasons.setdefault(read.reason, len(reasons) + 1)
-    return Row(
-        consumer=consumer,
-        producer=flow.producer,
-        heads=read.heads,
-        group=read.group,
-        layers=f"{read.layers} × {' '.join(read.kinds)}",
-        num_bytes=read.bytes,
-        descriptors=descriptors,
-        placed=f"{read.placing} ({number})",
-    )
-
-
-def fold(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows of the same kind together, the kinds in the order of their first rows."""
-    kinds: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        kinds.setdefault(row.kind, []).append(row)
-    return list(kinds.values())
-
-
-def cells_of(folded: list[Row], groups: Sequence[str]) -> list[str]:
+def cells_of(kind: Kind, pairs: Sequence[Pair], groups: Sequence[str]) -> list[str]:
     """A folded row as text, a cell for each of `_COLUMNS`.
 
     Args:
         groups: names of the cache groups, if there are several.
     """
-    row = folded[0]
-    consumers = format_places(folded_row.consumer for folded_row in folded)
-    producers = ""
-    if row.producer is not None:
-        places = (folded_row.producer for folded_row in folded)
-        producers = format_places(place for place in places if place is not None)
-    num_pairs = f"{len(folded)}"
-    if not row.layers:
-        return [consumers, producers, num_pairs, "", "", "", "", row.placed]
-    layers = row.layers
+    consumers = format_places(pair.consumer for pair in pairs)
+    producers = format_places(pair.producer for pair in pairs if pair.producer is not None)
+    cells = [consumers, producers, f"{len(pairs)}"]
+    if not kind.layers:
+        return [*cells, "", "", "", "", kind.placed]
+    layers = kind.layers
     if groups:
-        layers = f"{layers}, {groups[row.group]}"
-    heads: set[int] = set()
-    for folded_row in folded:
-        for held in folded_row.heads:
-            heads.update(range(held.start, held.stop))
+        layers = f"{layers}, {groups[kind.group]}"
+    ranges = [held for pair in pairs for held in pair.heads]
+    heads = {head for held in ranges for head in range(held.start, held.stop)}
     descriptors = "with it"
-    if row.descriptors is not None:
-        descriptors = rounded_count(row.descriptors)
+    if kind.descriptors is not None:
+        descriptors = rounded_count(kind.descriptors)
     return [
-        consumers,
-        producers,
-        num_pairs,
+        *cells,
         layers,
         format_numbers(sorted(heads)),
-        decimal_bytes(row.num_bytes),
+        decimal_bytes(kind.num_bytes),
         descriptors,
-        row.placed,
+        kind.placed,
     ]
 
 
@@ -166,7 +138,8 @@ def print_plan(summary: PlanSummary) -> None:
     """Print a workable pair."""
     reasons: dict[str, int] = {}
     groups = _names_of_groups(summary)
-    rows = [cells_of(folded, groups) for folded in fold(rows_of(summary.workers, reasons))]
+    folded = fold(summary.workers, reasons)
+    rows = [cells_of(kind, pairs, groups) for kind, pairs in folded.items()]
     _leave_out_repeated(rows)
     print_table(_COLUMNS, rows, _STYLES)
     for reason, number in reasons.items():

