@@ -285,6 +285,6 @@ def connecting(data: bytes) -> None:
         pass
     else:
         for route in peer.routes:
-            assert route.slots.count == hostile.workers[route.route.worker].lease_table.slots
+            assert len(route.slots) == hostile.workers[route.route.worker].lease_table.slots
         disconnect(both.reader, peer)
     assert both.consumer.open_handles() == NOTHING_OPEN

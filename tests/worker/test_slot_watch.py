@@ -17,7 +17,7 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.loads.slot_polls import Wait
 from kvferry.worker.loads.slot_watch import SlotWatch
-from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
+from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute, RemoteEntries
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.fault_fabric import FaultFabric
 
@@ -52,7 +52,8 @@ class WatchedPeer:
             slots = self.fabric.prepare_remote(
                 agent, DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
             )
-            routes.append(PeerRoute(cast("Any", None), agent, slots, None, ()))
+            entries = RemoteEntries(slots, None)
+            routes.append(PeerRoute(cast("Any", None), agent, entries, None, ()))
         return Peer(
             PeerKey("host", 1, "engine", "0" * 32),
             cast("Any", None),

@@ -79,13 +79,12 @@ class ServedStream:
         if whole:
             wait_until(is_read, f"{whole} tokens are read")
 
-    def is_over(self, polls: int) -> bool:
-        """Whether the load has ended, collected or not, or the consumer has polled more reads than these."""
+    def is_over(self) -> bool:
+        """Whether the load has ended, collected or not."""
         assert self.load is not None
         results = snapshot_of(self.consumer.worker).untaken
         is_reported = self.load.request_id in results.loaded | results.failed.keys()
-        is_over = is_reported or self.consumer.seen.is_over(self.load.request_id)
-        return is_over or self.consumer.fabric.calls["poll"] > polls
+        return is_reported or self.consumer.seen.is_over(self.load.request_id)
 
     def over(self) -> FailureReason | None:
         assert self.load is not None

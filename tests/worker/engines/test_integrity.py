@@ -49,9 +49,9 @@ def _post_a_read(engine: Engine) -> Callable[[], object]:
     registry = thread_of(engine.worker).registry
     (peer,) = registry.peers()
     zero = np.zeros(1, dtype=np.int32)
-    made = engine.fabric.inner.post_read(
-        memory_of(engine.worker).slot_reads.descriptors, zero, peer.routes[0].slots, zero
-    )
+    into = memory_of(engine.worker).slot_reads.descriptors
+    slots = peer.routes[0].slots.descriptors
+    made = engine.fabric.inner.post_read(into, zero, slots, zero)
     return lambda: engine.fabric.inner.release(made)
 
 

@@ -15,8 +15,9 @@ from tests.waiting import wait_until
 from tests.worker.engines.streams import STREAMS, ServedStream, pair
 
 
-def test_a_prompt_is_read_part_by_part_while_it_is_computed(any_rig: Rig) -> None:
-    producer, consumer = pair(any_rig)
+@pytest.mark.parametrize("shared", [False, True], ids=["read", "mapped"])
+def test_a_prompt_is_read_part_by_part_while_it_is_computed(any_rig: Rig, shared: bool) -> None:
+    producer, consumer = pair(any_rig, shared=shared)
     stream = ServedStream.begin(any_rig, producer, consumer, tokens=30, first=5)
     stream.order()
     stream.compute_rest(8)
@@ -30,6 +31,11 @@ def test_a_prompt_is_read_part_by_part_while_it_is_computed(any_rig: Rig) -> Non
     any_rig.step_until(
         lambda: stream.prefill.request_id in producer.seen.sent, "the producer is told"
     )
+    if shared:
+        assert record.mapped_bytes == record.planned_bytes
+        # Neither slots nor rows: those of the first contact alone.
+        assert consumer.fabric.calls["post_read"] == 2
+        assert consumer.all_entries_are_free()
 
 
 def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(rig: Rig) -> None:

@@ -14,6 +14,7 @@ from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import LeaseTableAddress, WorkerDescription
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
+from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, StreamRows
 from kvferry.worker.peer_memory import mapping
 from kvferry.worker.peer_memory.host_memory import HostMemory, machine_id, pid_namespace
 from kvferry.worker.peer_memory.mapping import WorkerMapping
@@ -128,7 +129,7 @@ def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> No
     tensor, *others = described.caches.kv.tensors
     for change in ({"base": tensor.base - 4096}, {"blocks": tensor.blocks * 100}, {"base": 0}):
         moved = (msgspec.structs.replace(tensor, **change), *others)
-        with pytest.raises(NotMappable, match=r"layers\.0/kv is in none"):
+        with pytest.raises(NotMappable, match=r"layers\.0/kv: in none"):
             WorkerMapping(MEMORY, described.worker(tensors=moved))
     end = described.table.address + described.table.num_bytes
     for table in (
@@ -138,13 +139,13 @@ def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> No
         LeaseTableAddress(address=end, slots=1),
         LeaseTableAddress(address=described.table.address - SLOT_BYTES, slots=1),
     ):
-        with pytest.raises(NotMappable, match="the lease table is in none"):
+        with pytest.raises(NotMappable, match="the lease table: in none"):
             WorkerMapping(MEMORY, described.worker(lease_table=table))
-    with pytest.raises(NotMappable, match="multiple of 16"):
+    with pytest.raises(NotMappable, match="multiple of 8"):
         WorkerMapping(
             MEMORY,
             described.worker(
-                lease_table=LeaseTableAddress(address=described.table.address + 8, slots=SLOTS)
+                lease_table=LeaseTableAddress(address=described.table.address + 4, slots=SLOTS)
             ),
         )
 
@@ -177,3 +178,26 @@ def test_nothing_of_a_mapping_is_left() -> None:
         with pytest.raises(NotMappable):
             WorkerMapping(MEMORY, described.sharing(**fields))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_rows_are_found_and_those_outside_of_the_allocations_are_refused() -> None:
+    described = Described()
+    (cache, *_) = described.caches.kv.shared
+    rows = StreamRows(headers=cache.address, ids=cache.address + 64, rows=2, blocks=(3,))
+    mapped = WorkerMapping(MEMORY, described.worker(stream_rows=rows))
+    assert mapped.row_headers is not None
+    assert mapped.row_pages is not None
+    cache.tensor[:64] = 5
+    cache.tensor[64 : 64 + 2 * PAGE_IDS * ID_BYTES] = 6
+    assert mapped.row_headers.tolist() == [[0x0505050505050505] * 2] * 2
+    assert mapped.row_pages.tolist() == [[0x06060606] * PAGE_IDS] * 2
+    end = cache.address + cache.num_bytes - PROOF_BYTES
+    for fields, said in (
+        ({"headers": end - 16}, "headers of rows: in none"),
+        ({"headers": cache.address + 4}, "multiple of 8"),
+        ({"ids": end - 2 * PAGE_IDS * ID_BYTES + 1}, "ids of rows: in none"),
+        ({"ids": cache.address + 1}, "multiple of 4"),
+    ):
+        hostile = msgspec.structs.replace(rows, **fields)
+        with pytest.raises(NotMappable, match=said):
+            WorkerMapping(MEMORY, described.worker(stream_rows=hostile))

@@ -12,11 +12,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import EMPTY, Epoch
 from kvferry.protocol.orders import LeaseProgress
-from kvferry.protocol.stream_rows import PAGE_IDS, STREAM_ROWS, StreamRows, header_word
+from kvferry.protocol.stream_rows import (
+    ID_BYTES,
+    PAGE_IDS,
+    ROW_HEADER_BYTES,
+    STREAM_ROWS,
+    StreamRows,
+    header_word,
+)
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.port import MemoryKind, Region
 
@@ -50,21 +58,35 @@ class ServedStream:
         return complete
 
 
+_HEADERS_BYTES = STREAM_ROWS * ROW_HEADER_BYTES
+
+
+def bytes_of_rows(blocks: tuple[int, ...]) -> int:
+    """Bytes of the headers, and of the ids behind them, with room for so many blocks of each cache group."""
+    pages = -(-sum(blocks) // PAGE_IDS)
+    return _HEADERS_BYTES + STREAM_ROWS * pages * PAGE_IDS * ID_BYTES
+
+
 class StreamRowTable:
     """`STREAM_ROWS` rows at fixed addresses.
 
     Args:
         blocks: per cache group the most blocks of one prompt; empty if no prompt can be read before it is complete.
+        memory: where the rows are, `bytes_of_rows`, zeroed, aligned to 16; None for memory of its own.
 
     Attributes:
         headers: uint64 `[rows, 2]`.
         ids: uint32 `[rows, ids]`, whole pages.
     """
 
-    def __init__(self, blocks: tuple[int, ...] = ()) -> None:
-        pages = -(-sum(blocks) // PAGE_IDS)
-        self.headers = np.full((STREAM_ROWS, 2), EMPTY, dtype=np.uint64)
-        self.ids = np.zeros((STREAM_ROWS, pages * PAGE_IDS), dtype=np.uint32)
+    def __init__(
+        self, blocks: tuple[int, ...] = (), memory: NDArray[np.uint8] | None = None
+    ) -> None:
+        if memory is None:
+            memory = np.zeros(bytes_of_rows(blocks), dtype=np.uint8)
+        self.headers = memory[:_HEADERS_BYTES].view(np.uint64).reshape(STREAM_ROWS, 2)
+        self.headers[:] = EMPTY
+        self.ids = memory[_HEADERS_BYTES:].view(np.uint32).reshape(STREAM_ROWS, -1)
         self._blocks = blocks
 
     @property

@@ -22,7 +22,7 @@ from kvferry.worker.peer_memory.shared_file import SharedFile
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
-from kvferry.worker.stream_rows import StreamRowTable
+from kvferry.worker.stream_rows import StreamRowTable, bytes_of_rows
 
 STAGING_BYTES = 256 << 20
 STAGING_BYTES_ON_HOST = 64 << 20
@@ -82,21 +82,24 @@ class WorkerMemory:
                 if staging is not None:
                     staging.unpin()
                 raise
-        rows = StreamRowTable(settings.row_blocks)
-        table_file, why_not_shared = _table_file(caches, settings)
-        slots = None
-        table_bytes = settings.lease_slots * SLOT_BYTES
-        if table_file is not None:
-            slots = table_file.tensor.numpy()[:table_bytes].view(np.uint64).reshape(-1, 2)
-            # Its proof is read over the fabric too.
-            table_bytes = table_file.num_bytes
-        table = LeaseTable(settings.lease_slots, mirror, rows, slots)
-        regions = [
-            Region(table.address.address, table_bytes, MemoryKind.DRAM),
-            *rows.regions(),
-            slot_reads.region(),
-            id_pages.region(),
-        ]
+        lease_file, why_not_shared = _lease_file(caches, settings)
+        if lease_file is None:
+            rows = StreamRowTable(settings.row_blocks)
+            table = LeaseTable(settings.lease_slots, mirror, rows)
+            table_region = Region(table.address.address, table.num_bytes, MemoryKind.DRAM)
+            regions = [table_region, *rows.regions()]
+        else:
+            memory = lease_file.tensor.numpy()
+            table_bytes = settings.lease_slots * SLOT_BYTES
+            slots, in_rows, _ = np.split(
+                memory, np.cumsum((table_bytes, bytes_of_rows(settings.row_blocks)))
+            )
+            rows = StreamRowTable(settings.row_blocks, in_rows)
+            slots = slots.view(np.uint64).reshape(-1, 2)
+            table = LeaseTable(settings.lease_slots, mirror, rows, slots)
+            # The whole file: its proof is read over the fabric too.
+            regions = [lease_file.region]
+        regions += [slot_reads.region(), id_pages.region()]
         # With a host buffer the fabric never accesses the caches themselves.
         if mirror is not None:
             regions += mirror.caches.regions()
@@ -104,7 +107,7 @@ class WorkerMemory:
             regions += caches.regions()
         if staging is not None:
             regions.append(staging.region())
-        peer_memory, shared = _share(caches, table_file, why_not_shared)
+        peer_memory, shared = _share(caches, lease_file, why_not_shared)
         return cls(
             caches=caches,
             mirror=mirror,
@@ -144,8 +147,8 @@ class WorkerMemory:
             self.staging.unpin()
 
 
-def _table_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile | None, str]:
-    """The file for the lease table, or why none of this worker's memory is shared.
+def _lease_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile | None, str]:
+    """The file for the lease table and the rows, or why none of this worker's memory is shared.
 
     Raises:
         InvalidConfig: there is too little memory for it.
@@ -159,8 +162,9 @@ def _table_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile 
         return None, why_not
     if len(caches.shared) >= MAX_ALLOCATIONS:
         return None, f"the caches lie in {len(caches.shared)} files, of at most {MAX_ALLOCATIONS}"
+    table_bytes = settings.lease_slots * SLOT_BYTES
     try:
-        return SharedFile(settings.lease_slots * SLOT_BYTES), ""
+        return SharedFile(table_bytes + bytes_of_rows(settings.row_blocks)), ""
     except OSError as error:
         raise InvalidConfig(
             "mapped_reads", "auto", f"memory for the lease table ({error.strerror}), or `off`"
@@ -168,15 +172,14 @@ def _table_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile 
 
 
 def _share(
-    caches: KvCaches, table_file: SharedFile | None, why_not: str
+    caches: KvCaches, lease_file: SharedFile | None, why_not: str
 ) -> tuple[HostMemory, SharedMemory]:
-    """Share the caches with the lease table, if that lies in a file."""
-    if table_file is None:
+    """Share the caches, and what is said of leases, if that lies in a file."""
+    if lease_file is None:
         memory = HostMemory()
         return memory, msgspec.structs.replace(memory.export(()), why_not=why_not)
-    memory = HostMemory((table_file, *caches.shared))
-    table = Region(table_file.address, table_file.num_bytes, MemoryKind.DRAM)
-    return memory, memory.export((table, *caches.regions()))
+    memory = HostMemory((lease_file, *caches.shared))
+    return memory, memory.export((lease_file.region, *caches.regions()))
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:

@@ -47,6 +47,9 @@ class EntryBuffer:
         Args:
             peer: the peer to be read from, for its share; None for no peer's, which may be all.
         """
+        # Whoever needs none waits for none, however many the peer holds.
+        if not count:
+            return ()
         must_stay_free = 0
         if peer is not None:
             # Reads of a peer that stands still keep their entries until it goes on. So a peer gets

@@ -6,12 +6,11 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.entry_buffers import EntryBuffer, IdPages, SlotReads
-from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer
 from kvferry.worker.fabric.reads import Reads
+from kvferry.worker.loads.entry_reads import EntryRead, entries_needed
 from kvferry.worker.loads.slot_polls import SlotWords
-from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
+from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows, RemoteEntries
 
 _PAGES_AT_ONCE = 8
 """Most pages that one read takes. The pages of the worker are shared by all its loads."""
@@ -61,9 +60,6 @@ class LeaseReads:
         Raises:
             FabricError: a read failed.
         """
-        # The words of mapped workers are loaded here; docs/design.md says why the order holds.
-        if peer.is_mapped:
-            return tuple(route.words(self._slot) for route in peer.mapped_routes())
         return (yield from self._pairs([route.slots for route in peer.routes], self._slot))
 
     def headers(
@@ -88,37 +84,37 @@ class LeaseReads:
         first_page = row * rows.rows.pages
         for first in range(0, len(pages), _PAGES_AT_ONCE):
             part = pages[first : first + _PAGES_AT_ONCE]
+            wanted = np.array([first_page + page for page in part], dtype=np.int32)
             # In `self.pages` before anything is posted: the read may fail, and they must not be lost.
-            self.pages = yield from self._take(self._id_pages, len(part))
-            remote = np.array([first_page + page for page in part], dtype=np.int32)
-            local = np.array(self.pages, dtype=np.int32)
-            transfer = self._reads.post(self._id_pages.descriptors, local, rows.pages, remote)
-            yield from self._finish([transfer])
-            ids.update(zip(part, self._id_pages.memory[local], strict=True))
+            needed = entries_needed([rows.pages], len(part))
+            self.pages = yield from self._take(self._id_pages, needed)
+            read = EntryRead([rows.pages], wanted, self._id_pages, self.pages)
+            yield from self._finish(read)
+            ids.update(zip(part, read.values()[:, 0], strict=True))
             self._id_pages.give_back(self.pages, self._peer)
             self.pages = ()
         return ids
 
-    def post_slot(self, route: PeerRoute, index: int) -> Transfer:
-        """Read the slot on one producer worker into the entry with this index."""
-        return self._post(index, route.slots, np.array([self._slot], dtype=np.int32))
+    def post_slot(self, route: PeerRoute) -> None:
+        """Read the slot on one producer worker, for nothing. Mapped ones are not read, nor is any before the first
+        `slots` or after `give_back`."""
+        if self.entries and route.slots.mapped is None:
+            wanted = np.array([self._slot], dtype=np.int32)
+            EntryRead([route.slots], wanted, self._slot_reads, self.entries[:1]).post(self._reads)
 
     def _pairs(
-        self, remotes: Sequence[RemoteDescriptors], index: int
+        self, sources: Sequence[RemoteEntries], index: int
     ) -> Generator[None, None, SlotWords]:
-        """Read the same descriptor of each of these lists, and return its two words."""
-        if not remotes:
+        """Read the same entry of each of these, and return its two words."""
+        if not sources:
             return ()
         if not self.entries:
-            self.entries = yield from self._take(self._slot_reads, len(remotes))
-        memory = self._slot_reads.memory
-        entries = list(self.entries)
+            needed = entries_needed(sources, 1)
+            self.entries = yield from self._take(self._slot_reads, needed)
         wanted = np.array([index], dtype=np.int32)
-        # EMPTY is no state of a lease: words that a read did not write are never taken for READY.
-        memory[entries] = EMPTY
-        transfers = [self._post(place, remote, wanted) for place, remote in enumerate(remotes)]
-        yield from self._finish(transfers)
-        return tuple((int(first), int(second)) for first, second in memory[entries])
+        read = EntryRead(sources, wanted, self._slot_reads, self.entries)
+        yield from self._finish(read)
+        return tuple((state, progress) for state, progress in read.values()[0].tolist())
 
     def _take(self, buffer: EntryBuffer, count: int) -> Generator[None, None, tuple[int, ...]]:
         """Take entries of a buffer, when there are enough."""
@@ -130,13 +126,9 @@ class LeaseReads:
         self._waits_for = None
         return taken
 
-    def _post(self, place: int, remote: RemoteDescriptors, wanted: Indices) -> Transfer:
-        """Read the wanted descriptor into the entry at this place of those that are held."""
-        entry = np.array([self.entries[place]], dtype=np.int32)
-        return self._reads.post(self._slot_reads.descriptors, entry, remote, wanted)
-
-    def _finish(self, transfers: list[Transfer]) -> Generator[None, None, None]:
-        """Wait until these reads have ended, and give them back."""
-        yield from self._reads.until_done(transfers)
-        for transfer in transfers:
+    def _finish(self, read: EntryRead) -> Generator[None, None, None]:
+        """Post a read, wait until it has ended, and give its transfers back."""
+        read.post(self._reads)
+        yield from self._reads.until_done(read.transfers)
+        for transfer in read.transfers:
             self._reads.finished(transfer)

@@ -207,7 +207,7 @@ class Load:
         """
         if self.peer is None:
             return
-        for index, route in enumerate(self.peer.routes):
+        for route in self.peer.routes:
             message = Done(
                 slot=self.order.source.kvferry.lease_slot,
                 epoch=epoch_to_text(self.fence.epoch),
@@ -219,10 +219,9 @@ class Load:
                 self.context.reader.fabric.notify(route.agent, encode_notification(message))
                 # A read is posted behind each message: over TCP, NIXL completes the peer's next read only after the
                 # answer to the message. This read absorbs the wait, which would cost the next load 0.2 ms (measured
-                # over loopback). A load that has read nothing over NIXL, all of it being mapped, has no entries.
-                if self.lease_reads.entries:
-                    with contextlib.suppress(FabricError):
-                        self.lease_reads.post_slot(route, index)
+                # over loopback).
+                with contextlib.suppress(FabricError):
+                    self.lease_reads.post_slot(route)
             except FabricError:
                 self.undelivered += 1
             except Exception:  # noqa: BLE001 - shown, with its traceback
@@ -264,7 +263,7 @@ class Load:
             raise LoadFailed(FailureReason.PARAMS, text)
         # NIXL would refuse the index too, but its error names no field of the params.
         slot = source.kvferry.lease_slot
-        if any(slot >= route.slots.count for route in peer.routes):
+        if any(slot >= len(route.slots) for route in peer.routes):
             raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
 
     def _zero_tail(self, units: Units) -> None:

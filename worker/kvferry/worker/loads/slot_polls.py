@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.protocol.ids import Epoch, SlotState, progress_of, slot_word
-from kvferry.worker.fabric.port import Transfer
 from kvferry.worker.fabric.reads import Reads
+from kvferry.worker.loads.entry_reads import EntryRead
 from kvferry.worker.peers.peer import Peer
 
 SlotWords: TypeAlias = tuple[tuple[int, int], ...]
@@ -125,15 +125,19 @@ class SlotPoll:
     """One read of slots from every worker of a peer.
 
     Attributes:
-        entries: where they are read to: those of the first route, then those of the next one.
+        reads: settle what `read` has posted.
     """
 
     peer: Peer
     batch: WaitBatch
-    entries: tuple[int, ...]
+    read: EntryRead
     reads: Reads
     begun_s: float
-    transfers: list[Transfer] = field(default_factory=list)
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """The entries that it holds: none for workers that are mapped."""
+        return self.read.entries
 
     def settle(self) -> bool:
         """Whether nothing is written into the entries any more; raises nothing."""

@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvferry.protocol.ids import EMPTY
 from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.fabric.port import TransferState
 from kvferry.worker.fabric.reads import FabricReader
+from kvferry.worker.loads.entry_reads import EntryRead, entries_needed
 from kvferry.worker.loads.poll_schedule import PollSchedule
 from kvferry.worker.loads.slot_polls import SlotPoll, Wait, WaitBatch
 from kvferry.worker.peers.peer import Peer
@@ -147,7 +145,7 @@ class SlotWatch:
         poll = watched.poll
         if poll is None or self._is_in_flight(poll):
             return []
-        words = self._words_of(poll)
+        words = poll.read.values()
         self._close(watched)
         over = poll.batch.end_waits(words, poll.begun_s)
         new_tokens = sum(wait.new_tokens for wait in over)
@@ -158,58 +156,32 @@ class SlotWatch:
         return over
 
     def _is_in_flight(self, poll: SlotPoll) -> bool:
-        states = [self._reader.fabric.poll(transfer) for transfer in poll.transfers]
+        states = [self._reader.fabric.poll(transfer) for transfer in poll.read.transfers]
         return TransferState.IN_FLIGHT in states
-
-    def _words_of(self, poll: SlotPoll) -> np.ndarray:
-        """The words that a poll has read, uint64 `[waits, routes, 2]`; a copy."""
-        if poll.peer.is_mapped:
-            mapped = [route.mapping.slots[poll.batch.slots] for route in poll.peer.mapped_routes()]
-            return np.stack(mapped, axis=1)
-        by_route = self._slot_reads.memory[list(poll.entries)]
-        shape = (len(poll.peer.routes), len(poll.batch.waits), 2)
-        return by_route.reshape(shape).swapaxes(0, 1)
 
     def _begin(self, watched: _WatchedPeer, now_s: float) -> None:
         """Post a poll, unless there are too few entries now."""
         batch = watched.next_batch()
-        routes = watched.peer.routes
-        if watched.peer.is_mapped:
-            # The words of a process that has died never change, and nothing that is read over the fabric would tell.
-            if watched.peer.has_exited():
-                raise PeerLost("poll slots", "its process has ended", str(watched.peer.key))
-            # Nothing is posted: its words are loaded when the poll ends, which is at once.
-            watched.poll = SlotPoll(
-                peer=watched.peer,
-                batch=batch,
-                entries=(),
-                reads=self._reader.reads(),
-                begun_s=now_s,
-            )
-            return
-        count = len(batch.waits)
-        taken = self._slot_reads.try_take(count * len(routes), str(watched.peer.key))
+        sources = [route.slots for route in watched.peer.routes]
+        # The words of a process that has died never change, and if it is mapped no read over the fabric would tell.
+        if watched.peer.has_exited():
+            raise PeerLost("poll slots", "its process has ended", str(watched.peer.key))
+        count = entries_needed(sources, len(batch.waits))
+        taken = self._slot_reads.try_take(count, str(watched.peer.key))
         if taken is None:
             watched.schedule.put_off(now_s)
             return
         # Entries in order: NIXL merges neighbours into one descriptor.
+        entries = tuple(sorted(taken))
         poll = SlotPoll(
             peer=watched.peer,
             batch=batch,
-            entries=tuple(sorted(taken)),
+            read=EntryRead(sources, batch.slots, self._slot_reads, entries),
             reads=self._reader.reads(),
             begun_s=now_s,
         )
         watched.poll = poll
-        entries = np.array(poll.entries, dtype=np.int32)
-        # No lease has this word: an entry that is not written is never taken for a change to READY.
-        self._slot_reads.memory[entries] = EMPTY
-        for index, route in enumerate(routes):
-            local = entries[index * count : (index + 1) * count]
-            transfer = poll.reads.post(
-                self._slot_reads.descriptors, local, route.slots, batch.slots
-            )
-            poll.transfers.append(transfer)
+        poll.read.post(poll.reads)
 
     def _fail(self, watched: _WatchedPeer, error: Exception) -> list[Wait]:
         """A poll has failed: so have all waits for this peer."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import bisect
 import platform
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.protocol.handshake import WorkerDescription
-from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.stream_rows import PAGE_IDS
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable, PeerMemory
 
 # The fence loads the words of a slot itself, before and after the data. x86-64 keeps loads, and stores, in order. Other
 # processors do not, and Python has no barrier.
 KEEPS_ORDER = platform.machine() == "x86_64"
 """Whether this machine's loads are seen in the order of the program."""
+
+_Number = TypeVar("_Number", np.uint32, np.uint64)
 
 
 class WorkerMapping:
@@ -24,6 +27,8 @@ class WorkerMapping:
     Attributes:
         allocations: read-only, in the order of the description.
         slots: uint64 `[slots, 2]`, the lease table.
+        row_headers: uint64 `[rows, 2]`, of prompts that are being computed; None without any.
+        row_pages: uint32 `[rows * pages, PAGE_IDS]`, their block ids.
 
     Raises:
         NotMappable: with the reason, for an operator.
@@ -41,7 +46,20 @@ class WorkerMapping:
             (allocation.address, number) for number, allocation in enumerate(shared.allocations)
         )
         self.allocations = self._opened.allocations
-        self.slots = self._slots(worker)
+        # Words are aligned: none is ever loaded half old and half new.
+        table = worker.lease_table
+        self.slots = self._entries("the lease table", table.address, table.slots, (2, np.uint64))
+        self.row_headers: NDArray[np.uint64] | None = None
+        self.row_pages: NDArray[np.uint32] | None = None
+        rows = worker.stream_rows
+        if rows is not None:
+            self.row_headers = self._entries(
+                "headers of rows", rows.headers, rows.rows, (2, np.uint64)
+            )
+            num_pages = rows.rows * rows.pages
+            self.row_pages = self._entries(
+                "ids of rows", rows.ids, num_pages, (PAGE_IDS, np.uint32)
+            )
         for tensor in worker.tensors:
             last_block = (tensor.blocks - 1) * tensor.block_stride
             self._offset(
@@ -77,13 +95,24 @@ class WorkerMapping:
             for allocation in self._described
         ]
 
-    def _slots(self, worker: WorkerDescription) -> NDArray[np.uint64]:
-        table = worker.lease_table
-        num_bytes = table.slots * SLOT_BYTES
-        number, offset = self._offset("the lease table", table.address, num_bytes)
-        if offset % SLOT_BYTES:
-            raise NotMappable(f"the lease table is at {offset}, not at a multiple of {SLOT_BYTES}")
-        return self.allocations[number][offset : offset + num_bytes].view(np.uint64).reshape(-1, 2)
+    def _entries(
+        self, name: str, address: int, count: int, entry: tuple[int, type[_Number]]
+    ) -> NDArray[_Number]:
+        """So many entries of equal numbers at an address of the producer's process: `[count, numbers]`.
+
+        Raises:
+            NotMappable: they are in none of the allocations, or not aligned.
+        """
+        numbers, dtype = entry
+        number_bytes = np.dtype(dtype).itemsize
+        num_bytes = count * numbers * number_bytes
+        allocation, offset = self._offset(name, address, num_bytes)
+        if offset % number_bytes:
+            raise NotMappable(
+                f"{name} at {offset} of a file; expected a multiple of {number_bytes}"
+            )
+        memory = self.allocations[allocation][offset : offset + num_bytes]
+        return memory.view(dtype).reshape(count, numbers)
 
     def _offset(self, name: str, address: int, num_bytes: int) -> tuple[int, int]:
         """The number of the allocation in which so many bytes lie, and where in it."""
@@ -92,4 +121,4 @@ class WorkerMapping:
             start, number = self._starts[position]
             if address + num_bytes <= start + self._described[number].num_bytes - PROOF_BYTES:
                 return number, address - start
-        raise NotMappable(f"{name} is in none of the allocations that are shared")
+        raise NotMappable(f"{name}: in none of the allocations that are shared")

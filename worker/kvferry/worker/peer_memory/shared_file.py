@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.protocol.shared_memory import SharedAllocation
+from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -68,6 +69,11 @@ class SharedFile:
     def address(self) -> int:
         """Address of the first byte."""
         return self.tensor.data_ptr()
+
+    @property
+    def region(self) -> Region:
+        """All of it, for the fabric."""
+        return Region(self.address, self.num_bytes, MemoryKind.DRAM)
 
     @property
     def allocation(self) -> SharedAllocation:

@@ -139,7 +139,7 @@ class FirstReads:
         self._slot_reads.memory[list(entries)] = EMPTY
         try:
             for entry, route in zip(entries, peer.routes, strict=False):
-                self._post(first_read, [entry], route.slots, slot)
+                self._post(first_read, [entry], route.slots.descriptors, slot)
             next_proof = len(peer.routes)
             for mapped in peer.mapped_routes():
                 numbers = np.arange(len(mapped.mapping.allocations), dtype=np.int32)

@@ -90,12 +90,6 @@ class MappedRoute:
             unit_bytes=tuple(bundle.unit_bytes for bundle in route.bundles),
         )
 
-    def words(self, slot: int) -> tuple[int, int]:
-        """The words of a slot as they are now."""
-        # Two loads of eight bytes each, aligned: neither is ever half of an old and half of a new word.
-        table = self.mapping.slots
-        return int(table[slot, 0]), int(table[slot, 1])
-
     def tables(self, units: Mapping[TokenMap, UnitPairs]) -> Iterator[tuple[WaveTable, int]]:
         """The copies of a request, launch by launch, each with its bytes on the producer."""
         for tokens in dict.fromkeys(self.tokens):

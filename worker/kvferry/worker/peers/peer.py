@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from kvferry.plan.descriptors import DescriptorTable, route_table
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.params import RemotePrefill
@@ -68,17 +70,33 @@ class PreparedTable:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteEntries:
+    """Equal entries in a producer worker's memory.
+
+    Attributes:
+        descriptors: descriptor `i` is entry `i`.
+        mapped: the same memory as an array `[entries, numbers of an entry]`; None where it is not mapped.
+    """
+
+    descriptors: RemoteDescriptors
+    mapped: NDArray[Any] | None
+
+    def __len__(self) -> int:
+        return self.descriptors.count
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedRows:
     """A worker's rows of prompts that are being computed.
 
     Attributes:
-        headers: descriptor `i` is the header of row `i`.
-        pages: descriptor `row * rows.pages + i` is page `i` of the ids of a row.
+        headers: entry `i` is the header of row `i`: uint64 `[2]`.
+        pages: entry `row * rows.pages + i` is page `i` of the ids of a row: uint32 `[PAGE_IDS]`.
     """
 
     rows: StreamRows
-    headers: RemoteDescriptors
-    pages: RemoteDescriptors
+    headers: RemoteEntries
+    pages: RemoteEntries
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +104,7 @@ class PeerRoute:
     """One producer worker, ready to be read from.
 
     Attributes:
-        slots: its lease table; descriptor `i` is slot `i`.
+        slots: its lease table; entry `i` is slot `i`: uint64 `[2]`.
         table: the reads in place from this worker; None if there are none.
         sources: the reads through the staging pool.
         rows: its rows; None if its prompts can only be read when they are complete.
@@ -95,7 +113,7 @@ class PeerRoute:
 
     route: Route
     agent: PeerAgent
-    slots: RemoteDescriptors
+    slots: RemoteEntries
     table: PreparedTable | None
     sources: tuple[PreparedSource, ...]
     rows: PreparedRows | None = None
@@ -152,12 +170,6 @@ class Peer:
     made: tuple[Handle, ...]
     why_not_mapped: str | None = None
     data_reads: ReadQueue = field(default_factory=ReadQueue)
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether the memory of all its workers is mapped: nothing is read over the fabric but what is streamed."""
-        # A worker that lacks nothing of a producer may have no routes at all.
-        return bool(self.routes) and all(route.mapped is not None for route in self.routes)
 
     def mapped_routes(self) -> Iterator[MappedRoute]:
         """The producer workers whose memory is mapped."""
@@ -261,13 +273,12 @@ class _Connecting:
         worker = description.workers[route.worker]
         agent = self._fabric.add_peer(worker.agent_metadata)
         self.made.append(agent)
-        lease_table = worker.lease_table
-        slots = self._remote_array(agent, lease_table.address, SLOT_BYTES, lease_table.slots)
+        mapping = self._mappings.get(route.worker)
+        slots = self._slots(agent, worker.lease_table, mapping)
         try:
             kind = MemoryKind(worker.memory)
         except ValueError:
             raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
-        mapping = self._mappings.get(route.worker)
         table: PreparedTable | None = None
         sources: tuple[PreparedSource, ...] = ()
         mapped = None
@@ -279,7 +290,7 @@ class _Connecting:
             mapped = self._mapped(route, agent, mapping)
         rows = None
         if worker.stream_rows is not None:
-            rows = self._rows(agent, worker.stream_rows)
+            rows = self._rows(agent, worker.stream_rows, mapping)
         return PeerRoute(route, agent, slots, table, sources, rows, mapped)
 
     def _table(
@@ -317,12 +328,26 @@ class _Connecting:
         proofs = self._remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, rows))
         return MappedRoute.from_plan(route, mapping, proofs, self._caches)
 
-    def _rows(self, agent: PeerAgent, rows: StreamRows) -> PreparedRows:
+    def _slots(
+        self, agent: PeerAgent, table: LeaseTableAddress, mapping: WorkerMapping | None
+    ) -> RemoteEntries:
+        descriptors = self._remote_array(agent, table.address, SLOT_BYTES, table.slots)
+        if mapping is None:
+            return RemoteEntries(descriptors, None)
+        return RemoteEntries(descriptors, mapping.slots)
+
+    def _rows(
+        self, agent: PeerAgent, rows: StreamRows, mapping: WorkerMapping | None
+    ) -> PreparedRows:
         page_bytes = PAGE_IDS * ID_BYTES
+        headers = self._remote_array(agent, rows.headers, ROW_HEADER_BYTES, rows.rows)
+        pages = self._remote_array(agent, rows.ids, page_bytes, rows.rows * rows.pages)
+        if mapping is None:
+            return PreparedRows(rows, RemoteEntries(headers, None), RemoteEntries(pages, None))
         return PreparedRows(
             rows,
-            headers=self._remote_array(agent, rows.headers, ROW_HEADER_BYTES, rows.rows),
-            pages=self._remote_array(agent, rows.ids, page_bytes, rows.rows * rows.pages),
+            headers=RemoteEntries(headers, mapping.row_headers),
+            pages=RemoteEntries(pages, mapping.row_pages),
         )
 
     def _remote_array(
