@@ -1,19 +1,21 @@
-"""Alignment of the clocks of different hosts, from pairs of events of which one must precede the other.
+"""The differences between the clocks of hosts, from pairs of events of which one must precede the other.
 
-A clock is the clock of one host for one engine, so engines on hosts of the same name have different clocks.
-An event at time `a` on clock A that precedes one at time `b` on clock B bounds the shifts: a + s(A) ≤ b + s(B), so
-s(A) - s(B) ≤ b - a. For each ordered pair only the least of these differences matters. The system is solved by shortest
-paths (Bellman-Ford), which shifts no clock further than necessary.
+A handover's times are by the clock of its consumer's scheduler, the reference. The events of all handovers between the
+reference and another clock bound how far that one is ahead. Its times are moved by the least that the bounds allow:
 
-    10 ms on A precedes 4 ms on B, and 9 ms on B precedes 20 ms on A
-    → s(A) - s(B) ≤ -6 ms, s(B) - s(A) ≤ 11 ms: A is ahead by 6 to 11 ms, and is put back by 6
-    10 ms on A precedes 4 ms on B, and 9 ms on B precedes 12 ms on A
-    → s(A) - s(B) ≤ -6 ms, s(B) - s(A) ≤ 3 ms: impossible, a clock was set in between; no clock is shifted
+    given at 10 ms by the producer, arrived at 4 ms by the consumer: the producer is ahead by at least 6 ms
+    read until 9 ms by the consumer, lease over at 20 ms by the producer: it is ahead by at most 11 ms
+    -> its times are put back by 6 ms
+    lease over at 12 ms instead: it is ahead by at most 3 ms, a contradiction; its times stay
+
+Each pair of clocks is judged by itself. Earlier all were solved for at once, by shortest paths over the bounds: that
+shifted nothing at all as soon as one clock of any engine had been set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,17 +36,13 @@ READ_BY_ALL = "done"
 
 
 class Clock(NamedTuple):
-    """The clock of a host, for the processes of one engine."""
+    """The clock of a host, for the processes of one engine: two hosts may have the same name."""
 
     engine_id: str
     host: str
 
     def __str__(self) -> str:
         return f"{self.engine_id} on {self.host}"
-
-
-Bounds = Mapping[tuple[Clock, Clock], int]
-"""For (A, B) the maximum of s(A) - s(B) in nanoseconds."""
 
 
 class Moment(NamedTuple):
@@ -55,40 +53,16 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Two clocks that cannot both be right.
+class Clocks:
+    """How far clocks are ahead of the reference.
 
     Attributes:
-        at_least_ns, at_most_ns: by how much `ahead` is ahead; None where there is no upper bound.
-        is_shifted: False where no constant differences explain all events.
+        ahead_ns: by clock and reference; negative where it is behind, absent where it need not differ.
+        notes: a line for each difference, the largest first, and for each contradiction.
     """
 
-    ahead: Clock
-    behind: Clock
-    at_least_ns: int
-    at_most_ns: int | None
-    is_shifted: bool = True
-
-    def __str__(self) -> str:
-        clocks = f"clocks of {self.ahead} and {self.behind}"
-        differ = f"{clocks} differ by at least {self.at_least_ns / 1e6:.3f} ms"
-        if not self.is_shifted:
-            return f"{differ}, and not always: some clock was set while it was recorded; nothing is shifted"
-        if self.at_most_ns is not None:
-            differ += f" and at most {self.at_most_ns / 1e6:.3f} ms"
-        return f"{differ}: shifted"
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """The nanoseconds to add to the times of each clock, and the differences that were found."""
-
-    shift_ns: dict[Clock, int] = field(default_factory=dict)
-    differences: tuple[Difference, ...] = ()
-
-    def shift(self, process: ProcessStarted) -> int:
-        """The shift of a process's times."""
-        return self.shift_ns.get(clock_of(process), 0)
+    ahead_ns: dict[tuple[Clock, Clock], int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def clock_of(process: ProcessStarted) -> Clock:
@@ -96,48 +70,58 @@ def clock_of(process: ProcessStarted) -> Clock:
     return Clock(process.engine_id, process.host)
 
 
+def reference_of(handover: Handover) -> Clock:
+    """The clock that a handover's times are shown by: the consumer's, without one the producer's."""
+    half = handover.decode or handover.prefill
+    if half is None:
+        return Clock("", "")
+    return clock_of(half.process)
+
+
 def compare(handovers: Iterable[Handover]) -> Clocks:
-    """Shift the clocks as far as the handovers' events require."""
-    bounds: dict[tuple[Clock, Clock], int] = {}
+    """Bound how far each clock is ahead by the events of all handovers that it shares with a reference."""
+    at_least: dict[tuple[Clock, Clock], float] = {}
+    at_most: dict[tuple[Clock, Clock], float] = {}
     for handover in handovers:
+        reference = reference_of(handover)
         for before, after in causes(handover):
             if before.clock == after.clock:
                 continue
-            pair = (before.clock, after.clock)
-            gap_ns = after.at_ns - before.at_ns
-            bounds[pair] = min(gap_ns, bounds.get(pair, gap_ns))
-    shift_ns = shifts(bounds)
-    is_shifted = shift_ns is not None
-    differences = []
-    for (ahead, behind), gap_ns in bounds.items():
-        # An event that precedes another one and has a later time.
-        if gap_ns < 0:
-            at_most_ns = bounds.get((behind, ahead))
-            differences.append(Difference(ahead, behind, -gap_ns, at_most_ns, is_shifted))
-    if shift_ns is None:
-        return Clocks({}, tuple(differences))
-    nonzero = {clock: clock_ns for clock, clock_ns in shift_ns.items() if clock_ns}
-    return Clocks(nonzero, tuple(differences))
+            if after.clock == reference:
+                pair = (before.clock, reference)
+                gap_ns = before.at_ns - after.at_ns
+                at_least[pair] = max(gap_ns, at_least.get(pair, -math.inf))
+            elif before.clock == reference:
+                pair = (after.clock, reference)
+                gap_ns = after.at_ns - before.at_ns
+                at_most[pair] = min(gap_ns, at_most.get(pair, math.inf))
+            # Else a worker on another host than its scheduler precedes the producer, which bounds neither of them
+            # by the reference.
+    ahead_ns: dict[tuple[Clock, Clock], int] = {}
+    notes: list[tuple[float, str]] = []
+    for pair in at_least | at_most:
+        least_ns = at_least.get(pair, -math.inf)
+        most_ns = at_most.get(pair, math.inf)
+        clocks = f"clocks of {pair[0]} and {pair[1]}"
+        if least_ns > most_ns:
+            by_ns = least_ns - most_ns
+            why = "one was set meanwhile, and nothing is shifted between them"
+            notes.append((by_ns, f"{clocks} contradict themselves by {_ms(by_ns)}: {why}"))
+        elif least_ns > 0 or most_ns < 0:
+            nearest_ns = min(max(0, least_ns), most_ns)
+            ahead_ns[pair] = int(nearest_ns)
+            farthest_ns = max(abs(least_ns), abs(most_ns))
+            at_most_by = ""
+            if farthest_ns != math.inf:
+                at_most_by = f" and at most {_ms(farthest_ns)}"
+            differ = f"{clocks} differ by at least {_ms(abs(nearest_ns))}{at_most_by}: shifted"
+            notes.append((abs(nearest_ns), differ))
+    notes.sort(reverse=True)
+    return Clocks(ahead_ns, tuple(note for _, note in notes))
 
 
-def shifts(bounds: Bounds) -> dict[Clock, int] | None:
-    """The smallest shifts that satisfy every bound, 0 or negative; None if the bounds contradict one another."""
-    shift_ns: dict[Clock, int] = {}
-    for late, early in bounds:
-        shift_ns[late] = 0
-        shift_ns[early] = 0
-    # Shortest paths by Bellman-Ford: after as many rounds as there are clocks nothing changes any more, unless a cycle
-    # of bounds is negative, which is a contradiction.
-    for _ in range(len(shift_ns) + 1):
-        is_settled = True
-        for (late, early), bound_ns in bounds.items():
-            latest_ns = shift_ns[early] + bound_ns
-            if latest_ns < shift_ns[late]:
-                shift_ns[late] = latest_ns
-                is_settled = False
-        if is_settled:
-            return shift_ns
-    return None
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:.3f} ms"
 
 
 def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:

@@ -1,11 +1,11 @@
-"""A handover as phases on one clock."""
+"""A handover as phases on one clock, the reference of `clocks.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.trace.clocks import Clocks, moment
+from kvferry.trace.clocks import Clock, Clocks, clock_of, moment, reference_of
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
@@ -31,7 +31,7 @@ _FETCHED = frozenset({"done", "release"})
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval in nanoseconds on the common clock."""
+    """An interval in nanoseconds on the reference clock."""
 
     phase: Phase
     begun_ns: int
@@ -172,13 +172,17 @@ _READS = (Phase.POSTING, Phase.READING)
 
 
 def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
-    """The timeline of a handover, its times shifted to the common clock."""
+    """The timeline of a handover, its times shifted to its reference clock."""
+    reference = reference_of(handover)
+
+    def shift_of(clock: Clock) -> int:
+        return -clocks.ahead_ns.get((clock, reference), 0)
 
     def at(kind: type[RequestEvent]) -> int | None:
         recorded = moment(handover, kind)
         if recorded is None:
             return None
-        return recorded.at_ns + clocks.shift_ns.get(recorded.clock, 0)
+        return recorded.at_ns + shift_of(recorded.clock)
 
     queued = at(PrefillArrived)
     scheduled = at(PrefillScheduled)
@@ -190,7 +194,8 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     recomputed = at(Recomputed)
     stepped = at(DecodeScheduled)
 
-    workers = _workers(handover.loads, clocks)
+    by_place = sorted(handover.loads, key=lambda load: _by_place(load.process))
+    workers = tuple(_worker(load, shift_of(clock_of(load.process))) for load in by_place)
     first_begun = None
     last_begun = None
     read_until = None
@@ -222,7 +227,7 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     )
     return Timeline(
         handover=handover,
-        steps=_steps(handover, clocks, given),
+        steps=_steps(handover, shift_of, given),
         before=_spans((Phase.PREFILL_QUEUE, queued, scheduled), (Phase.PREFILL, scheduled, given)),
         to_load=_spans(
             (Phase.ROUTER, given, arrived),
@@ -268,11 +273,13 @@ def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Chunk, ...]:
+def _steps(
+    handover: Handover, shift_of: Callable[[Clock], int], given: int | None
+) -> tuple[Chunk, ...]:
     """A step ends where the next one begins, the last one with the prompt."""
     if handover.prefill is None or not handover.steps:
         return ()
-    shift_ns = clocks.shift(handover.prefill.process)
+    shift_ns = shift_of(clock_of(handover.prefill.process))
     begins = [step.at_ns + shift_ns for step in handover.steps]
     # Where the prompt's end was not recorded, the last step has no length.
     ends = [*begins[1:], begins[-1]]
@@ -282,11 +289,6 @@ def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Chunk
     for step, begun_ns, ended_ns in zip(handover.steps, begins, ends, strict=True):
         chunks.append(Chunk(_span(Phase.PREFILL_STEP, begun_ns, ended_ns), step.tokens))
     return tuple(chunks)
-
-
-def _workers(loads: Iterable[LoadTrace], clocks: Clocks) -> tuple[WorkerSpans, ...]:
-    ordered = sorted(loads, key=lambda load: _by_place(load.process))
-    return tuple(_worker(load, clocks.shift(load.process)) for load in ordered)
 
 
 def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:

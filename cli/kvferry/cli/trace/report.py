@@ -67,12 +67,7 @@ def report(recording: Recording, merged: Merged, request: str | None) -> Report:
     timelines = merged.timelines
     if request is not None:
         timelines = tuple(timeline for timeline in timelines if has_id(timeline, request))
-    differences = sorted(
-        merged.clocks.differences,
-        key=lambda difference: difference.at_least_ns,
-        reverse=True,
-    )
-    notes = _notes(differences, "more pairs of clocks")
+    notes = _notes(merged.clocks.notes, "more pairs of clocks")
     notes += _notes(recording.damage, "more problems with files")
     return Report(
         timelines=timelines,
