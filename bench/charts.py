@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import matplotlib.style
@@ -28,8 +29,7 @@ _NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 def svg_of(chart: Chart) -> str:
     """The drawing: a line for each series, with its range as error bars, and the limit across."""
-    with matplotlib.style.context(["default", _STYLE]):
-        figure = Figure()
+    with drawn_as_svg() as (figure, written):
         axes = figure.add_subplot()
         drawn: list[str | None] = []
         for series in chart.series:
@@ -58,11 +58,22 @@ def svg_of(chart: Chart) -> str:
         labels = axes.get_legend_handles_labels()[1]
         if len(labels) > 1:
             figure.legend(loc="outside lower left", ncols=3 if max(map(len, labels)) < 30 else 2)
-        written = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(written, metadata=_NO_DATE)  # type: ignore[no-untyped-call]
-        return written.getvalue().replace(
-            "</style>", f"@media (prefers-color-scheme: dark){{{_RULES}}}</style>", 1
-        )
+    return written.getvalue()
+
+
+@contextlib.contextmanager
+def drawn_as_svg(
+    inches: tuple[float, float] | None = None,
+) -> Iterator[tuple[Figure, io.StringIO]]:
+    """A figure of this width and height, or the style's; what is drawn in it is in the text afterwards."""
+    written = io.StringIO()
+    with matplotlib.style.context(["default", _STYLE]):
+        figure = Figure(figsize=inches)
+        yield figure, written
+        plain = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(plain, metadata=_NO_DATE)  # type: ignore[no-untyped-call]
+    dark = f"@media (prefers-color-scheme: dark){{{_RULES}}}</style>"
+    written.write(plain.getvalue().replace("</style>", dark, 1))
 
 
 def _scale(axes: Axes, chart: Chart) -> None:

@@ -85,7 +85,7 @@ def demonstrate(settings: Settings, stack: ExitStack) -> bool:
         load(router.base_url, from_[0], to[0], served_name, settings.request_timeout_s)
     )
     time.sleep(_RECORDED_S)
-    traces, out = shown(folder / "traces"), shown(folder / "out")
+    traces, out = shown(folder / "traces"), shown(folder / "trace.json.gz")
     good = _kvferry("trace", traces, "-o", out, "--slowest", "5") and _kvferry(
         "trace", traces, "--request", SLOW
     )

@@ -20,16 +20,19 @@ from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
-from scripts import markdown, protocol_reference
+from kvferry.trace.reading import read_recording
+from kvferry.trace.summary import merge
+from scripts import markdown, protocol_reference, timelines_picture
 from tests.faults.guards import GUARDS
 from tests.promises import marked_tests
-from tests.trace.example import STREAMED, write_example
+from tests.trace.example import write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PICTURED = (
     "layers=32,heads=8,dim=128,tp=4,pp=2,layout=NHD",
     "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64",
 )
+PICTURED_HANDOVERS = 12
 _CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
 _ADVICE = re.compile(r"^\| (`vllm:[^|]*`) \| [^|]* \| [^|]* \| ([^|]*) \|$", re.MULTILINE)
 
@@ -54,10 +57,8 @@ def pages() -> dict[Path, str]:
         for name, tables in parts.items():
             found[DOCS / name] = with_output(filled((DOCS / name).read_text(), tables))
         found[DOCS / "plan.svg"] = drawn(f"plan {' '.join(PICTURED)} --svg", "plan.svg")
-        found[DOCS / "streaming.svg"] = drawn(
-            f"trace traces --request {1000 + STREAMED} -o", "streaming.svg"
-        )
-        found[DOCS / "timelines.svg"] = drawn("trace traces --slowest 12 -o", "waterfall.svg")
+        slowest = merge(read_recording(["traces"])).timelines[:PICTURED_HANDOVERS]
+        found[DOCS / "timelines.svg"] = timelines_picture.picture(slowest)
     return found
 
 
@@ -232,7 +233,7 @@ def with_output(text: str) -> str:
 
 @contextlib.contextmanager
 def example() -> Iterator[None]:
-    """A working directory with the recordings that docs/timelines.md shows, in `traces`."""
+    """A working directory with the recordings that docs/timelines.md and its picture show, in `traces`."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         write_example(Path(folder) / "traces")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE, PAGE, PICTURE, TRACE
+from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE
 from kvferry.cli.trace.report import format_time, short_id
 from kvferry.trace.events import LoadEnded
 from tests.cli.command import refused, run
 from tests.trace.example import STREAMED, write_example
-from tests.trace.simulated import MS, Simulation, Times
+from tests.trace.simulated import Simulation
+from tests.trace.test_perfetto import check_format
 
-HOSTILE = """</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>"'&amp;]]><!--\x1b[31m\u202e\x00"""
-SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = "</title><script>alert(1)</script>\"'&amp;\x1b[31m\u202e\x00"
 
 
 @pytest.fixture(scope="module")
@@ -27,113 +26,82 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_example(tmp_path_factory.mktemp("traces"))
 
 
-class Tags(HTMLParser):
-    """The elements and attributes of a page, with a check that every element is closed."""
-
-    VOID = frozenset({"meta", "rect", "line", "polygon"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.attributes: set[str] = set()
-        self.open: list[str] = []
-        self.said: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        if tag not in self.VOID or not self.get_starttag_text().endswith("/>"):  # type: ignore[union-attr]
-            self.open += [tag] * (tag != "meta")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.said.append(data)
+def rows_of(out: str, request: str) -> list[str]:
+    """A request's rows: among the slowest, and with its phases."""
+    return [line for line in out.splitlines() if request in line]
 
 
-def test_everything_is_written_and_the_slowest_is_first_everywhere(
-    example: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "new" / "out"
-    ran = run("trace", str(example), "-o", str(out), columns=140)
+def test_the_slowest_handover_is_first_with_its_cause_and_its_phases(example: Path) -> None:
+    ran = run("trace", str(example), columns=140)
     assert (ran.code, ran.err) == (0, "")
-    assert sorted(file.name for file in out.iterdir()) == sorted((PAGE, PICTURE, TRACE))
     assert (
         ran.out.splitlines()[0]
         == "25 handovers of 10 processes: 23 loaded, 1 recomputed: fence, 1 not fetched: expired"
     )
-    assert f"written: {out}" in ran.out
-    order = [f"cmpl-7c1e-{number}-0" for number in (1005, 1007, 1000, 1012)]
-    texts = (ran.out, (out / PAGE).read_text(), (out / PICTURE).read_text())
-    for text in texts:
-        places = [text.index(name) for name in order]
-        assert places == sorted(places)
-    (row,) = (line for line in ran.out.splitlines() if line.startswith("cmpl-7c1e-1005"))
+    places = [ran.out.index(f"cmpl-7c1e-{number}-0") for number in (1005, 1007, 1000, 1012)]
+    assert places == sorted(places)
+    row, phases = rows_of(ran.out, "7c1e-1005")
     assert re.search(
         r"prefill-1 → decode-0 +1024 +71\.6 ms +decode queue 64 ms +134 MB at 29\.8 GB/s", row
     )
+    router, decode_queue, connecting, fence, reading, other = map(float, phases.split()[1:])
+    assert (router, decode_queue, connecting, fence, reading) == (1, 64, 0.05, 0.25, 4)
+    all_ms = router + decode_queue + connecting + fence + reading + other
+    assert all_ms == pytest.approx(71.6 + 2, abs=0.1), "the handover and the first step"
+    row, _ = rows_of(ran.out, "7c1e-1007")
+    assert "reading 55 ms of tp1 " in row, "the worker that was last"
+    assert "recomputed: fence" in ran.out.partition("slowest")[2]
     assert "clocks of prefill-1 on host-of-prefill-1 and decode-0" in ran.out
-    assert "recomputed: fence" in (out / PICTURE).read_text()
 
 
 def test_the_tables_fit_80_columns_and_ids_stay_whole(example: Path) -> None:
     out = run("trace", str(example)).out
     assert max(map(len, out.splitlines())) <= 80
-    assert len(re.findall(r"^cmpl-7c1e-10\d\d-0-[0-9a-f]{8} ", out, re.MULTILINE)) == 20
+    assert len(re.findall(r"^cmpl-7c1e-10\d\d-0-[0-9a-f]{8} ", out, re.MULTILINE)) == 2 * 20
+    assert re.search(r" connecting .* reading .* other$", out, re.MULTILINE), "no word is folded"
 
 
 def test_with_names_as_long_as_the_routers_and_vllms_no_column_disappears(tmp_path: Path) -> None:
-    simulation, ends = (
-        Simulation(),
-        ("a735d857-d2af-4617-9d15-41517f886b45", "4e9a2461-b3f4-4eea-bc38-90ee73fc14d4_dp1"),
-    )
-    producer, consumer = (simulation.engine(name) for name in ends)
+    simulation = Simulation()
+    producer = simulation.engine("a735d857-d2af-4617-9d15-41517f886b45")
+    consumer = simulation.engine("4e9a2461-b3f4-4eea-bc38-90ee73fc14d4_dp1")
     simulation.handover(producer, consumer, request=f"cmpl-{'f44cb7e2' * 4}-0-a5dcd2ec")
     out = run("trace", str(simulation.write(tmp_path)), columns=40).out
-    assert {"a735d857", "4e9a2461", "engines", "tokens", "handover", "longest", "result"} <= {
-        *out.split()
-    }
+    columns = {"engines", "tokens", "handover", "cause", "result"}
+    assert {"a735d857", "4e9a2461", *columns} <= {*out.split()}
 
 
 def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Path) -> None:
     ran = run("trace", str(example), "--request", "7c1e-1012", "--json")
-    (one,) = json.loads(ran.out)["slowest"]
-    assert (one["outcome"], one["producer"], one["consumer"]) == ("loaded", "prefill-0", "decode-0")
-    longest = max(one["phases"][2:], key=lambda phase: phase["ended_ms"] - phase["begun_ms"])
-    assert longest == {"phase": "router", "begun_ms": 0.0, "ended_ms": 33.0}
-    assert one["bytes"] == 1024 * 131072
-    assert [worker["place"] for worker in one["workers"]] == ["tp0", "tp1"]
-    by_theirs = run("trace", str(example), "--request", one["consumer_request"], "--json")
-    assert json.loads(by_theirs.out)["slowest"] == [one]
+    (slow,) = json.loads(ran.out)["slowest"]
+    assert (slow["outcome"], slow["producer"], slow["consumer"]) == (
+        "loaded",
+        "prefill-0",
+        "decode-0",
+    )
+    assert slow["cause"] == "router"
+    assert {"phase": "router", "begun_ms": 0.0, "ended_ms": 33.0} in slow["phases"]
+    assert slow["bytes"] == 1024 * 131072
+    assert [worker["place"] for worker in slow["workers"]] == ["tp0", "tp1"]
+    by_theirs = run("trace", str(example), "--request", slow["consumer_request"], "--json")
+    assert json.loads(by_theirs.out)["slowest"] == [slow]
 
 
 def test_of_a_request_that_was_read_while_it_was_computed_steps_and_reads_are_listed(
     example: Path,
 ) -> None:
     name = f"7c1e-{1000 + STREAMED}"
-    (row,) = (
-        line
-        for line in run("trace", str(example), "--request", name, columns=140).out.splitlines()
-        if name in line
-    )
-    assert re.search(r" 8192 +4\.47 ms +reading 3\.27 ms +1\.07 GB, 87% early", row)
-    (one,) = json.loads(run("trace", str(example), "--request", name, "--json").out)["slowest"]
-    assert one["early_bytes"] * 8 == one["bytes"] * 7
-    steps, workers = one["steps"], one["workers"]
+    row, _ = rows_of(run("trace", str(example), "--request", name, columns=140).out, name)
+    assert re.search(r" 8192 +4\.47 ms +reading 3\.27 ms of tp\d +1\.07 GB, 87% early", row)
+    (streamed,) = json.loads(run("trace", str(example), "--request", name, "--json").out)["slowest"]
+    assert streamed["early_bytes"] * 8 == streamed["bytes"] * 7
+    steps = streamed["steps"]
     assert [step["stop_token"] for step in steps] == [1024 * number for number in range(1, 9)]
     assert (steps[0]["phase"], steps[-1]["ended_ms"]) == ("prefill_step", 0)
-    for worker in workers:
-        assert [chunk["begun_ms"] for chunk in worker["chunks"]] == [
-            step["ended_ms"] for step in steps
-        ]
-        assert (worker["early_bytes"] * 2, worker["restarts"]) == (one["early_bytes"], 0)
+    step_ends = [step["ended_ms"] for step in steps]
+    for worker in streamed["workers"]:
+        assert [chunk["begun_ms"] for chunk in worker["chunks"]] == step_ends
+        assert (worker["early_bytes"] * 2, worker["restarts"]) == (streamed["early_bytes"], 0)
 
 
 def test_the_answer_as_json_counts_everything_and_lists_as_many_as_asked(example: Path) -> None:
@@ -145,110 +113,69 @@ def test_the_answer_as_json_counts_everything_and_lists_as_many_as_asked(example
     assert len(answer["notes"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "begins"), [("a.svg", "<?xml"), ("a.html", "<!DOCTYPE html>"), ("a.json", "{")]
-)
-def test_a_suffix_asks_for_one_file(example: Path, tmp_path: Path, name: str, begins: str) -> None:
-    assert run("trace", str(example), "-o", str(tmp_path / name)).code == 0
-    assert [file.name for file in tmp_path.iterdir()] == [name]
-    assert (tmp_path / name).read_text().startswith(begins)
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_one_file_for_perfetto_has_every_request(example: Path, tmp_path: Path, name: str) -> None:
+    ran = run("trace", str(example), "-o", str(tmp_path / name))
+    assert (ran.code, ran.out.splitlines()[-1]) == (
+        0,
+        f"written for ui.perfetto.dev: {tmp_path / name}",
+    )
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    if name.endswith(".gz"):
+        content = gzip.decompress(content)
+    events = json.loads(content)["traceEvents"]
+    check_format(events)
+    names = {event["name"] for event in events}
+    assert {f"cmpl-7c1e-{number}" for number in range(1000, 1025)} == {
+        name[:14] for name in names if name.startswith("cmpl-")
+    }
 
 
-def test_the_picture_has_as_many_rows_as_asked(example: Path, tmp_path: Path) -> None:
-    run("trace", str(example), "-o", str(tmp_path / "a.svg"), "--slowest", "4")
-    root = ElementTree.parse(tmp_path / "a.svg").getroot()  # noqa: S314
-    said = "".join(root.itertext())
-    assert "The 4 slowest of 25 handovers" in said
-    assert "7c1e-1012" in said
-    assert "7c1e-1009" not in said
-    hints = [title.text or "" for title in root.iter(f"{SVG}title")]
-    assert any(hint.startswith("decode queue: 64 ms") for hint in hints)
-    assert any(hint.startswith("tp1 reading: 55 ms") for hint in hints)
-
-
-def test_an_unread_lease_does_not_shrink_the_bars_of_all_others(
-    example: Path, tmp_path: Path
+def test_a_very_long_recording_is_cut_to_what_a_viewer_opens(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was held for eight minutes, while handovers took milliseconds."""
-    run("trace", str(example), "-o", str(tmp_path / "a.svg"), "--slowest", "25")
-    said = [*ElementTree.parse(tmp_path / "a.svg").getroot().itertext()]  # noqa: S314
-    assert {"not fetched: expired", "20 ms", "60 ms"} <= set(said)
-    assert not {"100 s", "200 s", "400 s"} & set(said)
+    assert HANDOVERS_OF_A_TRACE >= 1000
+    monkeypatch.setattr("kvferry.cli.trace.command.HANDOVERS_OF_A_TRACE", 2)
+    ran = run("trace", str(example), "-o", str(tmp_path / "a.json"))
+    assert "(the 2 slowest of 25 handovers)" in ran.out
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "b"]
+    assert names.count("handovers") == 2
 
 
-def test_the_page_loads_nothing_and_runs_nothing(example: Path, tmp_path: Path) -> None:
-    run("trace", str(example), "-o", str(tmp_path / "a.html"))
-    page = (tmp_path / "a.html").read_text()
-    tags = Tags(page)
-    assert tags.open == []
-    assert not tags.names & {"script", "link", "img", "iframe", "object", "use", "image"}
-    assert not tags.attributes & {"href", "src", "onclick", "onload", "onerror"}
-    assert not re.search(r"https?://|url\(|@import", page)
-    assert "default-src 'none'" in page
-    assert "prefers-color-scheme:dark" in page
-    assert page.count("<details>") == 25
-
-
-def hostile(folder: Path) -> Path:
+def test_names_of_clients_are_text_without_control_characters(tmp_path: Path) -> None:
     simulation = Simulation()
     producer = simulation.engine("p<script>&\"'")
     consumer = simulation.engine("d</svg>", workers=2, host="h<b>&")
     simulation.handover(producer, consumer, request=HOSTILE, decode_request="d" + HOSTILE)
     simulation.handover(
-        producer,
-        consumer,
-        MS,
-        Times(),
-        request="x" + HOSTILE,
-        reason="<i>&",
-        recomputed="<b onclick=x>",
+        producer, consumer, request="x" + HOSTILE, reason="<i>&", recomputed="<b onclick=x>"
     )
     consumer.workers[0].started = msgspec.structs.replace(consumer.workers[0].started, place="<u>&")
     for worker in consumer.workers:
         worker.events[:] = [event for event in worker.events if isinstance(event, LoadEnded)]
-    for engine in simulation.engines:
-        home = folder / str(len(engine.workers))
-        home.mkdir(parents=True)
-        for number, process in enumerate((engine.scheduler, *engine.workers)):
-            (home / f"{number}.jsonl").write_bytes(
-                process.lines() + b'{"event":"<script>alert(2)</script>"}\n'
-            )
-    return folder
-
-
-def test_ids_of_clients_are_text_and_never_markup(tmp_path: Path) -> None:
-    folder, out = hostile(tmp_path / "in"), tmp_path / "out"
-    ran = run("trace", str(folder), "-o", str(out))
+    for number, process in enumerate(simulation.processes()):
+        unknown = b'{"event":"<script>alert(2)</script>\\u202e"}\n'
+        (tmp_path / f"{number}.jsonl").write_bytes(process.lines() + unknown)
+    out = tmp_path / "a.json"
+    ran = run("trace", str(tmp_path), "-o", str(out))
     assert (ran.code, ran.err) == (0, "")
-    tags = Tags((out / PAGE).read_text())
-    assert tags.open == []
-    assert not tags.names & {"script", "img", "u"}
-    assert not tags.attributes & {"onerror", "onclick"}
-    assert any("</title></svg><script>alert(1)</script>" in said for said in tags.said)
-    root = ElementTree.parse(out / PICTURE).getroot()  # noqa: S314
-    names = {element.tag.removeprefix(SVG) for element in root.iter()}
-    assert names <= {"svg", "style", "rect", "text", "line", "title", "polygon"}
-    document = json.loads((out / TRACE).read_text())
-    assert any(HOSTILE in event["name"] for event in document["traceEvents"])
-    as_json = run("trace", str(folder), "--json").out
-    assert json.loads(as_json)
-    for shown in (ran.out, as_json, (out / PAGE).read_text(), (out / PICTURE).read_text()):
-        assert shown.replace("\n", "").isprintable(), (
-            "nothing reorders, hides or controls what a reader sees"
-        )
-    assert "\\u202e" in (out / PICTURE).read_text()
+    for shown in (ran.out, run("trace", str(tmp_path), "--json").out):
+        assert shown.replace("\n", "").isprintable(), "nothing reorders or hides what a reader sees"
+    events = json.loads(out.read_text())["traceEvents"]
+    check_format(events)
+    assert HOSTILE in {event["name"] for event in events}
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: Path) -> None:
     for file in example.rglob("*.jsonl"):
-        (tmp_path / file.name.replace(".jsonl", f"-{file.parent.name}.jsonl")).write_bytes(
-            file.read_bytes()[:-30]
-        )
-    ran = run("trace", str(tmp_path), "-o", str(tmp_path / "out"))
+        name = file.name.replace(".jsonl", f"-{file.parent.name}.jsonl")
+        (tmp_path / name).write_bytes(file.read_bytes()[:-30])
+    ran = run("trace", str(tmp_path))
     assert ran.code == 0
     words = " ".join(ran.out.split())
     assert words.count(": cut off in the middle") + words.count("no JSON") >= 8
-    assert "cut off in the middle" in (tmp_path / "out" / PAGE).read_text()
 
 
 @pytest.mark.parametrize(
@@ -258,17 +185,12 @@ def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: 
         (["{empty}"], "files *.jsonl with traces"),
         (["{example}", "--request", "unheard of"], "--request is 'unheard of'"),
         (["{example}", "--slowest", "0"], "--slowest is '0'"),
-        (["{example}", "-o", ""], "-o is ''; expected a file .html, .svg, .json, or a folder"),
-        (
-            ["{example}", "-o", "x.pdf"],
-            "-o is 'x.pdf'; expected a file .html, .svg, .json, or a folder",
+        *(
+            (["{example}", "-o", out], f"-o is '{out}'; expected a file .json or .json.gz")
+            for out in ("", "x.svg", "x.html", "out", "out/", "x.gz")
         ),
-        (
-            ["{example}", "-o", "{empty}/x.PNG"],
-            "x.PNG'; expected a file .html, .svg, .json, or a folder",
-        ),
-        (["{example}", "-o", "/proc/version/out"], "-o is "),
-        (["{example}", "-o", "/proc/version/out.svg"], "-o is "),
+        (["{example}", "-o", "/proc/version/x.json"], "expected a file that can be written"),
+        (["{example}", "-o", "/nowhere/x.json.gz"], "expected a file that can be written"),
     ],
 )
 def test_an_error_is_reported_in_one_line(
@@ -277,19 +199,6 @@ def test_an_error_is_reported_in_one_line(
     assert field in refused(
         "trace", *(argument.format(example=example, empty=tmp_path) for argument in arguments)
     )
-
-
-def test_a_very_long_recording_is_cut_to_what_a_viewer_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert HANDOVERS_OF_A_TRACE >= 1000
-    monkeypatch.setattr("kvferry.cli.trace.command.HANDOVERS_OF_A_TRACE", 2)
-    ran = run("trace", str(write_example(tmp_path / "in")), "-o", str(tmp_path / "a.json"))
-    assert "the 2 slowest of 25 handovers are in the trace" in ran.out
-    names = {
-        event["name"] for event in json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-    }
-    assert len([name for name in names if name.startswith("handover ")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -310,5 +219,5 @@ def test_formatted_durations(nanoseconds: float, formatted: str) -> None:
 def test_the_routers_prefix_of_an_id_is_not_shown() -> None:
     routed = "chatcmpl-___prefill_addr_10.0.0.1:8100___decode_addr_10.0.0.2:8200_1f0c99-5a2b"
     assert short_id(routed) == "1f0c99-5a2b"
-    assert len(short_id("x" * 300)) <= 34
+    assert len(short_id("x" * 300)) <= 30
     assert short_id("cmpl-7-0") == "cmpl-7-0"

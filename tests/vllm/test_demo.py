@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import subprocess
@@ -37,18 +38,16 @@ def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(
 ) -> None:
     said, folder = demo
     asked = said.partition(f"--request {SLOW}")[2]
-    row = asked.partition("the slowest handovers:")[2].rpartition("─")[2].split("\n\n")[0]
+    table = asked.partition("the slowest handovers:")[2].partition("their phases")[0]
+    row = table.rpartition("─")[2]
     assert {f"{name}-0" for name in ("prefill", "decode")} < set(row.split()), row
     assert SLOW in row.split()[0]
-    assert "router" in row.split(), "the longest phase"
+    assert "router" in row.split(), "the cause"
     found = re.search(r"^router +1 +([\d.]+) s ", asked, re.MULTILINE)
     assert found is not None, asked
     assert float(found[1]) >= SLOW_S
-    pages = [
-        (folder / "out" / name).read_text()
-        for name in ("waterfall.html", "waterfall.svg", "trace.json")
-    ]
-    assert all(SLOW in page for page in pages)
+    with gzip.open(folder / "trace.json.gz") as trace:
+        assert SLOW in trace.read().decode()
 
 
 def test_every_process_of_both_engines_has_recorded(demo: tuple[str, Path]) -> None:

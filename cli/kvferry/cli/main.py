@@ -157,7 +157,7 @@ COMMANDS = {
         "Merges what engines with `trace_dir` recorded to one timeline per handover, the slowest first.",
         (
             Option("dirs", "DIR", "folders, searched to the bottom, or files *.jsonl", nargs="+"),
-            Option("-o --out", "OUT", "a folder to make, or one file: .html, .svg or .json"),
+            Option("-o --out", "OUT", "a file for ui.perfetto.dev: .json or .json.gz"),
             Option("--request", "ID", "only handovers with an id (of any kind) that contains this"),
             Option("--slowest", "N", "handovers that are shown", "20"),
             _json("what was found"),

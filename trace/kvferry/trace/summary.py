@@ -51,10 +51,8 @@ def _recorded_spans(timeline: Timeline) -> Iterator[Span]:
     yield from timeline.to_load
     for worker in timeline.workers:
         yield from timeline.after_prefill(worker.spans)
-        for chunk in worker.chunks:
-            yield chunk.span
-    for step in timeline.steps:
-        yield step.span
+        yield from worker.chunks
+    yield from timeline.steps
     yield from timeline.from_load
     if timeline.held is not None:
         yield timeline.held

@@ -31,11 +31,16 @@ _FETCHED = frozenset({"done", "release"})
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval in nanoseconds on the reference clock."""
+    """An interval in nanoseconds on the reference clock.
+
+    Attributes:
+        stop_token: the token up to which a step of a prefill computed, or a read of it read; None of other phases.
+    """
 
     phase: Phase
     begun_ns: int
     ended_ns: int
+    stop_token: int | None = None
 
     @property
     def lasted_ns(self) -> int:
@@ -44,24 +49,18 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A step of a prefill that was read meanwhile, or one such read.
-
-    Attributes:
-        stop_token: the token up to which it computed, or read.
-    """
-
-    span: Span
-    stop_token: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerSpans:
     """The stages of one worker's load, and its reads if it followed the prefill."""
 
     load: LoadTrace
     spans: tuple[Span, ...]
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[Span, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The worker's name in its engine."""
+        process = self.load.process
+        return process.place or f"pid {process.pid}"
 
     @property
     def ended_ns(self) -> int:
@@ -88,7 +87,7 @@ class Timeline:
 
     handover: Handover
     before: tuple[Span, ...]
-    steps: tuple[Chunk, ...]
+    steps: tuple[Span, ...]
     to_load: tuple[Span, ...]
     workers: tuple[WorkerSpans, ...]
     from_load: tuple[Span, ...]
@@ -125,12 +124,9 @@ class Timeline:
         return tuple(parts)
 
     @property
-    def spans(self) -> tuple[Span, ...]:
-        """All phases: those before, the critical path, and the time for which the producer held the blocks."""
-        spans = (*self.before, *self.path)
-        if self.held is None:
-            return spans
-        return (*spans, self.held)
+    def cause(self) -> Span | None:
+        """What made the handover as slow as it was: the longest phase of its critical path."""
+        return max(self.path, key=lambda span: span.lasted_ns, default=None)
 
     @property
     def lasted_ns(self) -> int | None:
@@ -258,10 +254,12 @@ def _last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
     return max(workers, key=lambda worker: worker.ended_ns, default=None)
 
 
-def _span(phase: Phase, begun_ns: int, ended_ns: int, shift_ns: int = 0) -> Span:
+def _span(
+    phase: Phase, begun_ns: int, ended_ns: int, shift_ns: int = 0, stop_token: int | None = None
+) -> Span:
     """A span; an end before the begin is moved to it."""
     # The clock may have been set back between the two.
-    return Span(phase, begun_ns + shift_ns, max(begun_ns, ended_ns) + shift_ns)
+    return Span(phase, begun_ns + shift_ns, max(begun_ns, ended_ns) + shift_ns, stop_token)
 
 
 def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
@@ -275,7 +273,7 @@ def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
 
 def _steps(
     handover: Handover, shift_of: Callable[[Clock], int], given: int | None
-) -> tuple[Chunk, ...]:
+) -> tuple[Span, ...]:
     """A step ends where the next one begins, the last one with the prompt."""
     if handover.prefill is None or not handover.steps:
         return ()
@@ -285,10 +283,10 @@ def _steps(
     ends = [*begins[1:], begins[-1]]
     if given is not None:
         ends[-1] = given
-    chunks = []
+    spans = []
     for step, begun_ns, ended_ns in zip(handover.steps, begins, ends, strict=True):
-        chunks.append(Chunk(_span(Phase.PREFILL_STEP, begun_ns, ended_ns), step.tokens))
-    return tuple(chunks)
+        spans.append(_span(Phase.PREFILL_STEP, begun_ns, ended_ns, 0, step.tokens))
+    return tuple(spans)
 
 
 def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:
@@ -299,8 +297,8 @@ def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:
         spans.append(Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns))
     chunks = []
     for chunk in load.ended.chunks:
-        span = _span(Phase.CHUNK_READ, chunk.begun_ns, chunk.ended_ns, shift_ns)
-        chunks.append(Chunk(span, chunk.stop_token))
+        read = (chunk.begun_ns, chunk.ended_ns, shift_ns, chunk.stop_token)
+        chunks.append(_span(Phase.CHUNK_READ, *read))
     return WorkerSpans(load, tuple(spans), tuple(chunks))
 
 

@@ -1,1 +1,1 @@
-"""`kvferry trace`: timelines of handovers as a picture, a page, tables and JSON."""
+"""`kvferry trace`: the slowest handovers with their causes, as tables, as JSON and for Perfetto."""

@@ -1,31 +1,23 @@
-"""`kvferry trace`: reads the recordings of engines and writes one timeline per handover."""
+"""`kvferry trace`: reads the recordings of engines, prints the slowest handovers and writes a trace for Perfetto."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
-import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
-from kvferry.cli.trace.page import page
 from kvferry.cli.trace.report import Report, as_json, print_listing, report
-from kvferry.cli.trace.waterfall import draw
 from kvferry.protocol.visible import visible
-from kvferry.trace.chrome import chrome_trace
+from kvferry.trace.perfetto import perfetto_trace
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge
 
-PAGE = "waterfall.html"
-PICTURE = "waterfall.svg"
-TRACE = "trace.json"
-SUFFIXES = (".html", ".svg", ".json")
-ROWS_OF_A_PAGE = 200
 HANDOVERS_OF_A_TRACE = 10_000
-"""Most handovers (the slowest) in a Chrome trace; viewers in a browser cannot open more."""
+"""Most handovers (the slowest) in a trace for Perfetto: a viewer in a browser cannot open more."""
 
 
 def run_trace(options: argparse.Namespace) -> int:
@@ -45,8 +37,9 @@ def run_trace(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, slowest: int) -> None:
-    if options.out is not None:
-        _check_suffix(options.out)
+    # Before anything is read, which may take a minute.
+    if options.out is not None and not options.out.endswith((".json", ".json.gz")):
+        raise InvalidArgument("-o", options.out, "a file .json or .json.gz, for ui.perfetto.dev")
     recording = read_recording(options.dirs)
     reported = report(recording, merge(recording), options.request)
     del recording
@@ -55,65 +48,33 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
             "--request", options.request, "a part of an id that is in these files"
         )
     if options.out is not None:
-        _write(Path(options.out), reported, slowest)
+        _write(options.out, reported)
     if options.json:
         json.dump(as_json(reported, slowest), sys.stdout, indent=2)
         print()
         return
     print_listing(reported, slowest)
     if options.out is not None:
-        note = ""
         num_all = len(reported.timelines)
+        which = ""
         if num_all > HANDOVERS_OF_A_TRACE:
-            note = f" (the {HANDOVERS_OF_A_TRACE} slowest of {num_all} handovers are in the trace)"
-        print(f"\nwritten: {visible(options.out)}{note}")
+            which = f" (the {HANDOVERS_OF_A_TRACE} slowest of {num_all} handovers)"
+        print(f"\nwritten for ui.perfetto.dev: {visible(options.out)}{which}")
 
 
-def _check_suffix(out: str) -> None:
-    """Refuse `-o x.pdf`, before anything is read: a folder of that name is not what was meant.
-
-    Raises:
-        InvalidArgument: names what is accepted.
-    """
-    suffix = Path(out).suffix.lower()
-    is_folder = out.endswith("/") or Path(out).is_dir()
-    looks_like_file = not is_folder and re.fullmatch(r"\.[a-z]{2,5}", suffix) is not None
-    if not out or (looks_like_file and suffix not in SUFFIXES):
-        raise InvalidArgument(
-            "-o", out, f"a file {', '.join(SUFFIXES)}, or a folder (with / at its end)"
-        )
-
-
-def _write(out: Path, reported: Report, slowest: int) -> None:
-    """Write a folder with all three files, or one file by its suffix.
+def _write(out: str, reported: Report) -> None:
+    """Write the trace, compressed if its name says so.
 
     Raises:
         InvalidArgument: it cannot be written.
     """
-    paths = {name: out / name for name in (TRACE, PAGE, PICTURE)}
-    is_folder = True
-    if not out.is_dir():
-        for name in paths:
-            if Path(name).suffix == out.suffix.lower():
-                paths = {name: out}
-                is_folder = False
-                break
+    pieces = perfetto_trace(reported.timelines[:HANDOVERS_OF_A_TRACE])
     try:
-        if is_folder:
-            out.mkdir(parents=True, exist_ok=True)
-        for name, path in paths.items():
-            with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-                file.writelines(_content(name, reported, slowest))
+        with Path(out).open("wb") as file:
+            if out.endswith(".gz"):
+                with gzip.open(file, "wb") as compressed:
+                    compressed.writelines(pieces)
+            else:
+                file.writelines(pieces)
     except (OSError, ValueError) as refused:
-        raise InvalidArgument(
-            "-o", str(out), f"a folder, or a file .json, .html or .svg ({refused})"
-        ) from None
-
-
-def _content(name: str, reported: Report, slowest: int) -> Iterable[str]:
-    """The content of one of the three files, in pieces."""
-    if name == TRACE:
-        return chrome_trace(reported.timelines[:HANDOVERS_OF_A_TRACE])
-    if name == PAGE:
-        return page(reported, max(slowest, ROWS_OF_A_PAGE))
-    return [draw(reported.timelines[:slowest], len(reported.timelines), reported.notes)]
+        raise InvalidArgument("-o", out, f"a file that can be written ({refused})") from None

@@ -1,24 +1,26 @@
-"""A report: the selected handovers, the durations of their phases and notes, as tables, as JSON and in texts."""
+"""A report: the selected handovers, the durations of their phases and notes, as tables and as JSON."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.cli.formatting import decimal_bytes, print_line, print_table
+from kvferry.cli.formatting import decimal_bytes, digits, print_line, print_table
 from kvferry.plan.wording import counted
+from kvferry.trace.events import Phase
 from kvferry.trace.reading import Recording
 from kvferry.trace.summary import Durations, Merged, durations, has_id, outcomes
-from kvferry.trace.timeline import Chunk, Span, Timeline, WorkerSpans
+from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 SCHEMA = 1
 _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+)$")
 _UUID = re.compile(r"([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MAX_NOTES = 8
 """Of one kind."""
+_PHASE_COLUMNS = 5
+"""Phases with a column of their own: as many as fit beside a request's id in 80 letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,6 @@ def format_time(nanoseconds: float) -> str:
     return f"{nanoseconds / 60e9:.0f} min"
 
 
-def format_lasted(timeline: Timeline) -> str:
-    """The duration of a handover, or a dash."""
-    if timeline.lasted_ns is None:
-        return "–"
-    return format_time(timeline.lasted_ns)
-
-
 def format_result(timeline: Timeline) -> str:
     """`537 MB at 12.3 GB/s` of a load, `537 MB, 93% early` of one that followed the prefill, else the outcome."""
     if not timeline.bytes or not timeline.is_good:
@@ -116,14 +111,7 @@ def format_result(timeline: Timeline) -> str:
     return result
 
 
-def format_missing(timeline: Timeline) -> str:
-    """`not recorded: …`; empty where everything was."""
-    if not timeline.missing:
-        return ""
-    return f"not recorded: {', '.join(timeline.missing)}"
-
-
-def short_id(request: str, max_length: int = 34) -> str:
+def short_id(request: str, max_length: int = 30) -> str:
     """The distinctive part of a request id, without the prefix of vLLM's router."""
     routed = _ROUTED.match(request)
     name = routed[1] if routed else request
@@ -134,11 +122,10 @@ def short_id(request: str, max_length: int = 34) -> str:
     return f"{name[:num_first]}…{name[-num_last:]}"
 
 
-def name_of(timeline: Timeline, max_length: int = 34) -> str:
-    """A request's name in pictures: its id in the producer, else in the consumer."""
+def name_of(timeline: Timeline) -> str:
+    """A request's name in tables: its id in the producer, else in the consumer."""
     handover = timeline.handover
-    request = handover.producer_request or handover.consumer_request or "?"
-    return short_id(request, max_length)
+    return short_id(handover.producer_request or handover.consumer_request or "?")
 
 
 def format_engines(timeline: Timeline) -> str:
@@ -151,48 +138,82 @@ def format_engines(timeline: Timeline) -> str:
     return " → ".join(names)
 
 
-def ticks(longest_ns: float, about: int) -> list[int]:
-    """About `about` round numbers from 0 to `longest_ns`."""
-    if longest_ns <= 0:
-        return [0]
-    # The next round step, which is 1, 2 or 5 times a power of ten.
-    exact_step = max(longest_ns / about, 1)
-    power = 10 ** math.floor(math.log10(exact_step))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= exact_step)
-    return [int(step * index) for index in range(int(longest_ns // step) + 1)]
-
-
 def print_listing(report: Report, slowest: int) -> None:
     """Print the tables, and the notes below them."""
+    shown = report.timelines[:slowest]
     print_line(report.headline)
     print()
     print_table(("phase", ">times", ">p50", ">p99", ">longest", "what it is"), report.phase_rows())
     print("\nthe slowest handovers:\n")
     print_table(
-        ("request", "engines", ">tokens", ">handover", "longest phase", "result"),
-        (_row(timeline) for timeline in report.timelines[:slowest]),
+        ("request", "engines", ">tokens", ">handover", "cause", "result"),
+        (_row(timeline) for timeline in shown),
     )
+    phases = _longest_phases(shown)
+    if phases:
+        print("\ntheir phases, in ms:\n")
+        # A word a line, or narrow columns would fold the words.
+        names = [f">{phase.label}".replace(" ", "\n") for phase in phases]
+        print_table(
+            ("request", *names, ">other"), (_phase_row(timeline, phases) for timeline in shown)
+        )
     for note in report.notes:
         print()
         print_line(note)
 
 
 def _row(timeline: Timeline) -> tuple[str, ...]:
-    longest_phase = "–"
-    if timeline.path:
-        longest = max(timeline.path, key=lambda span: span.lasted_ns)
-        longest_phase = f"{longest.phase.label} {format_time(longest.lasted_ns)}"
     result = format_result(timeline)
     if timeline.missing:
-        result = f"{result}; {format_missing(timeline)}"
+        result = f"{result}; not recorded: {', '.join(timeline.missing)}"
+    lasted = "–"
+    if timeline.lasted_ns is not None:
+        lasted = format_time(timeline.lasted_ns)
     return (
-        name_of(timeline, 30),
+        name_of(timeline),
         format_engines(timeline),
         str(timeline.handover.tokens or "–"),
-        format_lasted(timeline),
-        longest_phase,
+        lasted,
+        format_cause(timeline),
         result,
     )
+
+
+def format_cause(timeline: Timeline) -> str:
+    """`decode queue 64 ms`, `reading 55 ms of tp1` where one of several workers was the last, or a dash."""
+    cause = timeline.cause
+    if cause is None:
+        return "–"
+    text = f"{cause.phase.label} {format_time(cause.lasted_ns)}"
+    last = timeline.last
+    if last is None or len(timeline.workers) == 1:
+        return text
+    if cause.phase in {span.phase for span in last.spans}:
+        text += f" of {last.place}"
+    return text
+
+
+def _longest_phases(timelines: Sequence[Timeline]) -> list[Phase]:
+    """The phases that took longest in any of these handovers, as many as have a column, in their order."""
+    longest_ns: dict[Phase, int] = {}
+    for timeline in timelines:
+        for span in timeline.path:
+            longest_ns[span.phase] = max(span.lasted_ns, longest_ns.get(span.phase, 0))
+    chosen = sorted(longest_ns, key=longest_ns.__getitem__)[-_PHASE_COLUMNS:]
+    return [phase for phase in Phase if phase in chosen]
+
+
+def _phase_row(timeline: Timeline, phases: Sequence[Phase]) -> tuple[str, ...]:
+    """The milliseconds of these phases, and of all others together."""
+    lasted_ns = dict.fromkeys(phases, 0)
+    other_ns = 0
+    for span in timeline.path:
+        if span.phase in lasted_ns:
+            lasted_ns[span.phase] += span.lasted_ns
+        else:
+            other_ns += span.lasted_ns
+    times = [f"{digits(each_ns / 1e6)}" for each_ns in (*lasted_ns.values(), other_ns)]
+    return (name_of(timeline), *times)
 
 
 def as_json(report: Report, slowest: int) -> dict[str, Any]:
@@ -228,6 +249,9 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     held = None
     if timeline.held:
         held = _span(timeline.held, zero_ns)
+    cause = None
+    if timeline.cause:
+        cause = timeline.cause.phase
     return {
         "producer": handover.producer,
         "producer_request": handover.producer_request,
@@ -239,10 +263,11 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "missing": list(timeline.missing),
         "zero_ns": zero_ns,
         "handover_ms": handover_ms,
+        "cause": cause,
         "bytes": timeline.bytes,
         "early_bytes": timeline.early_bytes,
         "gb_s": timeline.gb_s,
-        "steps": [_chunk(step, zero_ns) for step in timeline.steps],
+        "steps": [_span(step, zero_ns) for step in timeline.steps],
         "phases": [_span(span, zero_ns) for span in (*timeline.before, *timeline.path)],
         "held": held,
         "workers": [_worker(worker, zero_ns) for worker in timeline.workers],
@@ -255,18 +280,17 @@ def _worker(worker: WorkerSpans, zero_ns: int) -> dict[str, Any]:
         "host": worker.load.process.host,
         **worker.load.figures,
         "stages": [_span(span, zero_ns) for span in worker.spans],
-        "chunks": [_chunk(chunk, zero_ns) for chunk in worker.chunks],
+        "chunks": [_span(chunk, zero_ns) for chunk in worker.chunks],
     }
-
-
-def _chunk(chunk: Chunk, zero_ns: int) -> dict[str, Any]:
-    return {**_span(chunk.span, zero_ns), "stop_token": chunk.stop_token}
 
 
 def _span(span: Span, zero_ns: int) -> dict[str, Any]:
     """A span with its begin and end in milliseconds after the zero."""
-    return {
+    plain = {
         "phase": span.phase,
         "begun_ms": (span.begun_ns - zero_ns) / 1e6,
         "ended_ms": (span.ended_ns - zero_ns) / 1e6,
     }
+    if span.stop_token is not None:
+        plain["stop_token"] = span.stop_token
+    return plain
