@@ -46,7 +46,7 @@ CHANGED = 9000
 def lie(pipe: Pipe) -> None:
     """An owner on NIXL, with one bit of its memory changed."""
     from kvferry.cli.transfer import process
-    from kvferry.cli.transfer.memory import Bytes, content
+    from kvferry.cli.transfer.process import Bytes, content
 
     def changed_content(seed: int, length: int) -> Bytes:
         right = content(seed, length)

@@ -127,22 +127,6 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback() -> None:
     assert asking.returncode == 130
 
 
-def test_a_pipe_gets_80_columns() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "kvferry",
-        "plan",
-        "layers=32,heads=8,dim=64,tp=8,pp=2",
-        "tp=3",
-    ]
-    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True, env=environ
-    )
-    assert 70 < max(map(len, ran.stdout.splitlines())) <= 80
-
-
 def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "kvferry", "plan", DENSE, f"{DENSE},tp=2"],

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kvferry.protocol.geometry import Range
 
 
+# If the output is no terminal, and there is no variable COLUMNS.
 WIDTH = 80
-"""If the output is no terminal, and there is no variable COLUMNS."""
 _COLUMN_WIDTH = 10
 
 
@@ -38,11 +38,7 @@ def terminal(*, errors: bool = False) -> Console:
 
 
 def _print(content: RenderableType, min_width: int = 0) -> None:
-    """Print at least that wide, without blanks at the ends of lines.
-
-    Raises:
-        BrokenPipeError: nobody reads any more.
-    """
+    """Print at least that wide, without blanks at the ends of lines."""
     console = terminal()
     console.width = max(console.width, min_width)
     # Captured and written here: at a broken pipe rich itself would exit.

@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape, quoteattr
 from kvferry.protocol.visible import visible_lines
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+# CSS of every picture; it follows the light or dark mode of the page or system that shows it.
 THEME = """
 .paper{fill:#ffffff}.card{fill:#f6f8fa}.ink{fill:#0f172a}.muted{fill:#5b6778}.bad{fill:#c02626}
 .grid{stroke:#dde3ea}.zero{stroke:#64748b;fill:none}
@@ -15,7 +16,6 @@ THEME = """
 .paper{fill:#12161d}.card{fill:#1b222c}.ink{fill:#e8edf4}.muted{fill:#98a5b6}.bad{fill:#ff8a80}
 .grid{stroke:#2d3644}.zero{stroke:#7c8a9d}}
 """
-"""CSS of every picture; it follows the light or dark mode of the page or system that shows it."""
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:
@@ -45,6 +45,11 @@ def element(name: str, *children: str, hint: str = "", **attributes: str | float
     if not content:
         return f"<{tag}/>"
     return f"<{tag}>{content}</{name}>"
+
+
+def rect(x: float, y: float, width: float, height: float, **attributes: str | float) -> str:
+    """A rectangle."""
+    return element("rect", x=x, y=y, width=width, height=height, **attributes)  # type: ignore[arg-type]
 
 
 def text(content: str, x: float, y: float, size: float, **attributes: str | float) -> str:

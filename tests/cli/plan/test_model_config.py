@@ -30,78 +30,45 @@ GEMMA = {
     "head_dim": 256,
     "sliding_window": 1024,
 }
-MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "grouped heads": (LLAMA, "layers=32,heads=8,dim=128,dtype=bfloat16"),
-    "no number of KV heads": (
-        {**LLAMA, "num_key_value_heads": None, "torch_dtype": "float16"},
-        "layers=32,heads=32,dim=128,dtype=float16",
-    ),
-    "a given head size": (
-        {**LLAMA, "head_dim": 64, "dtype": "float32"},
-        "layers=32,heads=8,dim=64,dtype=bfloat16",
-    ),
-    "other names": (
-        {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float16"},
+WINDOWS = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
+PLAIN = "layers=32,heads=8,dim=128,dtype=bfloat16"
+# What differs from LLAMA, and the short form.
+MODELS: list[tuple[dict[str, Any], str]] = [
+    ({}, PLAIN),
+    ({"num_key_value_heads": None}, "layers=32,heads=32,dim=128,dtype=bfloat16"),
+    ({"head_dim": 64, "dtype": "float32"}, "layers=32,heads=8,dim=64,dtype=bfloat16"),
+    ({"torch_dtype": "float16"}, "layers=32,heads=8,dim=128,dtype=float16"),
+    (
+        {
+            **dict.fromkeys(LLAMA),
+            "model_type": "gpt2",
+            "n_layer": 12,
+            "n_head": 12,
+            "n_embd": 768,
+            "dtype": "float16",
+        },
         "layers=12,heads=12,dim=64,dtype=float16",
     ),
-    "one KV head": (
-        {**LLAMA, "model_type": "falcon", "num_key_value_heads": None, "multi_query": True},
+    (
+        {"model_type": "falcon", "num_key_value_heads": None, "multi_query": True},
         "layers=32,heads=1,dim=128,dtype=bfloat16",
     ),
-    "a latent": (
-        {
-            **LLAMA,
-            "model_type": "deepseek_v3",
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-        "layers=32,mla=576,dtype=bfloat16",
-    ),
-    "a language model in a multi-modal one": (
-        {
-            "model_type": "llava",
-            "torch_dtype": "bfloat16",
-            "text_config": {**LLAMA, "head_dim": 128},
-        },
-        "layers=32,heads=8,dim=128,dtype=bfloat16",
-    ),
-    "windows in all layers": (
-        {**LLAMA, "model_type": "mistral", "sliding_window": 4096},
-        "layers=32,heads=8,dim=128,dtype=bfloat16,window=4096",
-    ),
-    "a window that is null": (
-        {**LLAMA, "model_type": "mistral", "sliding_window": None},
-        "layers=32,heads=8,dim=128,dtype=bfloat16",
-    ),
-    "a window that is off": (
-        {
-            **LLAMA,
-            "model_type": "qwen2",
-            "sliding_window": 4096,
-            "use_sliding_window": False,
-            "max_window_layers": 4,
-        },
-        "layers=32,heads=8,dim=128,dtype=bfloat16",
-    ),
-    "windows by a pattern": (
-        GEMMA,
-        "layers=12,heads=8,dim=256,dtype=bfloat16,window=1024@0-4+6-10",
-    ),
-    "windows by name": (
-        {
-            **LLAMA,
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
-            "sliding_window": 9,
-        },
+    ({"model_type": "deepseek_v3", **LATENT}, "layers=32,mla=576,dtype=bfloat16"),
+    ({**dict.fromkeys(LLAMA), "text_config": {**LLAMA, "head_dim": 128}}, PLAIN),
+    ({"model_type": "mistral", "sliding_window": 4096}, f"{PLAIN},window=4096"),
+    ({"model_type": "mistral", "sliding_window": None}, PLAIN),
+    ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, PLAIN),
+    (GEMMA, "layers=12,heads=8,dim=256,dtype=bfloat16,window=1024@0-4+6-10"),
+    (
+        {**WINDOWS, "sliding_window": 9},
         "layers=6,heads=8,dim=128,dtype=bfloat16,window=9@0-4/2",
     ),
-    "layers that share a cache": (
+    (
         {**GEMMA, "num_kv_shared_layers": 6},
         "layers=6,heads=8,dim=256,dtype=bfloat16,window=1024@0-4",
     ),
-}
+]
 
 
 def read(config: object, **given: str) -> str:
@@ -110,80 +77,47 @@ def read(config: object, **given: str) -> str:
     return ",".join(f"{key}={value}" for key, value in pairs.items())
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_models_config_is_read_as_its_short_form(kind: str) -> None:
-    config, form = MODELS[kind]
-    assert read(config) == form
+@pytest.mark.parametrize(("changes", "form"), MODELS, ids=range(len(MODELS)))
+def test_a_models_config_is_read_as_its_short_form(changes: dict[str, Any], form: str) -> None:
+    assert read({**LLAMA, **changes}) == form
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no layers": (
-        {"num_hidden_layers": None},
-        "num_hidden_layers is missing; expected a whole number",
-        "layers=32",
-    ),
-    "layers of text": (
-        {"num_hidden_layers": "32"},
-        "num_hidden_layers is '32'; expected a whole number",
-        "layers=32",
-    ),
-    "true layers": ({"num_hidden_layers": True}, "num_hidden_layers is True", "layers=32"),
-    "endless layers": (
-        {"num_hidden_layers": 10**9},
-        "num_hidden_layers is 1000000000",
-        "layers=32",
-    ),
-    "heads of the code": (
+ELSEWHERE = "description_file"
+STATES = "state_layers, ssm and conv"
+# What differs from LLAMA, the error, and what to do.
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected a whole", "layers=32"),
+    ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'", "layers=32"),
+    ({"num_hidden_layers": True}, "num_hidden_layers is True", "layers=32"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000", "layers=32"),
+    (
         {"model_type": "gemma2", "num_key_value_heads": None},
         "num_key_value_heads is missing",
         "heads=8",
     ),
-    "head size of the code": ({"model_type": "qwen3"}, "head_dim is missing", "dim=128"),
-    "uneven heads": (
-        {"num_attention_heads": 33},
-        "hidden_size is 4096; expected a multiple of 33",
-        "dim=128",
-    ),
-    "no dtype": ({"torch_dtype": None}, "dtype is missing", "dtype=bfloat16"),
-    "odd dtype": ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'", "dtype=bfloat16"),
-    "quantised cache": (
-        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
-        "quantization_config is one",
-        "dtype=",
-    ),
-    "window of unknown layers": (
-        {"sliding_window": 9},
-        "layer_types is missing",
-        "window=4096@0-30/2",
-    ),
-    "window of the code": ({"model_type": "mistral"}, "sliding_window is missing", "window=4096"),
-    "names of too few layers": (
-        {"sliding_window": 9, "layer_types": ["full_attention"]},
-        "layer_types is 1 names",
-        "32 layers",
-    ),
-    "hybrid by name": (
-        {"layer_types": ["linear_attention"] * 32},
-        "layer_types is 'linear_attention'",
-        "state_layers, ssm and conv",
-    ),
-    "hybrid by key": ({"mamba_d_state": 128}, "mamba_d_state is 128", "state_layers, ssm and conv"),
-    "chunks": ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192", "description_file"),
-    "an indexer": ({"index_topk": 2048}, "index_topk is 2048", "description_file"),
-    "K unlike V": ({"v_head_dim": 64, "head_dim": 128}, "v_head_dim is 64", "description_file"),
-    "latent of another family": (
-        {"kv_lora_rank": 512},
-        "model_type is 'llama'",
-        "description_file",
-    ),
-    "an encoder": ({"is_encoder_decoder": True}, "is_encoder_decoder is True", "description_file"),
-    "names that are no list": ({"layer_types": 5}, "layer_types is 5", "description_file"),
-}
+    ({"model_type": "qwen3"}, "head_dim is missing", "dim=128"),
+    ({"num_attention_heads": 33}, "hidden_size is 4096; expected a multiple of 33", "dim=128"),
+    ({"torch_dtype": None}, "dtype is missing", "dtype=bfloat16"),
+    ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'", "dtype=bfloat16"),
+    ({"quantization_config": {"kv_cache_scheme": {"a": 8}}}, "quantization_config is", "dtype="),
+    ({"sliding_window": 9}, "layer_types is missing", "window=4096@0-30/2"),
+    ({"model_type": "mistral"}, "sliding_window is missing", "window=4096"),
+    ({"sliding_window": 9, "layer_types": ["full_attention"]}, "layer_types is 1 names", "32"),
+    ({"layer_types": ["linear_attention"] * 32}, "layer_types is 'linear_attention'", STATES),
+    ({"mamba_d_state": 128}, "mamba_d_state is 128", STATES),
+    ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192", ELSEWHERE),
+    ({"index_topk": 2048}, "index_topk is 2048", ELSEWHERE),
+    ({"v_head_dim": 64, "head_dim": 128}, "v_head_dim is 64", ELSEWHERE),
+    ({"kv_lora_rank": 512}, "model_type is 'llama'", ELSEWHERE),
+    ({"is_encoder_decoder": True}, "is_encoder_decoder is True", ELSEWHERE),
+    ({"layer_types": 5}, "layer_types is 5", ELSEWHERE),
+]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_config_json_does_not_say_is_refused_with_what_to_do(kind: str) -> None:
-    changes, said, do = REFUSED[kind]
+@pytest.mark.parametrize(("changes", "said", "do"), REFUSED, ids=range(len(REFUSED)))
+def test_what_config_json_does_not_say_is_refused_with_what_to_do(
+    changes: dict[str, Any], said: str, do: str
+) -> None:
     with pytest.raises(InvalidModel) as wrong:
         read({**LLAMA, **changes})
     assert str(wrong.value).startswith(f"config.json: {said}")
@@ -224,13 +158,13 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 KEYS_OF_CONFIGS = sorted(
-    {key for config, _ in MODELS.values() for key in config}
+    {key for config, _ in MODELS for key in (*LLAMA, *config)}
     | {"multi_query", "hybrid", "index_topk"}
 )
 
 
 @given(
-    st.sampled_from([config for config, _ in MODELS.values()]),
+    st.sampled_from([{**LLAMA, **config} for config, _ in MODELS]),
     st.dictionaries(st.sampled_from(KEYS_OF_CONFIGS), VALUES),
 )
 @settings(max_examples=300)

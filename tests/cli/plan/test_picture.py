@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
@@ -11,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.picture import RIGHT, arrange, draw
+from kvferry.cli.plan.picture import arrange, draw
 from kvferry.cli.plan.summary import PlanSummary, summarise
 from kvferry.plan.cost import PUBLISHED
 from kvferry.plan.planner import plan_engine
-from tests.cli.command import run
 from tests.cli.plan.forms import read_pair, short_forms
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -81,15 +79,6 @@ def test_names_with_markup_do_not_break_the_picture() -> None:
         svg = draw(msgspec.structs.replace(summary, producer=side))
         root = ElementTree.fromstring(svg.encode())  # noqa: S314 - our own
         assert not list(root.iter(f"{SVG}script"))
-
-
-def test_the_command_writes_it_beside_its_table(tmp_path: Path) -> None:
-    path = tmp_path / "plan.svg"
-    ran = run("plan", *PAIRS["TP 8 to TP 4"], "--svg", str(path))
-    assert ran.code == 0
-    assert ran.out.startswith("producer TP 8")
-    assert path.read_text() == draw(summary_of(*PAIRS["TP 8 to TP 4"]))
-    assert float(ElementTree.fromstring(path.read_text()).attrib["width"]) > RIGHT  # noqa: S314 - our own
 
 
 @given(st.data())

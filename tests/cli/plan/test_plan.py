@@ -19,7 +19,7 @@ from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from tests.cli.command import refused, run
 from tests.cli.plan.forms import DENSE, read_pair
-from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, costs_of, placings, summary_of
+from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, placings, summary_of
 
 EIGHT, FOUR = (
     f"{DENSE},heads=8,tp=8".replace("heads=4,", ""),
@@ -40,23 +40,6 @@ def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
             }
 
 
-def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
-    producer, consumer = read_pair(EIGHT, f"{FOUR},layout=NHD")
-    wanted = [plan.describe_all() for plan in plan_engine(consumer, producer, costs_of(consumer))]
-    printed = run("plan", EIGHT, f"{FOUR},layout=NHD").out
-    assert (
-        " ".join(
-            printed.partition("in the log of consumer tp0, one of 4 (--json has all):\n")[2].split()
-        )
-        == wanted[0][0]
-    )
-    found = [
-        (worker.log, *worker.log_debug)
-        for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers
-    ]
-    assert found == wanted
-
-
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     pool = pytest.importorskip("kvferry.worker.staging.pool").StagingPool
     worker = pytest.importorskip("kvferry.worker.worker_memory")
@@ -64,12 +47,6 @@ def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     assert worker.STAGING_BYTES_ON_HOST == POOL_BYTES_DRAM
     for size in (POOL_BYTES_VRAM, POOL_BYTES_DRAM, 1 << 20, 3_333_333):
         assert longest_staged_run(size) == pool(size).largest_wave // 2
-
-
-def test_staged_reads_are_shown_with_their_reason() -> None:
-    out = run("plan", NHD, DENSE_OF_NHD).out
-    assert "staged (1)" in out
-    assert re.search(r"^\(1\) runs of 64 B, but of \d+ B on the producer", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +132,6 @@ def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
     refused = run("plan", str(path), f"{FOUR},kv=apart".replace("dim=8", "dim=4"))
     assert refused.code == 1
     assert "cell_bytes producer: 16 consumer: 8 " in " ".join(refused.out.split())
-
-
-def test_a_description_json_that_contradicts_itself_is_bad_input(tmp_path: Path) -> None:
-    producer, _ = read_pair(EIGHT, FOUR)
-    twice = msgspec.structs.replace(producer, workers=producer.workers[:1] * 2)
-    path = tmp_path / "producer.json"
-    path.write_bytes(encode_engine_json(to_engine_json(twice)))
-    for arguments in ([str(path), FOUR], [FOUR, str(path)]):
-        assert "a place of its own for every worker" in refused("plan", *arguments)
 
 
 def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.plan.short_engine import engine_of_form, heads_of_rank
+from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.cli.plan.short_form import LAYOUTS
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import (
@@ -139,22 +139,6 @@ def test_a_convolution_state_has_its_channels_innermost_or_outermost(layout: str
             Range(2 * worker.place.tp, 2 * worker.place.tp + 2),
             Range(0, 2),
         )
-
-
-@pytest.mark.parametrize(
-    ("heads", "ranks", "held"),
-    [
-        (5, 2, [(0, 3), (3, 5)]),
-        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
-        (1, 3, [(0, 1)] * 3),
-    ],
-)
-def test_heads_are_spread_as_the_documentation_says(
-    heads: int, ranks: int, held: list[tuple[int, int]]
-) -> None:
-    assert [heads_of_rank(heads, ranks, rank) for rank in range(ranks)] == [
-        Range(*one) for one in held
-    ]
 
 
 def test_context_parallel_ranks_span_the_prefill_ranks_before_the_tensor_parallel_ones() -> None:

@@ -12,7 +12,7 @@ from tests.packaging.outside import PACKAGES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PORT = "worker/kvferry/worker/device.py"
-ASKS = {"cli/kvferry/cli/transfer/memory.py": {"is_available"}}
+ASKS = {"cli/kvferry/cli/transfer/process.py": {"is_available"}}
 """What may be used elsewhere: a child process of `kvferry bench` and `doctor` asks whether there is a GPU."""
 ON_DEVICE = {"cuda", "pin_memory", "record_stream"}
 """Names that are of CUDA on whatever object, or as an argument."""

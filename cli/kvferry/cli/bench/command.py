@@ -117,11 +117,7 @@ def _device(text: str) -> Device:
 
 
 def _size(name: str, text: str) -> int:
-    """Bytes, with K, M or G (or KiB, MiB, GiB) for powers of 1024.
-
-    Raises:
-        InvalidArgument: it is none, or not within the limits.
-    """
+    """Bytes, with K, M or G (or KiB, MiB, GiB) for powers of 1024."""
     size = 0
     match = re.fullmatch(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[KMG]?)(?:i?B)?", text)
     if match is not None:

@@ -37,8 +37,8 @@ from kvferry.protocol.handshake import Refused
 from kvferry.protocol.hosts import host_port
 from kvferry.scheduler.counters import Counters
 
+# A client that is silent for so long is gone; it sends a message every 2 s.
 SILENT_S = 20.0
-"""A client that is silent for so long is gone; it sends a message every 2 s."""
 _POLL_MS = 50
 
 

@@ -48,6 +48,7 @@ def _check_gpu_loopback(machine: Machine) -> Iterable[Finding]:
     return check_gpu_loopback(machine)
 
 
+# All checks in the order of their findings.
 CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "versions": check_versions,
     "GPUs and NICs": check_devices,
@@ -64,7 +65,6 @@ CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "loopback DRAM": _check_loopback,
     "loopback VRAM": _check_gpu_loopback,
 }
-"""All checks in the order of their findings."""
 
 
 class _Running(threading.Thread):

@@ -18,11 +18,11 @@ from kvferry.cli.doctor.findings import Finding, broken, look, ok
 _NVIDIA = "0x10de"
 _DISPLAY = re.compile(r"0x030[02]00")
 
+# Where NIXL looks for it; the wheel has a second copy, which does not load.
 _PLUGIN = ("plugins", "libplugin_LIBFABRIC.so")
-"""Where NIXL looks for it; the wheel has a second copy, which does not load."""
 NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
+# With torch, which brings the CUDA runtime along, as in an engine.
 _LOAD = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])"
-"""With torch, which brings the CUDA runtime along, as in an engine."""
 _LOAD_TIMEOUT_S = 20.0
 
 

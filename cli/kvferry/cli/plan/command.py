@@ -31,9 +31,9 @@ from kvferry.protocol.visible import visible, visible_json
 GOOD = 0
 REFUSED = 1
 
+# Default sizes of a worker's staging pool.
 POOL_BYTES_VRAM = 256 << 20
 POOL_BYTES_DRAM = 64 << 20
-"""Default sizes of a worker's staging pool."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -96,11 +96,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Refuse options that would leave a file unwritten, or print two things at once.
-
-    Raises:
-        InvalidArgument: names the option.
-    """
+    """Refuse options that would leave a file unwritten, or print two things at once."""
     if options.out is not None and options.copies is None:
         raise InvalidArgument("--out", options.out, "--copies with it")
     if options.copies is not None and options.json and options.out is None:

@@ -69,11 +69,7 @@ def read_request(
 def _blocks_of(
     request: CopyRequest, consumer: EngineDescription, producer: EngineDescription
 ) -> RequestBlocks:
-    """The request's blocks for pairing.
-
-    Raises:
-        InvalidCopies: the fields do not fit together, or not to the engines.
-    """
+    """The request's blocks for pairing."""
     for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):

@@ -28,8 +28,8 @@ _EXAMPLES = {
     "dtype": "dtype=bfloat16",
     "window": "window=4096, window=4096@0-30/2 or window=0",
 }
+# Where a multi-modal model has the configuration of its language model.
 _NESTED = ("text_config", "llm_config", "language_config")
-"""Where a multi-modal model has the configuration of its language model."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -116,9 +116,10 @@ _FAMILIES = {
     "zaya": _Family(has_head_dim=True),
 }
 
+# Beginnings of model types that have windows only if `use_sliding_window` is true.
 _ASKED_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
-"""Beginnings of model types that have windows only if `use_sliding_window` is true."""
 
+# Beginnings of keys that only models with recurrent states or convolutions have.
 _STATES = (
     "mamba",
     "ssm",
@@ -136,7 +137,7 @@ _STATES = (
     "block_types",
     "full_attn_idxs",
 )
-"""Beginnings of keys that only models with recurrent states or convolutions have."""
+# Keys of models whose caches neither config.json nor a short form describes.
 _ELSEWHERE = {
     "index_topk": "an indexer has a cache of its own beside the latent",
     "index_head_dim": "an indexer has a cache of its own beside the latent",
@@ -153,9 +154,8 @@ _ELSEWHERE = {
     "cla_share_factor": "some layers share a cache",
     "encoder_layers": "it has an encoder",
 }
-"""Keys of models whose caches neither config.json nor a short form describes."""
+# vLLM serves float32 weights in bfloat16 unless `--dtype` says otherwise.
 _DTYPES = {"float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
-"""vLLM serves float32 weights in bfloat16 unless `--dtype` says otherwise."""
 
 
 def read_model_config(text: bytes, given: Mapping[str, str]) -> dict[str, str]:
@@ -244,11 +244,7 @@ class _Config:
         return sizes
 
     def _refuse_others(self) -> None:
-        """Refuse models whose caches neither config.json nor the short form describes.
-
-        Raises:
-            InvalidModel: names the key, and what to do.
-        """
+        """Refuse models whose caches neither config.json nor the short form describes."""
         own = self._own
         for key, why in _ELSEWHERE.items():
             if own.get(key):
@@ -359,11 +355,7 @@ class _Config:
         return self._family.has_window
 
     def _layers_with_window(self, all_layers: int, layers: int) -> list[int]:
-        """Those of the first `layers` of `all_layers` that have a window.
-
-        Raises:
-            InvalidModel: config.json does not say which.
-        """
+        """Those of the first `layers` of `all_layers` that have a window."""
         kinds = self._own.get("layer_types")
         if isinstance(kinds, list):
             if len(kinds) != all_layers:
@@ -389,9 +381,6 @@ class _Config:
 
         Args:
             add: a key of the short form that the user can write instead.
-
-        Raises:
-            InvalidModel: it is missing, or no such number.
         """
         key = next((key for key in keys if key in self._own), keys[0])
         value = self._own.get(key, MISSING)

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from kvferry.cli.formatting import decimal_bytes, span, spans
 from kvferry.cli.plan.summary import Flow, PlanSide, PlanSummary, Shard, format_tokens
-from kvferry.cli.svg import THEME, document, element, text
+from kvferry.cli.svg import THEME, document, element, rect, text
 from kvferry.plan.engine_shape import format_group, format_topology
 from kvferry.plan.wording import counted
 
 _CONSUMER = "#7c8a9d"
 _MAP_WIDTH = 92.0
 _MAP_HEIGHT = 64.0
+# Bands; more of them would lie under one another's labels.
 _LABELS_UP_TO = 40
-"""Bands; more of them would lie under one another's labels."""
 _LEGEND_HEIGHT = 88.0
 _HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -36,11 +36,12 @@ FLOW_WIDTH = 500.0
 EDGE = 40.0
 LEFT = EDGE
 RIGHT = LEFT + CARD_WIDTH + FLOW_WIDTH
+START = LEFT + CARD_WIDTH
 WIDTH = RIGHT + CARD_WIDTH + EDGE
 CARD = 62.0
 COMPACT_CARD = 26.0
+# Workers of a side from which cards are compact.
 COMPACT_FROM = 17
-"""Workers of a side from which cards are compact."""
 GAP = 8.0
 MARGIN = 5.0
 THINNEST = 1.0
@@ -116,12 +117,11 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     for producer, consumer, _, _, num_bytes in flows:
         bytes_of_card[producer] += num_bytes
         bytes_of_card[consumer] += num_bytes
-    scales = [
-        (card.height - 2 * MARGIN) / num_bytes
-        for card, num_bytes in bytes_of_card.items()
-        if num_bytes
-    ]
-    scale = min(scales, default=0.0)
+    # Where nothing is read any scale will do.
+    scale = 1.0
+    for card, num_bytes in bytes_of_card.items():
+        if num_bytes:
+            scale = min(scale, (card.height - 2 * MARGIN) / num_bytes)
     tops = {}
     for card, num_bytes in bytes_of_card.items():
         tops[card] = card.middle - num_bytes * scale / 2
@@ -149,27 +149,18 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
 def _cards(side: PlanSide, left: float, height: float, colours: Sequence[str]) -> list[Card]:
     """The cards of one side, which share its height."""
     pitch = height / len(side.workers)
-    return [
-        Card(
-            side=side,
-            shard=shard,
-            left=left,
-            top=TOP + index * pitch,
-            height=pitch - GAP,
-            colour=colour,
-        )
-        for index, (shard, colour) in enumerate(zip(side.workers, colours, strict=True))
-    ]
+    cards = []
+    for index, (shard, colour) in enumerate(zip(side.workers, colours, strict=True)):
+        cards.append(Card(side, shard, left, TOP + index * pitch, pitch - GAP, colour))
+    return cards
 
 
 def _bytes_by_placing(flow: Flow) -> dict[str, int]:
     """The bytes of a flow by placing; a flow without reads is a release of 0 bytes."""
-    if not flow.reads:
-        return {"release": 0}
     placings = Counter[str]()
     for read in flow.reads:
         placings[read.placing] += read.bytes
-    return dict(sorted(placings.items()))
+    return dict(sorted(placings.items())) or {"release": 0}
 
 
 def palette(count: int) -> list[str]:
@@ -210,27 +201,26 @@ def _cut(content: str, length: int) -> str:
 
 
 def _band(band: Band) -> str:
-    start = LEFT + CARD_WIDTH
-    end = RIGHT
-    middle = (start + end) / 2
     hint = _band_words(band)
     if not band.width:
-        left = band.producer.middle
-        right = band.consumer.middle
-        path = f"M{start:.1f} {left:.1f}C{middle:.1f} {left:.1f} {middle:.1f} {right:.1f} {end:.1f} {right:.1f}"
-        return _dotted(path, hint)
-    top = band.left_top
-    bottom = band.left_top + band.width
-    far_top = band.right_top
-    far_bottom = band.right_top + band.width
-    path = (
-        f"M{start:.1f} {top:.2f}C{middle:.1f} {top:.2f} {middle:.1f} {far_top:.2f} {end:.1f} {far_top:.2f}"
-        f"L{end:.1f} {far_bottom:.2f}C{middle:.1f} {far_bottom:.2f} {middle:.1f} {bottom:.2f} {start:.1f} {bottom:.2f}Z"
-    )
+        return _dotted(_curve("M", START, band.producer.middle, RIGHT, band.consumer.middle), hint)
+    below_left = band.left_top + band.width
+    below_right = band.right_top + band.width
+    there = _curve("M", START, band.left_top, RIGHT, band.right_top)
+    back = _curve("L", RIGHT, below_right, START, below_left)
+    path = f"{there}{back}Z"
     parts = [element("path", d=path, fill=band.producer.colour, fill_opacity=0.55)]
     if band.placing == "staged":
         parts.append(element("path", d=path, fill="url(#hatch)"))
     return element("g", *parts, hint=hint)
+
+
+def _curve(begin: str, x: float, y: float, to_x: float, to_y: float) -> str:
+    """A curve that is level at both ends."""
+    middle = (START + RIGHT) / 2
+    return (
+        f"{begin}{x:.1f} {y:.2f}C{middle:.1f} {y:.2f} {middle:.1f} {to_y:.2f} {to_x:.1f} {to_y:.2f}"
+    )
 
 
 def _dotted(path: str, hint: str = "") -> str:
@@ -258,51 +248,25 @@ def _labels(bands: Sequence[Band]) -> Iterator[str]:
     if len(bands) > _LABELS_UP_TO:
         return
     for band in bands:
-        if band.width < 13:
-            continue
-        yield text(
-            f"{decimal_bytes(band.num_bytes)} {band.placing}",
-            RIGHT - 10,
-            band.right_top + band.width / 2 + 3.5,
-            10,
-            class_="ink",
-            text_anchor="end",
-        )
+        if band.width >= 13:
+            label = f"{decimal_bytes(band.num_bytes)} {band.placing}"
+            y = band.right_top + band.width / 2 + 3.5
+            yield text(label, RIGHT - 10, y, 10, class_="ink", text_anchor="end")
 
 
 def _card(card: Card) -> Iterator[str]:
     """A worker's name and part, and its map: the whole model, with the part that it holds filled."""
     shard = card.shard
     x = card.left
-    is_left = x == LEFT
-    tokens = f"tokens: {format_tokens(shard.interleave)}"
-    yield element(
-        "rect",
-        x=x,
-        y=card.top,
-        width=CARD_WIDTH,
-        height=card.height,
-        rx=6,
-        class_="card grid",
-        hint=tokens,
-    )
-    if is_left:
-        yield element(
-            "rect",
-            x=x + CARD_WIDTH - 5,
-            y=card.top,
-            width=5,
-            height=card.height,
-            rx=2,
-            fill=card.colour,
-        )
+    hint = f"tokens: {format_tokens(shard.interleave)}"
+    yield rect(x, card.top, CARD_WIDTH, card.height, rx=6, class_="card grid", hint=hint)
     # The map is at the side of the flows.
-    if is_left:
+    text_x = x + _MAP_WIDTH + 26
+    map_x = x + 12
+    if x == LEFT:
+        yield rect(x + CARD_WIDTH - 5, card.top, 5, card.height, rx=2, fill=card.colour)
         text_x = x + 12
         map_x = x + CARD_WIDTH - _MAP_WIDTH - 14
-    else:
-        text_x = x + _MAP_WIDTH + 26
-        map_x = x + 12
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
     yield text(str(shard.place), text_x, card.middle - 1, 12, class_="ink", font_weight=700)
     yield text(held, text_x, card.middle + 10, 10, class_="muted")
@@ -310,13 +274,12 @@ def _card(card: Card) -> Iterator[str]:
     top = card.middle - height / 2
     head_width = _MAP_WIDTH / max(1, card.side.heads)
     layer_height = height / max(1, card.side.layers)
-    yield element("rect", x=map_x, y=top, width=_MAP_WIDTH, height=height, rx=2, class_="paper")
-    yield element(
-        "rect",
-        x=map_x + shard.heads.start * head_width,
-        y=top + shard.layers.start * layer_height,
-        width=max(len(shard.heads) * head_width, 0.5),
-        height=max(len(shard.layers) * layer_height, 0.5),
+    yield rect(map_x, top, _MAP_WIDTH, height, rx=2, class_="paper")
+    yield rect(
+        map_x + shard.heads.start * head_width,
+        top + shard.layers.start * layer_height,
+        max(len(shard.heads) * head_width, 0.5),
+        max(len(shard.layers) * layer_height, 0.5),
         fill=card.colour,
     )
 
@@ -335,11 +298,9 @@ def _legend(placings: Set[str], y: float) -> Iterator[str]:
         if placing == "release":
             yield _dotted(f"M{x:.1f} {y - 4:.1f}h28")
         else:
-            yield element(
-                "rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="#4269d0", fill_opacity=0.55
-            )
+            yield rect(x, y - 10, 28, 12, rx=2, fill="#4269d0", fill_opacity=0.55)
         if placing == "staged":
-            yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="url(#hatch)")
+            yield rect(x, y - 10, 28, 12, rx=2, fill="url(#hatch)")
         yield text(name, x + 36, y, 11.5, class_="muted")
         x += 60 + 7 * len(name)
     yield text("width of a band: its bytes", x, y, 11.5, class_="muted")

@@ -18,8 +18,8 @@ from kvferry.protocol.description_json import EngineJson, WorkerJson
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import MAX_ENGINE_TENSORS, CacheGroup, ModelFacts
 
+# Placeholder for facts about weights and activations, which a short form does not have.
 UNKNOWN_MODEL = "short form"
-"""Placeholder for facts about weights and activations, which a short form does not have."""
 
 _Groups = list[tuple[CacheGroup, tuple[int, ...]]]
 
@@ -83,11 +83,7 @@ def heads_of_rank(heads: int, ranks: int, rank: int) -> Range:
 
 
 def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> WorkerJson:
-    """One worker.
-
-    Raises:
-        InvalidArgument: its cache is too large.
-    """
+    """One worker."""
     # A group of decode context parallel ranks spans the prefill ranks first, then the tensor-parallel ones.
     place = Place(pp=pp, pcp=pcp, tp=tp, dcp=(tp * form.pcp + pcp) % form.dcp)
     first_layer = sum(form.stages[:pp])
@@ -265,11 +261,7 @@ def _held_channels(form: ShortForm, part: ConvPart, place: Place) -> Range:
 
 
 def _check_sizes(form: ShortForm) -> None:
-    """Check the sizes before anything is built: a few characters can ask for more tensors than memory has.
-
-    Raises:
-        InvalidArgument: names the value and its limit.
-    """
+    """Check the sizes before anything is built: a few characters can ask for more tensors than memory has."""
     num_states = len(form.state_layers)
     num_attention = form.layers - num_states
     tensors_of_attention = 1 if form.mla else 2

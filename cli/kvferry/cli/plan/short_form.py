@@ -15,13 +15,13 @@ from kvferry.cli.arguments import InvalidArgument, whole_option
 from kvferry.protocol.errors import MISSING, Shown, one_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1, "float8_e5m2": 1}
+# Axes from the outermost to the innermost: layers, blocks, heads, tokens, content (`[K|V]`).
 LAYOUTS = {
     "HND": "LBHNC",
     "NHD": "LBNHC",
     **{name: name for name in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
     "CPU": "LBHNC",
 }
-"""Axes from the outermost to the innermost: layers, blocks, heads, tokens, content (`[K|V]`)."""
 
 MAX_LENGTH = 4096
 MAX_LAYERS = 4096
@@ -292,6 +292,7 @@ def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, 
     return {**taken, **pairs}
 
 
+# Keys that a form without `layers` takes from the other side.
 MODEL_KEYS = (
     "layers",
     "heads",
@@ -307,9 +308,9 @@ MODEL_KEYS = (
     "names",
     "state_names",
 )
-"""Keys that a form without `layers` takes from the other side."""
 
 
+# Keys that mean nothing without one of these.
 _NEEDS = {
     "conv_width": ("conv",),
     "conv_layout": ("conv",),
@@ -319,9 +320,8 @@ _NEEDS = {
     "ssm": ("state_layers",),
     "conv": ("state_layers",),
 }
-"""Keys that mean nothing without one of these."""
+# Keys that say what these say.
 _EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
-"""Keys that say what these say."""
 
 
 # What is wrong with a form: keys, each with what was expected of it. The first is the error.
@@ -350,11 +350,7 @@ def _contradictions(values: Mapping[str, Any]) -> _Problems:
 
 
 def _filled(values: Mapping[str, Any]) -> ShortForm:
-    """The form with all derived values.
-
-    Raises:
-        InvalidArgument: a list has layers that the model does not have.
-    """
+    """The form with all derived values."""
     layers = values["layers"]
     block = values.get("block", 16)
     derived = {

@@ -89,11 +89,7 @@ def read_sides(
 def _complete(
     role: str, argument: str, read: EngineJson | Pairs, other: EngineJson | Pairs
 ) -> tuple[EngineJson, str]:
-    """The engine of one side, and the whole short form if the argument has only a part of it.
-
-    Raises:
-        InvalidSide: naming the side and the field.
-    """
+    """The engine of one side, and the whole short form if the argument has only a part of it."""
     if isinstance(read, EngineJson):
         return read, ""
     pairs = read
@@ -116,11 +112,7 @@ def _facts_of(engine_json: EngineJson, other: EngineJson) -> ModelFacts:
 
 
 def _describe(role: str, engine_json: EngineJson, facts: ModelFacts) -> EngineDescription:
-    """The description of one side.
-
-    Raises:
-        InvalidSide: it is not consistent.
-    """
+    """The description of one side."""
     engine = from_engine_json(msgspec.structs.replace(engine_json, facts=facts))
     with _naming_side(role):
         check_description(engine)
@@ -137,12 +129,7 @@ def _naming_side(role: str) -> Iterator[None]:
 
 
 def _read(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJson | Pairs:
-    """A description, or the pairs of a short form, those of a model's config.json included.
-
-    Raises:
-        InvalidArgument: there is no such file or model, it cannot be read, or a pair is invalid.
-        InvalidDescription, InvalidModel: the file is not one of these.
-    """
+    """A description, or the pairs of a short form, those of a model's config.json included."""
     if argument == STDIN:
         return decode_engine_json(read_stdin())
     model = argument
@@ -165,11 +152,7 @@ def _read(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJs
 
 
 def _file_of(role: str, model: str) -> Path:
-    """A file, the config.json of a folder, or that of a model in the local hub cache.
-
-    Raises:
-        InvalidArgument: there is none.
-    """
+    """A file, the config.json of a folder, or that of a model in the local hub cache."""
     if os.path.isdir(model):
         return Path(model, CONFIG)
     if os.path.exists(model):

@@ -35,24 +35,24 @@ from kvferry.cli.transfer.messages import (
 )
 
 COMMAND = ("-m", "kvferry.cli.transfer.process")
+# Timeout of loading NIXL, also on a busy machine.
 START_S = 120.0
-"""Timeout of loading NIXL, also on a busy machine."""
+# Added to the timeout of a read before the reader counts as hanging: it compares bytes in between.
 _GRACE_S = 10.0
-"""Added to the timeout of a read before the reader counts as hanging: it compares bytes in between."""
 _POLL_S = 0.25
+# Without progress a read counts as hanging; it is reported every 0.25 s.
 _STUCK_S = 2.0
-"""Without progress a read counts as hanging; it is reported every 0.25 s."""
 _NICE_S = 0.3
+# How long a child may take to end once it has closed its pipe: its status says why.
 _LEAVING_S = 2.0
-"""How long a child may take to end once it has closed its pipe: its status says why."""
 _KILLED_S = 5.0
 _MAX_LAST_LINE = 300
+# Its log names the transports, the version and the variables that it does not know.
 _UCX_LOG = {
     "UCX_LOG_LEVEL": "info",
     "UCX_LOG_FILE": "stderr",
     "UCX_WARN_UNUSED_ENV_VARS": "y",
 }
-"""Its log names the transports, the version and the variables that it does not know."""
 _LANES = re.compile(r"(?:intra|inter)-node cfg#[0-9]+ +(.*)")
 _ERROR = re.compile(r" UCX +ERROR +(.+)")
 _Expected = TypeVar("_Expected", bound=msgspec.Struct)

@@ -27,8 +27,8 @@ from kvferry.protocol.errors import InvalidMessage, KvferryError
 from kvferry.protocol.handshake import Refused
 from kvferry.protocol.ids import Address, Count, Hex128, Positive, Text
 
+# Of the messages between machines.
 VERSION = 1
-"""Of the messages between machines."""
 MIN_BYTES = 4 << 10
 MAX_BYTES = 1 << 30
 MAX_FRAME_BYTES = 160 << 10
@@ -67,7 +67,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
 
 
 class ReadableAgent(msgspec.Struct, frozen=True, kw_only=True, tag="bench agent"):
-    """A child's agent, and memory that may be read: `length` bytes, which are `memory.content(seed, length)`."""
+    """A child's agent, and memory that may be read: `length` bytes, which are `process.content(seed, length)`."""
 
     version: Positive = VERSION
     host: Text
