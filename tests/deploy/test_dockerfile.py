@@ -76,48 +76,6 @@ def test_what_the_image_copies_builds_a_wheel_with_every_package(wheels: Path) -
     assert {name.split("/")[1] for name in names if name.startswith("kvferry/")} >= set(PACKAGES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", [None, "nixl"])
-def test_the_engines_step_adds_the_wheel_alone_and_notices_what_the_base_image_lacks(
-    wheels: Path, tmp_path: Path, missing: str | None
-) -> None:
-    """The step itself, in an environment that says that it has the packages of `cuda.lock`."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True, timeout=120)
-    (packages,) = tmp_path.glob("lib/python*/site-packages")
-    for name, version in pins("cuda").items():
-        if name != missing:
-            folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
-            folder.mkdir()
-            (folder / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            )
-            (folder / "INSTALLER").write_text("pip\n")
-    before = {path.name for path in packages.iterdir()}
-    step = STAGE["engine"].all("RUN")[1]
-    assert step.endswith(" && kvferry --version"), "which needs the packages themselves"
-    assert "PIP_NO_INDEX=1" in STAGE["engine"].all("ARG")
-    line = step.removesuffix(" && kvferry --version").replace("/tmp/wheels", str(wheels))
-    environment = {
-        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
-        "PIP_NO_INDEX": "1",
-        "HOME": str(tmp_path),
-    }
-    done = subprocess.run(
-        ["sh", "-c", line],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    added = {path.name.partition("-")[0] for path in packages.iterdir() if path.name not in before}
-    if missing is None:
-        assert (done.returncode, added) == (0, {"kvferry"}), done.stderr
-    else:
-        assert (done.returncode, added) == (1, set())
-        assert f"No matching distribution found for {missing}" in done.stderr
-
-
 class _Answering(BaseHTTPRequestHandler):
     """Answers the one path that is healthy; every other path of vllm-router may fail while this one does not."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 import zipfile
@@ -16,7 +15,6 @@ from tests.packaging.outside import PACKAGES, ROOT, Installed
 
 NAME = "kvferry/kvferry"
 RAW = f"githubusercontent.com/{NAME}"
-DENSE = "layers=4,heads=8,dim=64"
 
 REGISTER = """
 import os, sys
@@ -73,17 +71,6 @@ def test_vllm_loads_the_plugin_and_finds_the_connector_by_its_name(installed: In
     said = installed.python("-c", REGISTER, timeout_s=240).splitlines()
     (file,) = (line.split()[1] for line in said if line.startswith("FerryConnector "))
     assert Path(file).is_relative_to(installed.folder)
-
-
-def test_the_installed_command_tells_its_version_and_plans(installed: Installed) -> None:
-    script = str(installed.folder / "bin" / "kvferry")
-    assert installed.python(script, "--version") == f"kvferry {metadata(installed).version}\n"
-    plan = json.loads(installed.python(script, "plan", f"{DENSE},tp=2", DENSE, "--json"))
-    assert plan["workable"] is True
-    installed.python(script, "plan", "layers=4,heads=6,dim=64", DENSE, expected=1)
-    assert installed.python("-m", "kvferry", "--version") == installed.python(script, "--version")
-    told = installed.python("-c", "from kvferry.version import __version__; print(__version__)")
-    assert told == f"{metadata(installed).version}\n"
 
 
 def test_the_description_on_pypi_has_no_relative_link(installed: Installed) -> None:

@@ -92,9 +92,8 @@ class ListenerSession:
 
     def leave(self, outcome: Outcome | None) -> None:
         """Give the listener the result; None: there is none."""
-        leave = Leave(session=self.name, wrong=0, complete=False)
-        if outcome is not None:
-            leave = Leave(session=self.name, wrong=outcome.measured.wrong, complete=True)
+        wrong = outcome.measured.wrong if outcome is not None else 0
+        leave = Leave(session=self.name, wrong=wrong, complete=outcome is not None)
         # If it is lost, the listener notices by itself that the client is silent.
         with contextlib.suppress(KvferryError):
             self.ask(leave, _GOODBYE_S)

@@ -36,10 +36,9 @@ def run_bench(options: argparse.Namespace) -> int:
     Raises:
         KvferryError: an option is invalid, or the reads could not be made.
     """
-    if options.listen is None and options.connect is None:
-        raise InvalidArgument("bench", "neither", "--listen or --connect HOST[:PORT]")
-    if options.listen is not None and options.connect is not None:
-        raise InvalidArgument("bench", "both", "--listen or --connect HOST[:PORT]")
+    if (options.listen is None) == (options.connect is None):
+        given = "neither" if options.listen is None else "both"
+        raise InvalidArgument("bench", given, "--listen or --connect HOST[:PORT]")
     task = Task(
         device=_device(options.device),
         max_bytes=_size("--max-size", options.max_size),

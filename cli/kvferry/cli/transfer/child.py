@@ -163,8 +163,12 @@ class Child:
             message = self._pipe.take(timeout_s)
         except (EOFError, OSError):
             self._end(_LEAVING_S)
-            how = f"{self._how_it_ended()}{self._last_line()}"
-            raise ReadsFailed(f"its NIXL process ended with {how}") from None
+            status = self._process.returncode
+            how = f"status {status}"
+            if status is not None and status < 0:
+                how = f"signal {-status}"
+            last_words = self._last_error() or self._last_line()
+            raise ReadsFailed(f"its NIXL process ended with {how}{last_words}") from None
         if isinstance(message, Failed):
             raise ReadsFailed(f"{message.reason}{self._last_error()}", late=message.late)
         return message
@@ -215,19 +219,7 @@ class Child:
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _how_it_ended(self) -> str:
-        status = self._process.returncode
-        if status is None:
-            return "no status"
-        if status < 0:
-            return f"signal {-status}"
-        return f"status {status}"
-
     def _last_line(self) -> str:
-        """UCX's last error, or what was printed last."""
-        error = self._last_error()
-        if error:
-            return error
         lines = [line for line in self.printed().strip().splitlines() if " UCX  " not in line]
         if not lines:
             return ""
