@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from kvferry.protocol.errors import InputError, KvferryError
+from kvferry.protocol.errors import InputError, KvferryError, Shown, cut
 
 
 def read_address(name: str, text: str, default_port: int = 0) -> tuple[str, int]:
@@ -23,6 +23,7 @@ def read_address(name: str, text: str, default_port: int = 0) -> tuple[str, int]
         InvalidArgument: it is neither.
     """
     match = re.fullmatch(
+        # Not urllib: it takes user names, paths, and hosts that no name server knows.
         r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[^\s:/\[\]]+))(?::(?P<port>[0-9]{1,5}))?",
         text,
     )
@@ -30,9 +31,8 @@ def read_address(name: str, text: str, default_port: int = 0) -> tuple[str, int]
         port = int(match["port"] or default_port)
         if 1 <= port <= 65535:
             return match["six"] or match["name"], port
-    raise InvalidArgument(
-        name, text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535"
-    )
+    expected = "host:port, or [address]:port for IPv6, with a port from 1 to 65535"
+    raise InvalidArgument(name, text, expected)
 
 
 class InvalidArgument(InputError):
@@ -73,6 +73,7 @@ def whole_option(name: str, text: str, low: int, high: int) -> int:
     Raises:
         InvalidArgument: it is none from `low` to `high`.
     """
+    # `int` also takes signs, underscores, blanks and digits of other scripts.
     if not re.fullmatch(r"[0-9]{1,15}", text) or not low <= int(text) <= high:
         raise InvalidArgument(name, text, f"a whole number from {low} to {high}")
     return int(text)
@@ -87,6 +88,7 @@ def number_option(name: str, text: str, low: float, high: float) -> float:
     try:
         value = float(text)
     except ValueError:
+        # NaN fails every comparison below.
         value = math.nan
     if not low <= value <= high:
         raise InvalidArgument(name, text, f"a number from {low:g} to {high:g}")
@@ -105,6 +107,23 @@ def read_file(error_class: type[InputError], name: str, path: str, max_bytes: in
             return stream.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         raise error_class(name, path, f"a file that can be read ({error})") from None
+
+
+def read_json(error_class: type[InputError], text: bytes, max_bytes: int) -> object:
+    """The plain objects of a file's content.
+
+    Raises:
+        error_class: it is too long, or no JSON.
+    """
+    # Imported by those that read JSON: the doctor must be able to say that the package is missing.
+    import msgspec
+
+    if len(text) > max_bytes:
+        raise error_class("file", Shown(f"{len(text)} bytes"), f"at most {max_bytes} bytes")
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
+        raise error_class("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
 
 
 def write_file(name: str, path: str, pieces: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # If the output is no terminal, and there is no variable COLUMNS.
 WIDTH = 80
+# Narrower columns fold numbers in the middle.
 _COLUMN_WIDTH = 10
 
 
@@ -110,6 +111,7 @@ def digits(value: float) -> str:
     """A number with three significant digits, without an exponent: `0.0123`, `12.3`, `12300`."""
     rounded = float(f"{value:.3g}")
     if abs(rounded) >= 100:
+        # `g` would write large numbers with an exponent.
         return f"{rounded:.0f}"
     return f"{rounded:g}"
 
@@ -117,6 +119,7 @@ def digits(value: float) -> str:
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     """A value in the smallest of these units in which it is below `step`."""
     for unit in units[:-1]:
+        # Compared after rounding: 999.9 KB is 1 MB, and not 1000 KB.
         if float(digits(value)) < step:
             return f"{digits(value)} {unit}"
         value /= step

@@ -29,6 +29,7 @@ class _Parser(argparse.ArgumentParser):
     """Without abbreviations of options, and with errors of one line."""
 
     def __init__(self, **options: object) -> None:
+        # An abbreviation that is unique today is ambiguous with the next option.
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
@@ -183,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+    # Values stay text: a type of argparse's would name neither their limits nor their unit.
     names = option.name.split()
     if not option.metavar:
         parser.add_argument(*names, action="store_true", help=option.help)
@@ -208,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
     escape_logs()
     options = _parser().parse_args(arguments)
+    # A terminal without Unicode gets question marks in place of a traceback.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -221,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except KvferryError as wrong:
         print(visible(f"kvferry {options.command}: {wrong}"), file=sys.stderr)
+        # A script that waits for an engine tells "not yet" from a typing error.
         if options.command == "describe" and not isinstance(wrong, InputError):
             return NO_ANSWER
         return BAD

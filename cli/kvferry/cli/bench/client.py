@@ -53,6 +53,7 @@ class ListenerSession:
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
         """Send one request and return the reply."""
+        # A client for each request: one in two seconds, and none that a frozen listener has kept waiting is used again.
         frame = encode_frame(request)
         try:
             with SideChannelClient(self._secrets, ANY_HOST) as client:
@@ -78,6 +79,7 @@ class ListenerSession:
             if reply.field != "listener" or time.monotonic() > end_s:
                 why = f"{reply.field} is {reply.value!r} ({reply.expected})"
                 raise ReadsFailed(f"{self._where} refused: {why}")
+            # Both ends are often started at once, and loading NIXL takes seconds.
             time.sleep(_RETRY_S)
 
     def keep_alive(self) -> None:

@@ -45,6 +45,7 @@ def run_bench(options: argparse.Namespace) -> int:
         seconds=number_option("--seconds", options.seconds, 0.01, 600),
         timeout_s=number_option("--timeout", options.timeout, 0.1, 600),
     )
+    # Before a port is opened or a peer is disturbed.
     check_installed()
     if options.listen is not None:
         return _listen(options, task)
@@ -61,6 +62,7 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
         report=lambda line: print(visible(line), file=sys.stderr, flush=True),
         allowed=_allowed_hosts(options.allowed_hosts),
     )
+    # An exception of a handler would be lost in ZMQ's callbacks, so they only set a flag.
     handlers_before = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         handlers_before[number] = signal.signal(number, lambda *_: listener.stop())

@@ -39,6 +39,7 @@ from kvferry.scheduler.counters import Counters
 
 # A client that is silent for so long is gone; it sends a message every 2 s.
 SILENT_S = 20.0
+# Its owner speaks through a pipe, which is looked at in between.
 _POLL_MS = 50
 
 

@@ -71,6 +71,7 @@ class _Running(threading.Thread):
     """A check on a thread of its own: a call of the system that hangs costs no other check its time."""
 
     def __init__(self, check: Callable[[], Iterable[Finding]]) -> None:
+        # A call of a driver cannot be ended, and a thread that is no daemon would keep the process.
         super().__init__(daemon=True)
         self._check = check
         self.findings: list[Finding] = []

@@ -16,6 +16,7 @@ from pathlib import Path
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 
 _NVIDIA = "0x10de"
+# A GPU's audio device has the same vendor and another class.
 _DISPLAY = re.compile(r"0x030[02]00")
 
 # Where NIXL looks for it; the wheel has a second copy, which does not load.

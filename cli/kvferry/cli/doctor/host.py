@@ -16,6 +16,7 @@ from kvferry.cli.formatting import binary_bytes
 # the side channel.
 FILES_OF_A_WORKER = 256
 FILES_PER_PEER = 2
+# A fleet of the first size is common; below the second not even a small one works.
 MANY_PEERS = 64
 FEW_PEERS = 4
 SHM = "dev/shm"
@@ -23,6 +24,7 @@ SHM_WANTED = 1 << 30
 # Docker's default is 64 MiB, in which the queues of a vLLM engine with several workers do not fit.
 SHM_NEEDED = 96 << 20
 THP_VARIABLE = "THP_MEM_ALLOC_ENABLE"
+# Docker's --cap-add IPC_LOCK lifts the limit without changing it.
 _CAP_IPC_LOCK = 14
 
 

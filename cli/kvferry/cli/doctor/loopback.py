@@ -23,6 +23,7 @@ BUSY = 2.0
 SLOW_GB_S: dict[Kind, float] = {"DRAM": 0.5, "VRAM": 5.0}
 # Of the doctor's time, for ending the processes.
 _ENDING_S = 1.5
+# Larger reads show no more, and take the doctor's time.
 _MAX_BYTES = 16 << 20
 _VERSION = re.compile(r"UCX +INFO +Version ([0-9.]+) \(loaded from (?:\S*/(nixl_\w+)\.libs/)?")
 _UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")

@@ -17,8 +17,11 @@ _MESSAGES = re.compile(r"all|ib|tcp|srd|(rc|dc|ud)(_v|_x|_verbs|_mlx5)?")
 _SHARED_MEMORY = re.compile(r"sm|shm|mm|posix|sysv|xpmem")
 _CUDA = re.compile(r"all|cuda|cuda_copy|cuda_ipc|gdr_copy")
 _LOUD = ("debug", "trace", "req", "data", "async", "func", "poll")
+# The default of failed_read_grace_s.
 _GRACE_S = 60.0
+# With UCX's own 20 s a core was seen to spin after 85 minutes (worker/fabric/ucx_settings.py).
 _SHORT_S = 60.0
+# By the InfiniBand specification a NIC may take four times its timeout.
 _HARDWARE_FACTOR = 4
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 

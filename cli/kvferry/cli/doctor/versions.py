@@ -59,6 +59,7 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
 
 def fits(version: str, wanted: str) -> bool:
     """Whether a version fulfils `>=A` or `>=A,<B`. Suffixes of the numbers (`+cpu`, `rc1`) are ignored."""
+    # `packaging` is no dependency, and the doctor must run where packages are missing.
     lowest, _, above = wanted.removeprefix(">=").partition(",<")
     is_too_new = above and _numbers(version) >= _numbers(above)
     return _numbers(version) >= _numbers(lowest) and not is_too_new

@@ -100,9 +100,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     if options.out is not None and options.copies is None:
         raise InvalidArgument("--out", options.out, "--copies with it")
     if options.copies is not None and options.json and options.out is None:
-        raise InvalidArgument(
-            "--copies", options.copies, "--out FILE with it, since --json prints as well"
-        )
+        expected = "--out FILE with it, since --json prints as well"
+        raise InvalidArgument("--copies", options.copies, expected)
 
 
 def _print_both(producer: ReadSide, consumer: ReadSide) -> None:

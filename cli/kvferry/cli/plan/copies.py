@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.cli.arguments import InvalidCopies
+from kvferry.cli.arguments import InvalidCopies, read_json
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.tokens import TokenMap
@@ -52,13 +52,9 @@ def read_request(
     Raises:
         InvalidCopies: with the field, its value and the expected one.
     """
-    if len(text) > MAX_REQUEST_BYTES:
-        raise InvalidCopies("file", f"{len(text)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
-    try:
-        plain = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise InvalidCopies("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+    plain = read_json(InvalidCopies, text, MAX_REQUEST_BYTES)
     if isinstance(plain, dict):
+        # msgspec would name an unknown field, but not guess what was meant.
         names = CopyRequest.__struct_encode_fields__
         for key in plain:
             if key not in names:
@@ -73,18 +69,17 @@ def _blocks_of(
     for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):
-            raise InvalidCopies(
-                field, f"{len(lists)} lists", f"one per cache group: {len(engine.groups)}"
-            )
+            expected = f"one per cache group: {len(engine.groups)}"
+            raise InvalidCopies(field, f"{len(lists)} lists", expected)
     stop_token = request.num_tokens
     if request.stop_token is not None:
         stop_token = request.stop_token
+    # Beyond its tokens a block holds those of another request.
     if stop_token > request.num_tokens:
         raise InvalidCopies("stop_token", stop_token, f"at most num_tokens={request.num_tokens}")
     if request.first_token >= stop_token:
-        raise InvalidCopies(
-            "first_token", request.first_token, f"below {stop_token}, where reading stops"
-        )
+        expected = f"below {stop_token}, where reading stops"
+        raise InvalidCopies("first_token", request.first_token, expected)
     return RequestBlocks(
         local=request.local_block_ids,
         remote=request.remote_block_ids,

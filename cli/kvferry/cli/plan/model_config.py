@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
-from kvferry.cli.arguments import InvalidModel
+from kvferry.cli.arguments import InvalidModel, read_json
 from kvferry.cli.plan.short_form import KEYS, MAX_LAYERS, MAX_SIZE
 from kvferry.plan.wording import progressions
-from kvferry.protocol.errors import MISSING, Shown, cut
+from kvferry.protocol.errors import MISSING, Shown
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -167,19 +165,10 @@ def read_model_config(text: bytes, given: Mapping[str, str]) -> dict[str, str]:
     Raises:
         InvalidModel: it is no such file, or does not say enough; with the keys to add.
     """
-    if len(text) > MAX_CONFIG_BYTES:
-        raise InvalidModel("file", Shown(f"{len(text)} bytes"), f"at most {MAX_CONFIG_BYTES} bytes")
-    try:
-        config = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise InvalidModel("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+    config = read_json(InvalidModel, text, MAX_CONFIG_BYTES)
     if not isinstance(config, dict):
         raise InvalidModel("file", Shown("no object"), "the config.json of a model")
-    nested = None
-    for key in _NESTED:
-        if isinstance(config.get(key), dict):
-            nested = config[key]
-            break
+    nested = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), None)
     return _Config(config, nested, given).pairs()
 
 
@@ -200,6 +189,7 @@ class _Config:
         self._given = given
         own = whole if nested is None else nested
         self._own = {key: value for key, value in own.items() if value is not None}
+        # Cut, because errors show it.
         self._type = str(self._own.get("model_type", "missing"))[:64]
         self._family = _FAMILIES.get(self._type, _Family())
 
@@ -253,11 +243,8 @@ class _Config:
             raise _not_here("is_encoder_decoder", True, _ELSEWHERE["encoder_layers"])
         if own.get("kv_lora_rank"):
             if not self._family.has_latent:
-                raise _not_here(
-                    "model_type",
-                    self._type,
-                    "its code says how much of a kv_lora_rank is in the cache",
-                )
+                why = "its code says how much of a kv_lora_rank is in the cache"
+                raise _not_here("model_type", self._type, why)
         elif own.get("v_head_dim", 0) not in (0, own.get("head_dim")):
             raise _not_here("v_head_dim", own["v_head_dim"], "K and V differ in size")
         if "state_layers" not in self._given:
@@ -296,11 +283,8 @@ class _Config:
                 return self._number((key,), 1, add="dim")
         is_nested_llama = self._nested is not None and self._type == "llama"
         if self._family.has_head_dim or is_nested_llama:
-            raise InvalidModel(
-                "head_dim",
-                MISSING,
-                f"a number, which is in the code of {self._type}; {_add('dim')}",
-            )
+            expected = f"a number, which is in the code of {self._type}; {_add('dim')}"
+            raise InvalidModel("head_dim", MISSING, expected)
         hidden = self._number(_HIDDEN, 1, 1 << 24, add="dim")
         heads = self._number(_HEADS, 1, add="dim")
         if hidden % heads:
@@ -313,9 +297,8 @@ class _Config:
             scheme = {}
         # The cache has the scheme's type then, not that of the activations.
         if scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo"):
-            raise InvalidModel(
-                "quantization_config", Shown("one with a quantised cache"), _add("dtype")
-            )
+            quantised = Shown("one with a quantised cache")
+            raise InvalidModel("quantization_config", quantised, _add("dtype"))
         dtype = self._written_dtype()
         name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
         if name not in _DTYPES:
@@ -359,19 +342,16 @@ class _Config:
         kinds = self._own.get("layer_types")
         if isinstance(kinds, list):
             if len(kinds) != all_layers:
-                raise InvalidModel(
-                    "layer_types",
-                    Shown(f"{len(kinds)} names"),
-                    f"one for each of {all_layers} layers",
-                )
+                expected = f"one for each of {all_layers} layers"
+                raise InvalidModel("layer_types", Shown(f"{len(kinds)} names"), expected)
             return [layer for layer in range(layers) if kinds[layer] == _KINDS[1]]
+        # Hostile or of another meaning: what is no number counts as missing.
         pattern = self._own.get("sliding_window_pattern", self._family.full_every)
         if type(pattern) is not int or not 0 <= pattern <= MAX_LAYERS:
             pattern = None
         if pattern is None or self._type.startswith(_ASKED_WINDOWS):
-            raise InvalidModel(
-                "layer_types", MISSING, f"the layers of the window; {_add('window')}"
-            )
+            expected = f"the layers of the window; {_add('window')}"
+            raise InvalidModel("layer_types", MISSING, expected)
         if pattern == 0:
             return list(range(layers))
         return [layer for layer in range(layers) if (layer + 1) % pattern]
@@ -384,6 +364,7 @@ class _Config:
         """
         key = next((key for key in keys if key in self._own), keys[0])
         value = self._own.get(key, MISSING)
+        # `True` is an int of Python's, and no number of layers.
         if type(value) is int and low <= value <= high:
             return value
         expected = f"a whole number from {low} to {high}"

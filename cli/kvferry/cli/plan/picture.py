@@ -44,6 +44,7 @@ COMPACT_CARD = 26.0
 COMPACT_FROM = 17
 GAP = 8.0
 MARGIN = 5.0
+# A thinner band cannot be seen, nor pointed at.
 THINNEST = 1.0
 
 
@@ -110,6 +111,7 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     for consumer, reader in zip(consumers, summary.workers, strict=True):
         for flow in reader.flows:
             producer = producers[flow.producer_worker]
+            # A flow with two placings is two bands: their hatching differs.
             for placing, num_bytes in _bytes_by_placing(flow).items():
                 flows.append((producer, consumer, flow, placing, num_bytes))
     # One scale for all bands: those of the card with the most bytes just fit along it.
@@ -168,6 +170,7 @@ def palette(count: int) -> list[str]:
     colours = []
     for index in range(count):
         hue = (0.6 + index / count) % 1
+        # Neighbours among many hues are told apart by their lightness.
         lightness = 0.48 if index % 2 else 0.60
         rgb = colorsys.hls_to_rgb(hue, lightness, 0.62)
         colours.append("#" + "".join(f"{round(part * 255):02x}" for part in rgb))

@@ -97,9 +97,9 @@ def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> Wor
         tensors += built
         base += num_bytes
     if base > MAX_WORKER_BYTES:
-        raise InvalidArgument(
-            "blocks", form.blocks, f"fewer: a worker's cache has {base} bytes, more than 2**47"
-        )
+        expected = f"fewer: a worker's cache has {base} bytes, more than 2**47"
+        raise InvalidArgument("blocks", form.blocks, expected)
+    # Only vLLM's attention on CPUs has this layout.
     memory = "DRAM" if form.layout == "CPU" else "VRAM"
     return WorkerJson(place=place, memory=memory, tensors=tuple(tensors))
 

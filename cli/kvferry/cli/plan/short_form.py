@@ -23,6 +23,7 @@ LAYOUTS = {
     "CPU": "LBHNC",
 }
 
+# A few characters must not ask for more than can be described in a moment.
 MAX_LENGTH = 4096
 MAX_LAYERS = 4096
 MAX_RANKS = 4096
@@ -117,6 +118,7 @@ _state_shape = _sizes(
     rf"{_SIZE}(x{_SIZE}){{1,2}}",
     "heads and their shape joined by x, e.g. 24x64x128, or 1536x16",
 )
+# `str.format` reads attributes of what it is given, so nothing but a bare {} may pass.
 _template = _matching(
     rf"{_NAME}\{{\}}{_NAME}",
     "a name with {} where the layer's number goes, e.g. model.layers.{}.attn",
@@ -247,9 +249,8 @@ def pairs_of(text: str) -> dict[str, str]:
         InvalidArgument: a pair is none, or its key is unknown or there twice.
     """
     if len(text) > MAX_LENGTH:
-        raise InvalidArgument(
-            "text", Shown(f"{len(text)} characters"), f"at most {MAX_LENGTH} characters"
-        )
+        expected = f"at most {MAX_LENGTH} characters"
+        raise InvalidArgument("text", Shown(f"{len(text)} characters"), expected)
     pairs: dict[str, str] = {}
     for pair in text.split(","):
         key, equals, value = (part.strip() for part in pair.partition("="))

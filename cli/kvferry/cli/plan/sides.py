@@ -69,9 +69,9 @@ def read_sides(
         InvalidArgument: both sides are standard input.
     """
     if producer == consumer == STDIN:
-        raise InvalidArgument(
-            "CONSUMER", STDIN, "another source: PRODUCER reads standard input already"
-        )
+        expected = "another source: PRODUCER reads standard input already"
+        raise InvalidArgument("CONSUMER", STDIN, expected)
+    # Both are read before either is completed: each may need the model of the other.
     with _naming_side("PRODUCER"):
         producer_read = _read("PRODUCER", producer, read_stdin)
     with _naming_side("CONSUMER"):
@@ -144,6 +144,7 @@ def _read(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJs
         pairs = pairs_of(keys)
     file = _file_of(role, model)
     text = read_file(InvalidArgument, role, str(file), MAX_DESCRIPTION_JSON_BYTES)
+    # Both are JSON, and a description may have 256 MiB: looking for its key costs less than parsing it twice.
     if b'"kvferry_description"' in text:
         if pairs:
             raise InvalidArgument(role, argument, "no keys behind a description JSON")
@@ -168,9 +169,8 @@ def _file_of(role: str, model: str) -> Path:
         file = folder / "snapshots" / commit.decode() / CONFIG
         if file.is_file():
             return file
-    raise InvalidArgument(
-        role, model, f"{_ACCEPTED} ({hub}); there is none, and nothing is downloaded"
-    )
+    expected = f"{_ACCEPTED} ({hub}); there is none, and nothing is downloaded"
+    raise InvalidArgument(role, model, expected)
 
 
 def _hub_cache() -> Path:

@@ -256,6 +256,7 @@ def summarise(
     links = [(reader.predicted_ms, "consumer", reader.place) for reader in readers]
     for worker, efforts in zip(producer.workers, sending, strict=True):
         links.append((predicted_ms(total(efforts)), "producer", worker.place))
+    # All links work at the same time, so the slowest one decides.
     slowest_ms, side, place = max(links, key=lambda link: link[0])
     return PlanSummary(
         producer=side_of(producer),
@@ -399,6 +400,7 @@ def prompt_tokens(
         local = _capacity(token_map.local, here[token_map.group])
         limits.append((remote, "the producer's cache holds no more"))
         limits.append((local, "the consumer's cache holds no more"))
+    # By number, and then by text: the reason is that of the smallest limit.
     max_tokens, why = min(limits)
     if max_tokens < 1:
         raise InvalidArgument("blocks", 1, "at least 2 in every cache: block 0 is the null block")
@@ -436,6 +438,7 @@ def count_units(token_map: TokenMap, here: Groups, there: Groups, num_tokens: in
         num_tokens=num_tokens,
     )
     pairs = pair_units(token_map, here[group], there[group], request)
+    # A read of whole blocks fetches a block once, however many of its units are needed.
     return Units(len(pairs), len(np.unique(pairs.remote_block)))
 
 

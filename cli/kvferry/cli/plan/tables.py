@@ -170,6 +170,7 @@ def _names_of_groups(summary: PlanSummary) -> list[str]:
 def _leave_out_repeated(rows: list[list[str]]) -> None:
     """Empty the first cell of each row that has the consumers of the row above it."""
     consumers = ""
+    # In a column of equal names the one that differs is not seen.
     for row in rows:
         if row[0] == consumers:
             row[0] = ""

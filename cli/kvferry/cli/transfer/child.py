@@ -135,6 +135,7 @@ class Child:
         own_end, child_end = multiprocessing.Pipe()
         self._pipe = Pipe(own_end)
         self._printed: IO[bytes] = tempfile.TemporaryFile(prefix="kvferry-")  # noqa: SIM115 - until `close`
+        # Closed here, so that the pipe ends when the child does.
         with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, *command, str(child_end.fileno())],
@@ -197,6 +198,7 @@ class Child:
 
     def printed(self) -> str:
         """Its output so far, with UCX's log at level info."""
+        # The child shares the file's offset: `seek` would move where it writes.
         return os.pread(self._printed.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def close(self) -> None:
@@ -269,6 +271,7 @@ def measure(
     """
     show(CaseProgress(what="loading NIXL"))
     reader.send(task)
+    # Loading NIXL has a deadline of its own: on a busy machine it takes longer than any read.
     own_agent = reader.expect(ReadableAgent, min(start_s, max(0.0, end_s - time.monotonic())))
     owner = connect(own_agent.agent_metadata)
     reader.send(owner)

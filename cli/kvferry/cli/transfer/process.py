@@ -64,6 +64,7 @@ def run(pipe: Pipe) -> None:
         return
     fabric = NixlFabric(f"kvferry-bench-{secrets.token_hex(8)}")
     memory = registered_memory(fabric, task.device, task.max_bytes)
+    # Another content each time: what an earlier run left in memory must not pass for this one's.
     seed = secrets.randbits(62)
     memory.write(content(seed, memory.length))
     offer = ReadableAgent(
@@ -173,6 +174,7 @@ class _Reader:
         finally:
             fabric.release(local)
             fabric.release(remote)
+        # The first reads set up lanes and registrations.
         p50_us, p99_us = np.percentile(durations_s[WARM_UP:], (50, 99)) * _US
         return CaseResult(
             kind=kind,
