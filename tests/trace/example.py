@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 from tests.trace.simulated import MS, Simulation, Times
-from tests.trace.simulated_stream import follow
 
 STREAMED = 8
 """The number of the request that is read while it is computed."""
+FAILED = 9
+"""The number of the request whose load fails, and that is computed by its decoder."""
 
 
 def write_example(folder: Path) -> Path:
@@ -20,16 +20,13 @@ def write_example(folder: Path) -> Path:
     simulation = Simulation()
     producers = [simulation.engine("prefill-0"), simulation.engine("prefill-1", ahead_ns=7 * MS)]
     consumers = [simulation.engine(f"decode-{number}", workers=2) for number in range(2)]
-    wrong: dict[int, tuple[Times, dict[str, str]]] = {
-        0: (Times(stages={0: {"connecting": 41 * MS}, 1: {"connecting": 38 * MS}}), {}),
-        5: (Times(prefill_queue=30 * MS, decode_queue=64 * MS), {}),
-        7: (Times(stages={1: {"reading": 55 * MS}}), {}),
-        9: (
-            Times(stages={0: {"fence": 30 * MS}, 1: {"fence": 31 * MS}}),
-            {"reason": "fence", "recomputed": "fence"},
-        ),
-        12: (Times(router=33 * MS), {}),
-        15: (Times(stages={0: {"queued": 22 * MS}, 1: {"queued": 20 * MS}}, kept=600 * MS), {}),
+    wrong = {
+        0: Times(stages={0: {"connecting": 41 * MS}, 1: {"connecting": 38 * MS}}),
+        5: Times(prefill_queue=30 * MS, decode_queue=64 * MS),
+        7: Times(stages={1: {"reading": 55 * MS}}),
+        9: Times(stages={0: {"fence": 30 * MS}, 1: {"fence": 31 * MS}}),
+        12: Times(router=33 * MS),
+        15: Times(stages={0: {"queued": 22 * MS}, 1: {"queued": 20 * MS}}, kept=600 * MS),
     }
     for number in range(24):
         tokens = draw.choice((1024, 2048, 4096, 8192))
@@ -39,18 +36,21 @@ def write_example(folder: Path) -> Path:
             decode_queue=draw.randint(200_000, 3 * MS),
             stages={worker: {"reading": tokens * draw.randint(2600, 3300)} for worker in range(2)},
         )
-        times, how = wrong.get(number, (usual, {}))
         name = f"7c1e-{1000 + number}"  # the router's
-        named: dict[str, Any] = {
-            "request": f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
-            "decode_request": f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
-            "tokens": tokens,
-        }
-        engines = producers[number % 2], consumers[number // 2 % 2]
-        if number == STREAMED:
-            follow(simulation, *engines, number * 25 * MS, times, **named)
-        else:
-            simulation.handover(*engines, number * 25 * MS, times, **{**named, **how})
+        steps = 8 if number == STREAMED else 0
+        failed = "fence" if number == FAILED else ""
+        simulation.handover(
+            producers[number % 2],
+            consumers[number // 2 % 2],
+            number * 25 * MS,
+            wrong.get(number, usual),
+            request=f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
+            decode_request=f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
+            tokens=tokens,
+            steps=steps,
+            reason=failed,
+            recomputed=failed,
+        )
     simulation.handover(
         producers[0],
         None,

@@ -12,6 +12,7 @@ import msgspec
 from kvferry.trace.events import (
     TRACE_VERSION,
     AnyEvent,
+    ChunkSpan,
     DecodeArrived,
     DecodeScheduled,
     Finished,
@@ -23,6 +24,7 @@ from kvferry.trace.events import (
     Phase,
     PrefillArrived,
     PrefillScheduled,
+    PrefillStep,
     ProcessRole,
     ProcessStarted,
     Recomputed,
@@ -105,7 +107,6 @@ class Simulation:
         workers: int = 1,
         host: str = "",
         ahead_ns: int = 0,
-        workers_know_boot: bool = False,
     ) -> SimulatedEngine:
         """One more engine, on a host of its own, whose clock is ahead of the truth."""
         boot = f"{next(self._boots):032x}"
@@ -117,7 +118,7 @@ class Simulation:
                     trace_version=TRACE_VERSION,
                     part=ProcessRole.WORKER if place else ProcessRole.SCHEDULER,
                     engine_id=name,
-                    boot=boot if workers_know_boot or not place else "",
+                    boot="" if place else boot,
                     host=host or f"host-of-{name}",
                     pid=100 + number,
                     place=place,
@@ -130,10 +131,6 @@ class Simulation:
         self.engines.append(engine)
         return engine
 
-    def lease_of(self, producer: SimulatedEngine) -> TracedLease:
-        """A new lease."""
-        return TracedLease(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
-
     def handover(
         self,
         producer: SimulatedEngine,
@@ -145,6 +142,7 @@ class Simulation:
         decode_request: str | None = None,
         tokens: int = 4096,
         token_bytes: int = 131072,
+        steps: int = 0,
         reason: str = "",
         recomputed: str = "",
         how: str = "done",
@@ -153,22 +151,34 @@ class Simulation:
 
         Args:
             consumer: None if the lease is never read.
+            steps: of a prompt that is read while it is computed, in as many steps of equal length: the consumer has
+                the ticket `times.router` after the first begins, and reads the part of each when it has ended.
             reason: every worker's load fails after its fence.
             recomputed: why the consumer computes the prompt; without `reason` it orders no load at all.
         """
         times = times or Times()
-        lease = self.lease_of(producer)
+        lease = TracedLease(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
         theirs = producer.scheduler
         now = BEGIN_NS + at_ns
         record(theirs, PrefillArrived(at_ns=now, request=request, tokens=tokens))
         now += times.prefill_queue
         record(theirs, PrefillScheduled(at_ns=now, request=request, lease=lease))
-        now += times.prefill
-        record(theirs, ParamsGiven(at_ns=now, request=request, lease=lease, tokens=tokens))
+        chunks = []
+        for step in range(steps):
+            stop_token = (step + 1) * tokens // steps
+            begun_ns = now + step * times.prefill // steps
+            record(theirs, PrefillStep(at_ns=begun_ns, lease=lease, tokens=stop_token))
+            chunks.append((now + (step + 1) * times.prefill // steps, stop_token))
+        given_ns = now + times.prefill
+        record(theirs, ParamsGiven(at_ns=given_ns, request=request, lease=lease, tokens=tokens))
         if consumer is None:
-            record(theirs, LeaseOver(at_ns=now + times.kept, request=request, lease=lease, how=how))
+            over_ns = given_ns + times.kept
+            record(theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how))
             return lease
-        ours, name = consumer.scheduler, decode_request or f"{request}-d"
+        ours = consumer.scheduler
+        name = decode_request or f"{request}-d"
+        if not steps:
+            now = given_ns
         now += times.router
         arrived = DecodeArrived(
             at_ns=now,
@@ -177,30 +187,29 @@ class Simulation:
             producer=producer.name,
             remote_request=request,
             tokens=tokens,
+            is_early=steps > 0,
         )
         record(ours, arrived)
         now += times.decode_queue
         if not recomputed or reason:
             record(ours, LoadOrdered(at_ns=now, request=name, first_token=0, stop_token=tokens))
-            share = tokens * token_bytes // len(consumer.workers)
-            ends = [
-                _load(
-                    worker,
-                    name,
-                    producer.name,
-                    now + times.order,
-                    times.of_worker(number),
-                    share,
-                    reason,
-                )
-                for number, worker in enumerate(consumer.workers)
-            ]
+            ended = LoadEnded(
+                at_ns=0,
+                request=name,
+                producer=producer.name,
+                stages=(),
+                reason=reason,
+                bytes=0 if reason else tokens * token_bytes // len(consumer.workers),
+                descriptors=0 if reason else 64,
+            )
+            ends = []
+            for number, worker in enumerate(consumer.workers):
+                stages = times.of_worker(number)
+                ends.append(_load(worker, ended, now + times.order, stages, chunks))
             now = max(ends) + times.report
             record(ours, LoadReported(at_ns=now, request=name, good=not reason))
-            record(
-                theirs,
-                LeaseOver(at_ns=max(ends) + times.kept, request=request, lease=lease, how=how),
-            )
+            over_ns = max(ends) + times.kept
+            record(theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how))
         if recomputed:
             record(ours, Recomputed(at_ns=now, request=name, reason=recomputed, lease=lease))
         now += times.first_step
@@ -232,36 +241,52 @@ def record(process: SimulatedProcess, event: AnyEvent) -> None:
 
 def _load(
     worker: SimulatedProcess,
-    request: str,
-    producer: str,
+    ended: LoadEnded,
     begun_ns: int,
-    stages: Mapping[str, int],
-    num_bytes: int,
-    reason: str,
+    stages: dict[str, int],
+    chunks: Sequence[tuple[int, int]],
 ) -> int:
-    """A worker's load; gives its true end."""
-    done = list(stages.items())[: 3 if reason else None]
-    spans = spans_from(done, begun_ns + worker.ahead_ns)
-    end_ns = begun_ns + sum(lasted for _, lasted in done)
-    event = LoadEnded(
+    """A worker's load; gives its true end.
+
+    Args:
+        chunks: when each part of the prompt is complete, and up to which token it goes.
+    """
+    reads = []
+    read_ns = 0
+    ready_ns = begun_ns
+    for complete_ns, stop_token in chunks:
+        ready_ns = max(ready_ns, complete_ns)
+        read_ns = stages["reading"] // len(chunks)
+        read = ChunkSpan(
+            stop_token=stop_token,
+            begun_ns=ready_ns + worker.ahead_ns,
+            ended_ns=ready_ns + read_ns + worker.ahead_ns,
+        )
+        reads.append(read)
+        ready_ns += read_ns
+    if chunks:
+        fence_ns = max(0, chunks[0][0] - begun_ns)
+        reading_ns = ready_ns - begun_ns - fence_ns
+        stages = {
+            "fence": fence_ns,
+            "reading": reading_ns,
+            "fence_again": stages["fence_again"],
+        }
+    spans = []
+    end_ns = begun_ns
+    for stage, lasted_ns in list(stages.items())[: 3 if ended.reason else None]:
+        at_ns = end_ns + worker.ahead_ns
+        spans.append(
+            StageSpan(stage=Phase[stage.upper()], begun_ns=at_ns, ended_ns=at_ns + lasted_ns)
+        )
+        end_ns += lasted_ns
+    early_parts = max(0, len(chunks) - 1)
+    event = msgspec.structs.replace(
+        ended,
         at_ns=end_ns,
-        request=request,
-        producer=producer,
-        stages=spans,
-        reason=reason,
-        bytes=0 if reason else num_bytes,
-        descriptors=0 if reason else 64,
+        stages=tuple(spans),
+        early_bytes=ended.bytes * early_parts // max(1, len(chunks)),
+        chunks=tuple(reads),
     )
     record(worker, event)
     return end_ns
-
-
-def spans_from(stages: Sequence[tuple[str, int]], begun_ns: int) -> tuple[StageSpan, ...]:
-    """Stages of these lengths, one after the other."""
-    spans = []
-    for stage, lasted in stages:
-        spans.append(
-            StageSpan(stage=Phase[stage.upper()], begun_ns=begun_ns, ended_ns=begun_ns + lasted)
-        )
-        begun_ns += lasted
-    return tuple(spans)

@@ -24,7 +24,7 @@ from kvferry.trace.events import (
 )
 from kvferry.trace.handover import Handover, match
 from kvferry.trace.reading import Process
-from tests.trace.simulated import MS, SimulatedEngine, Simulation, Times
+from tests.trace.simulated import MS, SimulatedEngine, Simulation
 
 
 def processes(simulation: Simulation) -> list[Process]:
@@ -98,63 +98,6 @@ def test_every_request_has_all_of_its_events_and_no_other(
         ]
         assert {load.process.engine_id for load in one.loads} == {one.consumer}
         assert {load.ended.request for load in one.loads} == {one.consumer_request}
-
-
-def test_an_id_that_recurs_after_its_end_is_another_request() -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d", workers=2)
-    for at in (0, 1):
-        simulation.handover(
-            producer, consumer, at * 900 * MS, request="same", decode_request="same", tokens=at + 1
-        )
-    first, second = sorted(matched(simulation), key=lambda one: one.tokens)
-    for one, begun in ((first, 0), (second, 900 * MS)):
-        assert len(one.loads) == 2
-        assert one.prefill
-        assert (arrived := one.prefill.get(PrefillArrived))
-        for load in one.loads:
-            assert 0 < load.begun_ns - arrived.at_ns < 200 * MS, begun
-
-
-@pytest.mark.parametrize("knows", [False, True], ids=["by time", "by boot"])
-def test_another_life_of_an_engine_is_another_engine(knows: bool) -> None:
-    simulation = Simulation()
-    producer = simulation.engine("p")
-    for life in range(2):
-        consumer = simulation.engine("d", workers=1, workers_know_boot=knows)
-        simulation.handover(
-            producer,
-            consumer,
-            (1 if knows else 900) * life * MS,
-            request=f"r{life}",
-            decode_request="same",
-        )
-    found = match(reversed(processes(simulation)))
-    assert len(found) == 2
-    for one in found:
-        assert one.decode
-        assert (ordered := one.decode.get(LoadOrdered))
-        (load,) = one.loads
-        assert load.begun_ns - ordered.at_ns == Times().order
-
-
-def test_what_another_life_recorded_does_not_end_a_request_of_this_one() -> None:
-    simulation = Simulation()
-    producer = simulation.engine("p")
-    killed, restarted = simulation.engine("d"), simulation.engine("d")
-    for life, engine in enumerate((killed, restarted)):
-        simulation.handover(
-            producer, engine, life * 900 * MS, request=f"r{life}", decode_request="same"
-        )
-    killed.scheduler.events[:] = [
-        event for event in killed.scheduler.events if isinstance(event, DecodeArrived)
-    ]
-    restarted.scheduler.events[:] = [
-        event for event in restarted.scheduler.events if isinstance(event, LoadReported)
-    ]
-    (one,) = (one for one in matched(simulation) if one.producer_request == "r0")
-    assert one.decode
-    assert one.decode.get(LoadReported) is None
 
 
 def test_several_requests_may_read_one_lease() -> None:

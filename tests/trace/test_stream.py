@@ -19,7 +19,6 @@ from kvferry.trace.events import (
 from kvferry.trace.summary import durations
 from kvferry.trace.timeline import Timeline, make_timeline
 from tests.trace.simulated import BEGIN_NS, MS, Simulation, Times
-from tests.trace.simulated_stream import follow
 from tests.trace.test_matching import matched
 from tests.trace.test_perfetto import slices_of, traced
 
@@ -29,7 +28,7 @@ TIMES = Times(prefill=80 * MS, router=MS, stages={n: {"reading": 32 * MS} for n 
 def streamed(steps: int = 4, **how: Any) -> Timeline:
     simulation = Simulation()
     engines = simulation.engine("p"), simulation.engine("d", **how)
-    follow(simulation, *engines, times=TIMES, steps=steps)
+    simulation.handover(*engines, times=TIMES, steps=steps)
     (timeline,) = timelines(simulation)
     return timeline
 
@@ -82,7 +81,7 @@ def test_params_that_come_before_the_end_of_the_prefill_do_not_shift_clocks(
 ) -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p"), simulation.engine("d", ahead_ns=ahead_ns)
-    follow(simulation, producer, consumer, times=TIMES)
+    simulation.handover(producer, consumer, times=TIMES, steps=8)
     clocks = compare(matched(simulation))
     assert list(clocks.ahead_ns.values()) == producer_ns
 
@@ -90,7 +89,7 @@ def test_params_that_come_before_the_end_of_the_prefill_do_not_shift_clocks(
 def test_events_of_a_damaged_recording_are_shown_as_far_as_they_make_sense() -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p"), simulation.engine("d")
-    lease = follow(simulation, producer, consumer, times=TIMES)
+    lease = simulation.handover(producer, consumer, times=TIMES, steps=8)
     events = producer.scheduler.events
     events.append(PrefillStep(at_ns=BEGIN_NS + 10**12, lease=lease, tokens=2**40))
     events.append(PrefillStep(at_ns=BEGIN_NS - MS, lease=lease, tokens=0))
@@ -114,7 +113,7 @@ def test_events_of_a_damaged_recording_are_shown_as_far_as_they_make_sense() -> 
 def test_an_event_that_is_lost_leaves_the_others(lost: type) -> None:
     simulation = Simulation()
     engines = simulation.engine("p"), simulation.engine("d")
-    follow(simulation, *engines, times=TIMES)
+    simulation.handover(*engines, times=TIMES, steps=8)
     for engine in engines:
         engine.scheduler.events[:] = [
             event for event in engine.scheduler.events if not isinstance(event, lost)

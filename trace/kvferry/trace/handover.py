@@ -24,7 +24,6 @@ from kvferry.trace.events import (
     PrefillArrived,
     PrefillScheduled,
     PrefillStep,
-    ProcessRole,
     ProcessStarted,
     Recomputed,
     RequestEvent,
@@ -174,105 +173,73 @@ class Handover:
 
 _BEGINS_DECODE = (DecodeArrived, Recomputed, LoadOrdered)
 _OF_DECODE = (*_BEGINS_DECODE, LoadReported, DecodeScheduled, Finished)
+_Key = tuple[str, str]
+"""An engine's id and a request's id in it. vLLM ends each id with random digits, so it is of one request for ever."""
 
 
 def match(processes: Iterable[Process]) -> list[Handover]:
     """One handover for every lease and for every request that read it, in no order."""
-    schedulers = _Schedulers()
-    loads: defaultdict[tuple[str, str], list[LoadTrace]] = defaultdict(list)
+    records = _Records()
     for process in processes:
-        started = process.started
-        if started.part is ProcessRole.SCHEDULER:
-            schedulers.take(started, process.events)
-        else:
-            for event in process.events:
-                if isinstance(event, LoadEnded):
-                    loads[started.engine_id, event.request].append(LoadTrace(started, event))
-    return [*schedulers.handovers(loads)]
+        for event in process.events:
+            records.add(process.started, event)
+    return [*records.handovers()]
 
 
-class _Schedulers:
-    """The schedulers' records so far."""
+class _Records:
+    """The events of all processes, by request and by lease."""
 
     def __init__(self) -> None:
+        self._arrived: dict[_Key, Half] = {}  # prompts that have no lease yet
         self._prefills: dict[TracedLease, Half] = {}
-        self._unscheduled: list[Half] = []
         self._steps: defaultdict[TracedLease, list[PrefillStep]] = defaultdict(list)
-        self._decodes: defaultdict[tuple[str, str], list[Half]] = defaultdict(list)
+        self._decodes: dict[_Key, Half] = {}
+        self._loads: defaultdict[_Key, list[LoadTrace]] = defaultdict(list)
 
-    def take(self, process: ProcessStarted, events: Iterable[AnyEvent]) -> None:
-        arrived: dict[str, PrefillArrived] = {}
-        for event in events:
-            if isinstance(event, PrefillArrived):
-                arrived[event.request] = event
-            elif isinstance(event, PrefillScheduled | ParamsGiven | LeaseOver):
-                prefill = self._prefills.setdefault(event.lease, Half(process, event.request))
-                prefill.add(event)
-                if event.request in arrived and PrefillArrived not in prefill.events:
-                    prefill.add(arrived.pop(event.request))
-            elif isinstance(event, PrefillStep):
-                self._steps[event.lease].append(event)
-            elif isinstance(event, _OF_DECODE):
-                self._decode(process, event).add(event)
-        for event in arrived.values():
-            self._unscheduled.append(Half(process, event.request, {PrefillArrived: event}))
+    def add(self, process: ProcessStarted, event: AnyEvent) -> None:
+        if isinstance(event, PrefillStep):
+            self._steps[event.lease].append(event)
+            return
+        if not isinstance(event, RequestEvent):
+            return
+        key = (process.engine_id, event.request)
+        if isinstance(event, LoadEnded):
+            self._loads[key].append(LoadTrace(process, event))
+        elif isinstance(event, PrefillArrived):
+            half = Half(process, event.request)
+            half.add(event)
+            self._arrived[key] = half
+        elif isinstance(event, PrefillScheduled | ParamsGiven | LeaseOver):
+            if event.lease not in self._prefills:
+                arrived = self._arrived.pop(key, None)
+                self._prefills[event.lease] = arrived or Half(process, event.request)
+            self._prefills[event.lease].add(event)
+        elif isinstance(event, _OF_DECODE):
+            self._decodes.setdefault(key, Half(process, event.request)).add(event)
 
-    def _decode(self, process: ProcessStarted, event: RequestEvent) -> Half:
-        """The request that a consumer's event is about; a new one if the event cannot be of the last one."""
-        lives = self._decodes[process.engine_id, event.request]
-        # An id may recur, also after a restart of the engine.
-        last = None
-        for life in lives:
-            if life.process.boot == process.boot:
-                last = life
-        if last is None or _begins_another(last, event):
-            last = Half(process, event.request)
-            lives.append(last)
-        return last
-
-    def handovers(self, loads: dict[tuple[str, str], list[LoadTrace]]) -> Iterable[Handover]:
+    def handovers(self) -> Iterable[Handover]:
         fetched: set[TracedLease] = set()
-        for (engine, request), lives in self._decodes.items():
-            shared = _share_out(lives, loads.pop((engine, request), []))
-            for decode, own_loads in zip(lives, shared, strict=True):
-                has_begun = any(kind in decode.events for kind in _BEGINS_DECODE)
-                if not own_loads and not has_begun:
-                    continue  # only the end of this request was recorded
-                lease = _lease_of(decode)
-                if lease is not None:
-                    fetched.add(lease)
-                yield self._handover(lease, decode, tuple(own_loads))
-        for lease in self._prefills:
+        for key, decode in self._decodes.items():
+            loads = self._loads.pop(key, [])
+            has_begun = any(kind in decode.events for kind in _BEGINS_DECODE)
+            if not loads and not has_begun:
+                continue  # only the end of this request was recorded
+            lease = _lease_of(decode)
+            if lease is None:
+                yield Handover(None, None, decode, tuple(loads))
+                continue
+            fetched.add(lease)
+            prefill = self._prefills.get(lease)
+            steps = tuple(self._steps.get(lease, ()))
+            yield Handover(lease, prefill, decode, tuple(loads), steps)
+        for lease, prefill in self._prefills.items():
             if lease not in fetched:
-                yield self._handover(lease)
-        for prefill in self._unscheduled:
-            yield Handover(None, prefill)
+                yield Handover(lease, prefill, steps=tuple(self._steps.get(lease, ())))
+        for arrived in self._arrived.values():
+            yield Handover(None, arrived)
         # Loads of a consumer whose scheduler has recorded nothing.
-        for (_, request), left in loads.items():
-            yield Handover(None, None, Half(left[0].process, request), tuple(left))
-
-    def _handover(
-        self,
-        lease: TracedLease | None,
-        decode: Half | None = None,
-        loads: tuple[LoadTrace, ...] = (),
-    ) -> Handover:
-        if lease is None:
-            return Handover(None, None, decode, loads)
-        return Handover(
-            lease=lease,
-            prefill=self._prefills.get(lease),
-            decode=decode,
-            loads=loads,
-            steps=tuple(self._steps.get(lease, ())),
-        )
-
-
-def _begins_another(last: Half, event: RequestEvent) -> bool:
-    """Whether an event belongs to a request after `last`, of the same id."""
-    if isinstance(event, DecodeArrived) and DecodeArrived in last.events:
-        return True
-    return Finished in last.events and isinstance(event, _BEGINS_DECODE)
+        for (_, request), loads in self._loads.items():
+            yield Handover(None, None, Half(loads[0].process, request), tuple(loads))
 
 
 def _lease_of(decode: Half) -> TracedLease | None:
@@ -280,33 +247,3 @@ def _lease_of(decode: Half) -> TracedLease | None:
     if event is None:
         return None
     return event.lease
-
-
-def _share_out(lives: list[Half], loads: list[LoadTrace]) -> list[list[LoadTrace]]:
-    """Assign each load to the last request of its id that was ordered before the load began."""
-    if len(lives) == 1:
-        return [loads]
-    shared: list[list[LoadTrace]] = [[] for _ in lives]
-    orders: list[tuple[int, int]] = []  # when a request was ordered, and its index
-    for index, life in enumerate(lives):
-        order = life.get(LoadOrdered)
-        if order is not None:
-            orders.append((order.at_ns, index))
-    orders.sort()
-    for load in loads:
-        shared[_request_of(load, lives, orders)].append(load)
-    return shared
-
-
-def _request_of(load: LoadTrace, lives: list[Half], orders: list[tuple[int, int]]) -> int:
-    boot = load.process.boot
-    # Workers record no boot, since they do not know it.
-    possible = [order for order in orders if boot in ("", lives[order[1]].process.boot)]
-    if not possible:
-        return 0
-    # If all were ordered later, the clocks differ: then it is the first.
-    _, chosen = possible[0]
-    for at_ns, index in possible:
-        if at_ns <= load.begun_ns:
-            chosen = index
-    return chosen
