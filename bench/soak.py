@@ -14,6 +14,7 @@ early, with the tables.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import secrets
 import signal
@@ -29,8 +30,10 @@ from bench.provenance import begin
 from bench.soak_fleet import Fleet
 from bench.soak_report import GAUGES, grown, results_of
 from bench.soak_schedule import Fault
+from tests.harness.gates import holding_copies
 
 STREAMED = 0.5
+MAPPED = 0.5
 
 
 def soak(
@@ -39,6 +42,7 @@ def soak(
     faults: float,
     seed: int,
     streamed: float = STREAMED,
+    mapped: float = MAPPED,
 ) -> dict[str, Any]:
     """Run it and return its figures; `violations` is what must be empty."""
     logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # faults are logged line by line
@@ -46,13 +50,17 @@ def soak(
         1
     )  # tensors are tiny, and every transfer thread would have a team of its own
     start_s = time.monotonic()
-    fleet = Fleet(seed, faults, streamed, lambda line: print(line, flush=True))
+    holding = contextlib.ExitStack()
+    # Copies from mapped memory are held up as reads are.
+    holding.enter_context(holding_copies())
+    fleet = Fleet(seed, faults, streamed, mapped, lambda line: print(line, flush=True))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: fleet.stop.set())
     try:
         fleet.run(requests, seconds)
     finally:
         fleet.close()
+        holding.close()
     added = {name: fleet.gauges.added(name) for name in GAUGES}
     counts, samples = fleet.counts, fleet.gauges.samples
     by_fault: dict[str, dict[str, int]] = {fault.value: {} for fault in Fault}
@@ -62,6 +70,7 @@ def soak(
         "seed": seed,
         "fault_rate": faults,
         "streamed_rate": streamed,
+        "mapped_rate": mapped,
         "requests": counts.requests,
         "seconds": time.monotonic() - start_s,
         "engine_lives": fleet.lives,
@@ -105,6 +114,9 @@ def main() -> int:
     parser.add_argument(
         "--streamed", type=float, default=STREAMED, help="the fraction that is streamed"
     )
+    parser.add_argument(
+        "--mapped", type=float, default=MAPPED, help="the fraction of consumers that map producers"
+    )
     parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
     arguments = parser.parse_args()
     started = begin()
@@ -114,7 +126,7 @@ def main() -> int:
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
-    figures = soak(requests, seconds, arguments.faults, seed, arguments.streamed)
+    figures = soak(requests, seconds, arguments.faults, seed, arguments.streamed, arguments.mapped)
     publish("soak", results_of(figures), started)
     return int(bool(figures["violations"] or grown(figures)))
 

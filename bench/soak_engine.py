@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from bench.soak_fabric import SoakFabric
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.results import StepResults
+from kvferry.worker.peer_memory.shared_file import SharedFile
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.caches import Caches, Side, carve
 from tests.geometry.models import Model
@@ -43,8 +42,8 @@ class SoakEngine(CacheEngine):
         spoilt: blocks that were written while they were free.
         is_dead: it was killed.
         leased: the blocks of prompts that are complete, until their leases are over.
-        moved: bytes of its good loads, by how: `moved`, of these `staged`, and `early`, before the prefill had ended;
-            and `restarts` of loads whose prefill was preempted.
+        moved: bytes of its good loads, by how: `moved`, of these `staged`, beside these `mapped`, and `early`, before
+            the prefill had ended; and `restarts` of loads whose prefill was preempted.
     """
 
     def __init__(
@@ -119,8 +118,11 @@ class SoakEngine(CacheEngine):
         collected = super().collect()
         seen = self.seen
         for one in seen.totals:
-            early = {"early": one.early_bytes, "restarts": one.restarts}
-            self.moved.update({"moved": one.transferred_bytes, "staged": one.staged_bytes} | early)
+            self.moved["moved"] += one.transferred_bytes
+            self.moved["staged"] += one.staged_bytes
+            self.moved["mapped"] += one.mapped_bytes
+            self.moved["early"] += one.early_bytes
+            self.moved["restarts"] += one.restarts
         for request_id in seen.sent:
             del seen.sent_by[request_id]
         for reported in (seen.load_records, seen.sent, seen.loaded):
@@ -157,6 +159,8 @@ class SoakEngine(CacheEngine):
 
 
 def _memory(caches: Caches, ratio: int) -> PatternCaches:
-    storages = [torch.empty(size, dtype=torch.uint8) for size in caches.sizes]
+    # In files, so that consumers with `mapped_reads` map them.
+    files = [SharedFile(size) for size in caches.sizes]
+    storages = [file.tensor[:size] for file, size in zip(files, caches.sizes, strict=True)]
     tensors = caches.at([storage.data_ptr() for storage in storages])
-    return PatternCaches(storages, tensors, FREE, guard=GUARD, ratio=ratio)
+    return PatternCaches(storages, tensors, FREE, guard=GUARD, ratio=ratio, shared=files)

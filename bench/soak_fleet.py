@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.soak_counts import Counts, Gauges
@@ -71,16 +71,24 @@ class Fleet:
 
     Args:
         seed, fault_rate, streamed: of the scripts.
+        mapped: the fraction of the consumers' lives that map their producers' memory.
         report: called about once in ten seconds with a line.
     """
 
     def __init__(
-        self, seed: int, fault_rate: float, streamed: float, report: Callable[[str], None]
+        self,
+        seed: int,
+        fault_rate: float,
+        streamed: float,
+        mapped: float,
+        report: Callable[[str], None],
     ) -> None:
         self.script = partial(script, seed, fault_rate=fault_rate, streamed=streamed)
         self.counts, self.gauges = Counts(), Gauges()
         self.counter_totals: Counter[tuple[str, str]] = Counter()
         self.lives = 0
+        self._consumer_lives = 0
+        self._mapped = mapped
         self.leases_ended_with_engines = 0
         self.last_params: RemotePrefill | None = None
         self.token_bytes = sum(
@@ -99,7 +107,10 @@ class Fleet:
         )
         self.moved: Counter[str] = Counter()
         self.producers = [self._start(f"P{index}", kind) for index, kind in enumerate(PRODUCERS)]
-        self.consumers = [self._start(f"C{index}", kind) for index, kind in enumerate(CONSUMERS)]
+        self.consumers = [
+            self._start(f"C{index}", self._next_consumer(kind))
+            for index, kind in enumerate(CONSUMERS)
+        ]
 
     def run(self, requests: int | None, seconds: float | None) -> None:
         """So many requests, or so long, or until `stop` is set; then everything that is under way ends."""
@@ -171,7 +182,8 @@ class Fleet:
 
     def restart_consumer(self, index: int) -> None:
         """End it at once, with its loads, and start it again; the loads' leases are not renewed."""
-        self.consumers[index] = self._restart(self.consumers[index], CONSUMERS[index])
+        kind = self._next_consumer(CONSUMERS[index])
+        self.consumers[index] = self._restart(self.consumers[index], kind)
 
     def close(self) -> None:
         """Everything ends; what must not be left is counted under `violations`."""
@@ -188,6 +200,13 @@ class Fleet:
 
     def _engines(self) -> list[SoakEngine]:
         return [*self.producers, *self.consumers]
+
+    def _next_consumer(self, kind: Kind) -> Kind:
+        """Whether the next life of a consumer maps: as many of them all as the fraction says."""
+        life = self._consumer_lives
+        self._consumer_lives += 1
+        maps = int((life + 1) * self._mapped) > int(life * self._mapped)
+        return replace(kind, settings=replace(kind.settings, mapped_reads=maps))
 
     def _start(self, name: str, kind: Kind, port: int | None = None) -> SoakEngine:
         self.lives += 1

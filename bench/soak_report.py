@@ -68,7 +68,7 @@ def results_of(figures: dict[str, Any]) -> Results:
 
     return Results(
         command=f"python -m bench.soak --requests {figures['requests']} --faults {figures['fault_rate']:g} "
-        f"--streamed {figures['streamed_rate']:g} --seed {figures['seed']}",
+        f"--streamed {figures['streamed_rate']:g} --mapped {figures['mapped_rate']:g} --seed {figures['seed']}",
         what=_WHAT,
         tables=_tables(figures),
         charts=(
@@ -114,7 +114,8 @@ def _tables(figures: dict[str, Any]) -> Sequence[Table]:
         "failed by reason": _counted(reasons),
         "of them streamed": f"{figures['streamed']:,}; begun again after a preemption {moved['restarts']:,} times",
         "compared": f"{figures['checked_bytes']:,} B; moved {moved['moved']:,} B, of these staged "
-        f"{moved['staged']:,} B, read before the prefill had ended {moved['early']:,} B",
+        f"{moved['staged']:,} B; copied from mapped memory {moved['mapped']:,} B; before the prefill had ended "
+        f"{moved['early']:,} B",
         "leases": _counted(figures["leases"]),
         "what must not happen": _counted(figures["violations"]) or "nothing of it did",
     }

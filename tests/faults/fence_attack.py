@@ -159,7 +159,7 @@ def consumer_of(placing: str) -> Iterator[Engine]:
         staged_reads.MAX_WAVE_BYTES = 1
         consumer = Engine("C", gated, shape=shape, settings=settings)
         stack.callback(consumer.close)
-        stack.enter_context(holding_copies(gate_of(consumer)))
+        stack.enter_context(holding_copies())
         consumer.renewer.submit = lambda commands: None  # type: ignore[method-assign]
         yield consumer
 

@@ -36,6 +36,7 @@ def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows(run_se
     assert figures["loads"]["loaded"] > 0.8 * figures["requests"]
     assert figures["streamed"] > 0.3 * figures["requests"]
     assert figures["moved"]["early"] > 0 < figures["moved"]["restarts"]
+    assert figures["moved"]["mapped"] > 0 < figures["moved"]["moved"]
     assert sum(figures["loads"][how] for how in figures["loads"] if how.startswith("failed")) > 0
     assert sum(map(bool, figures["faults"].values())) >= len(Fault) // 2
     assert grown(figures) == [], figures["samples"]

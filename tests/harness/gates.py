@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.tokens import TokenMap
@@ -25,6 +27,8 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
+from kvferry.worker.loads.context import LoadContext
+from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.peers import mapped_route
 from kvferry.worker.peers.mapped_route import MappedRoute
@@ -55,19 +59,27 @@ class _Held(Transfer):
 
 
 @contextlib.contextmanager
-def holding_copies(gate: GateFabric) -> Iterator[None]:
-    """Copies from mapped memory, of which the fabric knows nothing, are held up like its data reads; each is unit by
-    unit meanwhile, so that a share of them is at once."""
+def holding_copies() -> Iterator[None]:
+    """Copies from mapped memory, of which the fabric knows nothing, are held up like the data reads of a fabric with a
+    gate; each is unit by unit meanwhile, so that a share of them is at once."""
+    make = DataReads.__init__
     steps = MappedReads.steps
     launch_bytes = mapped_route.LAUNCH_BYTES
+    gates: WeakKeyDictionary[MappedReads, GateFabric] = WeakKeyDictionary()
+
+    def made(data: DataReads, context: LoadContext, *parts: Any) -> None:
+        make(data, context, *parts)
+        if isinstance(context.reader.fabric, GateFabric):
+            gates[data._mapped] = context.reader.fabric
 
     def held_steps(
         reads: MappedReads, routes: Iterable[MappedRoute], units: Mapping[TokenMap, UnitPairs]
     ) -> Iterator[None]:
         mapped = list(routes)
         copying = steps(reads, mapped, units)
-        hold = gate.hold() if mapped else None
-        if hold is not None:
+        gate = gates.get(reads)
+        hold = gate.hold() if gate is not None and mapped else None
+        if gate is not None and hold is not None:
             held = _Held(hold, [], None, "mapped")
             gate.waiting.add(held)
             for _ in range(round(sum(map(len, units.values())) * hold.at_once)):
@@ -78,10 +90,12 @@ def holding_copies(gate: GateFabric) -> Iterator[None]:
         yield from copying
 
     mapped_route.LAUNCH_BYTES = 1
+    DataReads.__init__ = made  # type: ignore[method-assign, assignment]
     MappedReads.steps = held_steps  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        DataReads.__init__ = make  # type: ignore[method-assign]
         mapped_route.LAUNCH_BYTES = launch_bytes
         MappedReads.steps = steps  # type: ignore[method-assign]
 
