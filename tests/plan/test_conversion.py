@@ -48,6 +48,24 @@ def fields(local: PagedTensor, remote: PagedTensor, costs: Costs | None = None) 
     return [reason.field for reason in refused.value.reasons]
 
 
+def test_without_a_pool_what_may_be_mapped_is_planned_and_refused_if_it_is_not() -> None:
+    consumer, producer = engine(FLOAT16), engine(BFLOAT16)
+    no_pool = Costs(staged_run_bytes=0)
+    with pytest.raises(PlanRefused) as refused:
+        plan_transfer(consumer, 0, producer, no_pool)
+    planned = plan_transfer(consumer, 0, producer, no_pool, mappable=(0,))
+    (route,) = planned.routes
+    assert route.unless_mapped == refused.value.reasons
+    assert {item.placing for item in route.slices} == {Placing.MAPPED}
+    assert route.unit_descriptors == 0
+    with pytest.raises(PlanRefused) as not_mapped:
+        planned.with_mapped(())
+    assert not_mapped.value.reasons == refused.value.reasons
+    (mapped,) = planned.with_mapped((0,)).routes
+    assert not mapped.unless_mapped
+    assert mapped.slices == route.slices
+
+
 @pytest.mark.parametrize(
     ("one", "two", "needed"),
     [

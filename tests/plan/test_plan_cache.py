@@ -103,6 +103,17 @@ def test_engines_of_one_shape_are_planned_once_and_others_each(
         cache.plan(msgspec.structs.replace(producer, workers=producer.workers[:1]))
 
 
+def test_a_plan_of_what_may_be_mapped_is_kept_apart(
+    pair_of_engines: tuple[EngineDescription, EngineDescription], planned: mock.Mock
+) -> None:
+    consumer, producer = pair_of_engines
+    cache = PlanCache(consumer, 0)
+    for mappable in (frozenset[int](), frozenset({0, 1}), frozenset({0})):
+        for _ in range(2):
+            cache.plan(producer, mappable)
+    assert planned.call_count == 3
+
+
 def test_an_address_behind_the_last_one_is_refused_although_its_shape_is_known(
     pair_of_engines: tuple[EngineDescription, EngineDescription],
 ) -> None:

@@ -148,6 +148,22 @@ NAMED_PAIRS = {
 }
 
 
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_without_a_pool_two_cache_dtypes_need_mapped_memory(is_mapped: bool) -> None:
+    if WorkerMemory.device is not HOST:
+        pytest.skip("caches on a device are not mapped")
+    model = attention()
+    here = replace(side(model), cache_dtype="float8_e4m3", scales=(0.5,))
+    made = pair(model, replace(side(model), cache_dtype="bfloat16"), here, tokens=45)
+    no_pool = replace(SETTINGS, staging_pool_bytes=0, mapped_reads=is_mapped)
+    with rig_of(made, no_pool) as (producer, consumer):
+        if is_mapped:
+            assert hand_over(made, producer, consumer).mapped_bytes
+            return
+        with pytest.raises(AssertionError, match="plan"):
+            hand_over(made, producer, consumer)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMED_PAIRS)
 def test_every_byte_arrives(name: str, way: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.slow
 
 DRAWS = 30
 CONVERTED_DRAWS = 15
-MAPPED = replace(SETTINGS, mapped_reads=True)
+MAPPED_DRAWS = int(os.environ.get("KVFERRY_MAPPED_PAIRS", "20"))
+MAPPED = replace(SETTINGS, mapped_reads=True, staging_pool_bytes=0)
 WAYS = st.sampled_from(
     (*(replace(SETTINGS, staging_pool_bytes=pool) for pool in (0, 1 << 11, 1 << 16)), MAPPED)
 )
@@ -90,7 +92,9 @@ def without_dtype(side: Side) -> Side:
 
 
 @st.composite
-def converted(draw: st.DrawFn) -> tuple[Pair, WorkerSettings]:
+def converted(
+    draw: st.DrawFn, ways: st.SearchStrategy[WorkerSettings]
+) -> tuple[Pair, WorkerSettings]:
     """A pair whose 16-bit caches are kept in two dtypes; only elements of their own size can be converted."""
     pair, (there, here) = draw(pairs()), draw(CONVERSIONS)
     orders = [
@@ -99,8 +103,7 @@ def converted(draw: st.DrawFn) -> tuple[Pair, WorkerSettings]:
     ]
     producer = replace(pair.producer, cache_dtype=there, scales=draw(SCALES), orders=orders[0])
     consumer = replace(pair.consumer, cache_dtype=here, scales=draw(SCALES), orders=orders[1])
-    way = draw(st.sampled_from((SETTINGS, MAPPED)))
-    return replace(pair, producer=producer, consumer=consumer), way
+    return replace(pair, producer=producer, consumer=consumer), draw(ways)
 
 
 def test_any_pair_that_can_work_is_byte_exact_through_nixl(
@@ -111,9 +114,20 @@ def test_any_pair_that_can_work_is_byte_exact_through_nixl(
     assert seen["mapped bytes"]
 
 
+def test_any_pair_is_byte_exact_from_mapped_memory(
+    run_seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`KVFERRY_MAPPED_PAIRS=2000` draws as many; a third of them are converted, without a staging pool."""
+    plain = st.tuples(pairs(), st.just(MAPPED))
+    cases = st.one_of(plain, plain, converted(st.just(MAPPED)))
+    seen = run(run_seed, capsys, MAPPED_DRAWS, cases)
+    assert seen["mapped bytes"]
+    assert not seen["bytes"], "NIXL reads nothing"
+
+
 def test_any_pair_of_two_cache_dtypes_arrives_converted(
     run_seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = run(run_seed, capsys, CONVERTED_DRAWS, converted())
+    seen = run(run_seed, capsys, CONVERTED_DRAWS, converted(st.sampled_from((SETTINGS, MAPPED))))
     assert seen["staged bytes"], "what is converted goes through the pool"
     assert seen["mapped bytes"], "or comes from mapped memory"

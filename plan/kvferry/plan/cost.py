@@ -20,6 +20,7 @@ class Costs:
         direct_min_bytes: run length at which a descriptor takes as long as its bytes.
         link_gb_s: bandwidth of the link, GB/s.
         relayout_gb_s: bandwidth of the relayout, bytes read and written, GB/s.
+        mapped_gb_s: bandwidth of copies from mapped memory, bytes counted once, GB/s: one core copies.
         staged_run_bytes: longest run that the staging pool takes; 0 without a pool.
         reaches_caches: the fabric reaches the consumer's caches; if not, everything is staged.
     """
@@ -27,6 +28,7 @@ class Costs:
     direct_min_bytes: int = DIRECT_MIN_BYTES
     link_gb_s: float = 50.0
     relayout_gb_s: float = 1500.0
+    mapped_gb_s: float = 10.0
     staged_run_bytes: int = 32 << 20
     reaches_caches: bool = True
 
@@ -42,6 +44,10 @@ class Costs:
     def relayout_s(self, num_bytes: float) -> float:
         """The cost of moving bytes from the staging pool into place: each is read and written."""
         return 2 * num_bytes / (self.relayout_gb_s * 1e9)
+
+    def mapped_s(self, num_bytes: float) -> float:
+        """The cost of copying bytes from mapped memory into place."""
+        return num_bytes / (self.mapped_gb_s * 1e9)
 
 
 PUBLISHED = Costs()

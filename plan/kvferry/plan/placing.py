@@ -10,7 +10,7 @@ from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.plan.runs import Bundle, ReadExtent, TensorSlice
 from kvferry.plan.staged_layout import StagedSource, Unplaceable, differs, read_options, sources
 from kvferry.plan.tokens import TokenMap, map_tokens
-from kvferry.plan.transfer_plan import Placing, Slice
+from kvferry.plan.transfer_plan import SAME_HOST, Placing, Slice
 from kvferry.protocol.geometry import PagedTensor, Range
 from kvferry.protocol.handshake import EngineDescription
 
@@ -82,14 +82,23 @@ def place(
         lost = _lost(parts, bundles, reading_of_part, costs)
         if not lost:
             try:
+                placings = [
+                    (Placing.DIRECT if choice.option is None else Placing.STAGED, choice.reason)
+                    for choice in choices
+                ]
                 return (
-                    _slices(parts, bundles, choices),
+                    _slices(parts, bundles, placings),
                     sources(parts, bundles, reading_of_part),
                 )
             except Unplaceable:
                 # Cells overlap on the producer, so no reading in its shape can be placed.
                 lost = {(index, reading) for index in range(len(bundles)) for reading in ReadExtent}
         banned |= lost
+
+
+def place_mapped(parts: Sequence[TensorSlice], bundles: Sequence[Bundle]) -> tuple[Slice, ...]:
+    """The slices where everything is copied from mapped memory."""
+    return _slices(parts, bundles, [(Placing.MAPPED, SAME_HOST)] * len(bundles))
 
 
 def _must_be_staged(bundle: Bundle, costs: Costs) -> bool:
@@ -141,13 +150,12 @@ def _choose_reading(
 
 
 def _slices(
-    parts: Sequence[TensorSlice], bundles: Sequence[Bundle], choices: Sequence[Choice]
+    parts: Sequence[TensorSlice],
+    bundles: Sequence[Bundle],
+    placings: Sequence[tuple[Placing, str]],
 ) -> tuple[Slice, ...]:
     slices: dict[int, Slice] = {}
-    for bundle, choice in zip(bundles, choices, strict=True):
-        placing = Placing.STAGED
-        if choice.option is None:
-            placing = Placing.DIRECT
+    for bundle, (placing, reason) in zip(bundles, placings, strict=True):
         for members in bundle.members:
             for member in members:
                 part = parts[member]
@@ -157,7 +165,7 @@ def _slices(
                     heads=part.heads,
                     tokens=part.tokens,
                     placing=placing,
-                    reason=choice.reason,
+                    reason=reason,
                     run_bytes=bundle.run_bytes,
                     unit_runs=bundle.runs_per_place / len(members),
                 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvferry.plan.assignment import Assignment, Lack, Name, assign
 from kvferry.plan.conversion import is_convertible, lacks_scales, needs_conversion
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.engine_shape import EngineShape
-from kvferry.plan.placing import TokenMaps, parts_of, place
+from kvferry.plan.placing import TokenMaps, parts_of, place, place_mapped
 from kvferry.plan.refusals import PlanRefused, Reason, check_description
 from kvferry.plan.run_merger import merge
 from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, TensorSlice
@@ -63,25 +63,38 @@ MAX_ROWS = 1 << 22
 
 
 def plan_transfer(
-    consumer: EngineDescription, worker: int, producer: EngineDescription, costs: Costs = PUBLISHED
+    consumer: EngineDescription,
+    worker: int,
+    producer: EngineDescription,
+    costs: Costs = PUBLISHED,
+    mappable: Collection[int] = (),
 ) -> TransferPlan:
     """Plan the reads of worker number `worker` of `consumer` from `producer`.
 
     Args:
         consumer, producer: descriptions with all workers of each engine.
+        mappable: workers of the producer whose memory may be mapped: what cannot be read from them otherwise is planned
+            all the same (`Route.unless_mapped`).
 
     Raises:
         PlanRefused: with every reason.
         InvalidMessage: the producer's description contradicts itself.
     """
     assignment = _assignment(consumer, producer)
-    return _plan(consumer, worker, producer, assignment, _shapes(consumer, producer), costs)
+    shapes = _shapes(consumer, producer)
+    return _plan(consumer, worker, producer, assignment, shapes, costs, mappable)
 
 
 def plan_engine(
-    consumer: EngineDescription, producer: EngineDescription, costs: Costs = PUBLISHED
+    consumer: EngineDescription,
+    producer: EngineDescription,
+    costs: Costs = PUBLISHED,
+    mappable: Collection[int] = (),
 ) -> tuple[TransferPlan, ...]:
     """The plans of all workers of `consumer`, in order.
+
+    Args:
+        mappable: as for `plan_transfer`.
 
     Raises:
         PlanRefused: as `plan_transfer`.
@@ -92,7 +105,9 @@ def plan_engine(
     # of 80 layers took 2.5 s; now it is 0.28.
     shapes = _shapes(consumer, producer)
     workers = range(len(consumer.workers))
-    return tuple(_plan(consumer, worker, producer, assignment, shapes, costs) for worker in workers)
+    return tuple(
+        _plan(consumer, worker, producer, assignment, shapes, costs, mappable) for worker in workers
+    )
 
 
 def _shapes(
@@ -130,6 +145,7 @@ def _plan(
     assignment: Assignment,
     shapes: tuple[EngineShape, EngineShape],
     costs: Costs,
+    mappable: Collection[int],
 ) -> TransferPlan:
     own = consumer.workers[worker]
     local_tensors = {tensor.name: tensor for tensor in own.tensors}
@@ -147,7 +163,15 @@ def _plan(
         bundles = merge(parts)
         # Before they are placed, which takes time and memory for each.
         sizes.add(bundles)
-        slices, sources = place(parts, bundles, costs)
+        unless_mapped: tuple[Reason, ...] = ()
+        try:
+            slices, sources = place(parts, bundles, costs)
+        except PlanRefused as refused:
+            # Mapped memory needs no pool. Whether it can be mapped is known when it is.
+            if index not in mappable:
+                raise
+            slices, sources = place_mapped(parts, bundles), ()
+            unless_mapped = refused.reasons
         route = Route(
             worker=index,
             place=remote_worker.place,
@@ -155,6 +179,7 @@ def _plan(
             bundles=bundles,
             sources=sources,
             expected=assignment.expected(index),
+            unless_mapped=unless_mapped,
         )
         routes.append(route)
     for index in assignment.released[worker]:

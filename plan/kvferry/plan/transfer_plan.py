@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.plan.engine_shape import EngineShape
+from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.plan.runs import Bundle
 from kvferry.plan.staged_layout import StagedSource
 from kvferry.plan.tokens import TokenMap, shared_part
@@ -16,6 +17,9 @@ from kvferry.protocol.geometry import PagedTensor, Place, Range
 
 MAX_LINE = 800
 """Characters of a plan's line in the log; what does not fit follows at DEBUG."""
+
+SAME_HOST = "same host"
+"""Why bytes are copied from mapped memory."""
 
 _MAX_UNITS_NAMED = 4
 _MAX_RANKS_NAMED = 4
@@ -82,6 +86,7 @@ class Route:
         bundles: the slices merged into the runs that both sides share; `members` index `slices`.
         sources: the staged reads, in the runs of the producer.
         expected: number of consumer workers that report `done` to this producer worker.
+        unless_mapped: why this worker cannot be read from if its memory is not mapped; empty if it can.
     """
 
     worker: int
@@ -90,14 +95,15 @@ class Route:
     bundles: tuple[Bundle, ...]
     sources: tuple[StagedSource, ...]
     expected: int
+    unless_mapped: tuple[Reason, ...] = ()
 
     def mapped(self) -> Route:
         """The same reads from mapped memory: without descriptors and without the pool, whatever the layouts."""
         slices = tuple(
-            replace(one_slice, placing=Placing.MAPPED, reason="same host")
+            replace(one_slice, placing=Placing.MAPPED, reason=SAME_HOST)
             for one_slice in self.slices
         )
-        return replace(self, slices=slices, sources=())
+        return replace(self, slices=slices, sources=(), unless_mapped=())
 
     def placing_of(self, bundle: Bundle) -> Placing:
         """How a bundle of this route is placed."""
@@ -179,12 +185,19 @@ class TransferPlan:
     shapes: tuple[EngineShape, EngineShape]
 
     def with_mapped(self, workers: Collection[int]) -> TransferPlan:
-        """The plan where the memory of these producer workers is mapped."""
+        """The plan where the memory of these producer workers is mapped.
+
+        Raises:
+            PlanRefused: another worker cannot be read from unless it is mapped.
+        """
         # Nothing is compared: a mapped byte crosses the memory once, as a byte that is read in place does, and costs
         # no descriptor.
         routes = tuple(
             route.mapped() if route.worker in workers else route for route in self.routes
         )
+        reasons = dict.fromkeys(reason for route in routes for reason in route.unless_mapped)
+        if reasons:
+            raise PlanRefused(list(reasons))
         return replace(self, routes=routes)
 
     def describe(self) -> str:

@@ -167,8 +167,17 @@ def test_on_one_host_nothing_goes_over_a_link_whatever_the_layouts() -> None:
     assert placings(together) == {"mapped"}
     assert (together.link_bytes, together.descriptors) == (0, 0)
     assert together.bytes == apart.bytes == apart.link_bytes
-    assert together.predicted_ms < apart.predicted_ms
+    mapped_ms = PUBLISHED.mapped_s(together.bytes) * 1000
+    assert together.predicted_ms == pytest.approx(mapped_ms, abs=0.001)
+    assert together.slowest.side == "consumer"
     (worker,) = together.workers
     assert " mapped, " in worker.log
     assert not any(flow.staged for flow in worker.flows)
     assert run("plan", *pair, "--same-host").out.count(" 0  mapped (1)") == 1
+
+
+def test_on_one_host_caches_of_two_dtypes_need_no_pool() -> None:
+    pair = ("layers=2,heads=4,dim=16,dtype=bfloat16", "layers=2,heads=4,dim=16,dtype=float16")
+    no_pool = ("--staging-pool-bytes", "0")
+    assert run("plan", *pair, *no_pool).code != 0
+    assert placings(summary_of(*pair, *no_pool, "--same-host")) == {"mapped"}

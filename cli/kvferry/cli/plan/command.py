@@ -49,8 +49,9 @@ def run_plan(options: argparse.Namespace) -> int:
     link_gb_s = number_option("--link", options.link, 0.001, 1e6)
     producer, consumer = read_sides(options.producer, options.consumer, _read_stdin)
     costs = _costs(options, consumer.engine)
+    mappable = range(len(producer.engine.workers)) if options.same_host else ()
     try:
-        plans = plan_engine(consumer.engine, producer.engine, costs)
+        plans = plan_engine(consumer.engine, producer.engine, costs, mappable)
     except PlanRefused as refused:
         refusal = Refusal(reasons=refused.reasons)
         if options.json:
@@ -60,8 +61,7 @@ def run_plan(options: argparse.Namespace) -> int:
             print_refusal(refusal)
         return REFUSED
     if options.same_host:
-        every_worker = range(len(producer.engine.workers))
-        plans = tuple(plan.with_mapped(every_worker) for plan in plans)
+        plans = tuple(plan.with_mapped(mappable) for plan in plans)
     summary = summarise(
         consumer.engine,
         producer.engine,

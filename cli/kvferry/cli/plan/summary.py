@@ -238,8 +238,8 @@ def summarise(
             flow, effort = _flow(route, units_of, consumer.groups, order)
             flows.append(flow)
             efforts.append(effort)
-            # The relayout is the consumer's work.
-            sending[route.worker].append(effort._replace(relayout_bytes=0))
+            # The relayout is the consumer's work, and so are copies from mapped memory.
+            sending[route.worker].append(effort._replace(relayout_bytes=0, mapped_bytes=0))
         own_effort = total(efforts)
         log, *debug = plan.describe_all()
         reader = ReadingWorker(
@@ -364,19 +364,22 @@ class Effort(NamedTuple):
         num_bytes: bytes needed.
         link_bytes: bytes over the link; more than needed if whole blocks are read for a part of them.
         descriptors: descriptors given to NIXL.
-        relayout_bytes: bytes that the relayout puts in place: staged ones afterwards, mapped ones at once.
+        relayout_bytes: bytes that the relayout puts in place after they were staged.
+        mapped_bytes: bytes that are copied from mapped memory.
     """
 
     num_bytes: int = 0
     link_bytes: int = 0
     descriptors: int = 0
     relayout_bytes: int = 0
+    mapped_bytes: int = 0
 
     def seconds(self, costs: Costs, link_gb_s: float) -> float:
-        """Time over a link, with the known costs of descriptors and of the relayout."""
+        """Time over a link, with the known costs of descriptors, of the relayout and of copies from mapped memory."""
         link_s = self.link_bytes / (link_gb_s * 1e9)
         descriptors_s = self.descriptors * costs.descriptor_s
-        return link_s + descriptors_s + costs.relayout_s(self.relayout_bytes)
+        copies_s = costs.relayout_s(self.relayout_bytes) + costs.mapped_s(self.mapped_bytes)
+        return link_s + descriptors_s + copies_s
 
 
 def total(efforts: Iterable[Effort]) -> Effort:
@@ -445,8 +448,11 @@ def count_units(token_map: TokenMap, here: Groups, there: Groups, num_tokens: in
 def bundle_effort(route: Route, bundle: Bundle, units: Units) -> Effort:
     """The effort of a bundle; of a staged one without the reads, which are in `source_effort`."""
     num_bytes = units.units * bundle.unit_bytes
-    if route.placing_of(bundle) is not Placing.DIRECT:
+    placing = route.placing_of(bundle)
+    if placing is Placing.STAGED:
         return Effort(num_bytes=num_bytes, relayout_bytes=num_bytes)
+    if placing is Placing.MAPPED:
+        return Effort(num_bytes=num_bytes, mapped_bytes=num_bytes)
     return Effort(
         num_bytes=num_bytes,
         link_bytes=num_bytes,

@@ -113,7 +113,14 @@ class FirstContact:
             raise PeerRefused(f"{where} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:
             raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
-        return description, self._plans.plan(description)
+        mappable: frozenset[int] = frozenset()
+        if self.settings.mapped_reads:
+            mappable = frozenset(
+                index
+                for index, worker in enumerate(description.workers)
+                if worker.shared is not None and worker.shared.allocations
+            )
+        return description, self._plans.plan(description, mappable)
 
     def close(self) -> None:
         """End the side channel's connections, and begin no further plan. Idempotent."""

@@ -197,6 +197,7 @@ def connect(
 
     Raises:
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
+        PlanRefused: what is planned can only be read from mapped memory, and is not mapped.
         InvalidMessage: the description names memory of no known kind.
     """
     mappings: dict[int, WorkerMapping] = {}

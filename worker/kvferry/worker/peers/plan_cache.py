@@ -64,8 +64,10 @@ class PlanCache:
         """Plans that are kept."""
         return len(self._kept)
 
-    def plan(self, producer: EngineDescription) -> TransferPlan:
-        """The plan of `plan_transfer` for this producer.
+    def plan(
+        self, producer: EngineDescription, mappable: frozenset[int] = frozenset()
+    ) -> TransferPlan:
+        """The plan of `plan_transfer` for this producer, of which these workers' memory may be mapped.
 
         Raises:
             PlanRefused: as `plan_transfer`.
@@ -73,8 +75,8 @@ class PlanCache:
         """
         tensors = sum(len(worker.tensors) for worker in producer.workers)
         if tensors > MAX_TENSORS:
-            return self._make(producer)
-        shape = _shape_of(producer)
+            return self._make(producer, mappable)
+        shape = (*_shape_of(producer), mappable)
         origins = tuple(_origin(worker) for worker in producer.workers)
         with self._lock:
             kept = self._kept.get(shape)
@@ -85,15 +87,15 @@ class PlanCache:
         if kept is not None and has_legal_addresses:
             return _moved_plan(kept, producer, origins)
         # Outside the lock: a plan may take seconds, and the other producers are not to wait.
-        plan = self._make(producer)
+        plan = self._make(producer, mappable)
         with self._lock:
             self._kept[shape] = _KeptPlan(plan, origins)
             if len(self._kept) > MAX_PLANS:
                 self._kept.popitem(last=False)
         return plan
 
-    def _make(self, producer: EngineDescription) -> TransferPlan:
-        return plan_transfer(self._consumer, self._worker, producer, self._costs)
+    def _make(self, producer: EngineDescription, mappable: frozenset[int]) -> TransferPlan:
+        return plan_transfer(self._consumer, self._worker, producer, self._costs, mappable)
 
 
 def _shape_of(producer: EngineDescription) -> ProducerShape:
