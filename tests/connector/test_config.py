@@ -72,7 +72,6 @@ def test_our_own_keys_reach_the_configuration() -> None:
         "staging_pool_bytes": 2 << 20,
         "direct_min_bytes": 4096,
         "mapped_reads": "off",
-        "debug_check_integrity": True,
         "allow_cumem_allocator": True,
         "allowed_hosts": ("10.1.0.0/16", "*.prefill.example"),
         "prewarm_peers": ("10.1.2.3:5600", "[fd00::1]:65535", "p0.example:1"),
@@ -135,8 +134,8 @@ def test_under_the_stock_connectors_name_an_unknown_key_is_warned_of_and_ignored
 )
 def test_a_choice_may_be_quoted_as_in_the_upstream_guide(text: Any, meant: bool) -> None:
     for name in ("NixlConnector", "FerryConnector"):
-        config = read_config({"bidirectional_kv_xfer": text, "debug_check_integrity": text}, name)
-        assert (config.bidirectional_kv_xfer, config.debug_check_integrity) == (meant, meant)
+        config = read_config({"bidirectional_kv_xfer": text, "allow_cumem_allocator": text}, name)
+        assert (config.bidirectional_kv_xfer, config.allow_cumem_allocator) == (meant, meant)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,6 @@ WRONG: dict[str, list[Any]] = {
     "staging_pool_bytes": [-1, 1, (1 << 20) - 1, (1 << 40) + 1, 2.0**21, "64M", True],
     "direct_min_bytes": [0, (1 << 40) + 1, 16384.0, "16K", False],
     "mapped_reads": ["on", "", "Auto", "true", True, 1, ["auto"], {}],
-    "debug_check_integrity": ["on", 2, 0.0, []],
     "allow_cumem_allocator": ["on", 2, 0.0, []],
     "allowed_hosts": [
         "10.1.2.3",

@@ -67,8 +67,7 @@ COUNTED = {
     "quarantined_loads": 5,
     "quarantined_blocks": 6,
     "graces_over": 7,
-    "integrity_errors": 8,
-    "lost_orders": 9,
+    "lost_orders": 8,
 }
 EVERYTHING = StepResults(
     failed={reason.value: reason for reason in FailureReason},

@@ -77,6 +77,9 @@ def make_engine() -> Iterator[Any]:
     """Makes schedulers whose workers' reports the test chooses: `make_engine(role, **config)`, with kvferry's connector
     if no other is named. They are closed at the end of the test, with an integrity check."""
     node = importlib.import_module("tests.harness.core.node")
+    check_scheduler_side = importlib.import_module(
+        "tests.harness.core.integrity"
+    ).check_scheduler_side
     with contextlib.ExitStack() as stack:
 
         def build(
@@ -93,7 +96,7 @@ def make_engine() -> Iterator[Any]:
                 engine = node.SchedulerEngine(connector, module=module, role=role, **config)
             stack.callback(engine.close)
             if module == "kvferry.connector":
-                stack.callback(engine.connector.scheduler_side.monitor.check_integrity)
+                stack.callback(check_scheduler_side, engine.connector.scheduler_side)
             return engine
 
         yield build

@@ -19,6 +19,7 @@ from kvferry.protocol.prompt_queries import (
     request_key,
 )
 from kvferry.scheduler.producer.lease import ProducerLease
+from tests.harness.core.integrity import check_scheduler_side
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import Scheduled, tokens
 from tests.link.channel import client
@@ -90,7 +91,7 @@ def free_rows(node: Node) -> int:
 def is_over(node: Node) -> bool:
     """Whether nothing is leaked: no block, no request, no slot, no row."""
     side = node.engine.connector.scheduler_side
-    side.monitor.check_integrity()
+    check_scheduler_side(side)
     return node.engine.is_whole and not len(side.leases) and free_rows(node) == 64
 
 

@@ -27,10 +27,9 @@ EXTRA: dict[str, Any] = {
     "max_peers": 17,
     "failed_read_grace_s": 59.0,
     "mapped_reads": "off",
-    "debug_check_integrity": True,
     "allowed_hosts": ["10.1.0.0/16", "p0.example"],
 }
-NAMES = {"engine_ttl": "peer_ttl_s", "debug_check_integrity": "check_integrity"}
+NAMES = {"engine_ttl": "peer_ttl_s"}
 OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from", "row_blocks"}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.core.integrity import check_scheduler_side
 from tests.harness.core.node import Node
 from tests.harness.core.runners import SecondRunner
 from tests.harness.core.scheduler import tokens
@@ -158,7 +159,7 @@ class Life:
         self.until(lambda node: node.engine.is_whole)
         for node in (self.producer, self.consumer):
             side = node.engine.connector.scheduler_side
-            side.monitor.check_integrity()
+            check_scheduler_side(side)
             assert (len(side.leases), len(side.loads)) == (0, 0)
 
     def until(self, over: Callable[[Node], bool]) -> None:

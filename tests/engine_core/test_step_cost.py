@@ -163,13 +163,13 @@ def test_a_step_does_the_same_with_thousands_of_requests_that_wait_for_a_pool_fu
         "max_step_tokens": 4096,
         "lookahead": 4,
         "states": states,
+        "checks_steps": False,
     }
     slow = make_slow(
         engine=engine,
         kv_lease_duration=3600.0,
         lease_slots=256,
         max_leased_fraction=1.0,
-        debug_check_integrity=False,
     )
     while slow.engine.free_blocks > 16:
         slow.prefill(f"held{len(slow.engine.answers)}")

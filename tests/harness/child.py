@@ -36,7 +36,7 @@ from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.exported import slots_of
 from tests.harness.fault_fabric import Point, Stops
-from tests.harness.integrity import check_worker, snapshot_of
+from tests.harness.integrity import check_every_turn, check_worker, snapshot_of
 
 SOCKETS_S = 0.3
 """How long these engines keep unused sockets; outside of drills it is a minute."""
@@ -109,7 +109,6 @@ class Server:
         settings = replace(
             SETTINGS,
             lease_slots=64,
-            check_integrity=True,
             failed_read_grace_s=start.failed_read_grace_s,
             handshake_timeout_s=start.handshake_timeout_s,
             load_timeout_s=start.load_timeout_s,
@@ -126,6 +125,7 @@ class Server:
         )
         if start.shared:
             stop_copies(self.engine.fabric.stops)
+        self._seen_broken = check_every_turn(self.engine.worker)
         self._channel = channel
         self._writing = threading.Lock()
         self._ordered: list[Ordered] = []
@@ -189,12 +189,12 @@ class Server:
         planners = sum(count for name, count in names.items() if name.startswith("kvferry-planner"))
         in_hand = Counter(
             leases=len(engine.leases),
-            held=seen.held,
+            held=len(seen.leases.held),
             loads=len(engine.loads),
             running=worker.count_loads(LoadState.RUNNING, LoadState.WAITING),
             quarantined=worker.count_loads(LoadState.QUARANTINED),
             alive=len(engine.seen.alive),
-            entries=seen.taken_entries,
+            entries=seen.entries.taken,
             waves=len(pool.waves) if pool is not None else 0,
             transfers=engine.fabric.transfers(),
             blocks=engine.shape.blocks - 1 - len(engine.unused),
@@ -221,8 +221,7 @@ class Server:
 
     def _broken(self) -> Iterator[str]:
         engine = self.engine
-        if engine.seen.counts["integrity_errors"]:
-            yield f"the worker's integrity check failed {engine.seen.counts['integrity_errors']} times"
+        yield from self._seen_broken
         idle = not len(engine.leases) and not self._ordered
         checks: list[Callable[[], None]] = [
             engine.leases.check_integrity,

@@ -170,7 +170,12 @@ class Engine(CacheEngine):
 
     def all_entries_are_free(self) -> bool:
         """Whether no read of a slot is in flight."""
-        return snapshot_of(self.worker).taken_entries == 0
+        return snapshot_of(self.worker).entries.taken == 0
+
+    def entries_of_loads(self) -> int:
+        """Entries for slot reads that loads hold themselves; those of parked loads are their polls'."""
+        holders = snapshot_of(self.worker).holders
+        return sum(len(holder.entries) for holder in holders if holder.state is not None)
 
     def end(self, offer: Offer) -> None:
         """End the lease, on the worker too."""

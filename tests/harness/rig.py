@@ -188,6 +188,6 @@ def until_adds_up(engine: Engine) -> None:
                 raise
         engine.step()
     seen = snapshot_of(engine.worker)
-    assert not seen.taken_entries
+    assert not seen.entries.taken
     assert seen.pool is None or not seen.pool.waves
     assert not engine.fabric.transfers()

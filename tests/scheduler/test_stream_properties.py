@@ -21,6 +21,7 @@ from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from tests.fakes.device_mark import FakeMark
+from tests.harness.integrity import table_errors
 from tests.scheduler.test_producer_properties import SLOTS, Modelled, ProducerHistories
 
 ROWS = 2
@@ -157,7 +158,7 @@ class StreamHistories(ProducerHistories):
                 self.clear(end.slot)
             self.report_once(self.table.end(end))
         self.table.advance()
-        assert self.table.errors() == []
+        assert table_errors(self.table.snapshot()) == []
 
     def epoch_of(self, slot: int) -> str:
         return f"{int(self.table.words[slot]) >> 4:015x}"

@@ -53,11 +53,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(model: Path, logs: Path) -> Iterator[ServerPair]:
     """A producer and a consumer, both kvferry, with `recompute`."""
-    checked = {"debug_check_integrity": True}
-    short = {
-        "kv_lease_duration": 12.0,
-        **checked,
-    }  # yet longer than a busy machine takes from an answer to the next request
+    # Short, yet longer than a busy machine takes from an answer to the next request.
+    short = {"kv_lease_duration": 12.0}
     debug = {"VLLM_LOGGING_LEVEL": "DEBUG"}
     tools = (
         "--trust-request-chat-template",
@@ -74,7 +71,7 @@ def pair(model: Path, logs: Path) -> Iterator[ServerPair]:
         str(model),
         devices=("1",),
         # A machine that is busy with other engines must not decide.
-        transfer=Transfer("kv_consumer", extra_config={"handshake_timeout_s": 15, **checked}),
+        transfer=Transfer("kv_consumer", extra_config={"handshake_timeout_s": 15}),
         extra_args=tools,
         extra_env=debug,
     )

@@ -78,11 +78,8 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
         )
         return stack.enter_context(ForkedServer(spec, logs))
 
-    short = {"kv_lease_duration": LEASE_S, "debug_check_integrity": True}
-    long_timeouts = {
-        "handshake_timeout_s": 15,
-        "debug_check_integrity": True,
-    }  # a busy machine must not decide
+    short = {"kv_lease_duration": LEASE_S}
+    long_timeouts = {"handshake_timeout_s": 15}  # a busy machine must not decide
     with ExitStack() as stack:
         fleet = Fleet(
             server("plain", "0"),
@@ -158,7 +155,6 @@ def check_idle(
             httpx.get(server.base_url + "/health", timeout=TIMEOUT_S, trust_env=False).status_code
             == 200
         )
-        assert server.metrics().total("vllm:kvferry_integrity_errors_total") == 0
         assert not (bad := _bad_lines(server)), f"{server.log_path}:\n" + "\n".join(bad)
 
 

@@ -33,6 +33,7 @@ from scripts.accuracy.metrics import Scrape, scrape
 from scripts.accuracy.model import default_cache_dir
 from scripts.accuracy.processes import ServerFailed, tail
 from tests.forkserver import forkserver
+from tests.vllm.checked import check_every_step
 from tests.vllm.small_models import small_model
 
 _TERM_S = 20.0
@@ -183,6 +184,7 @@ def _serve(arguments: Sequence[str], environment: Mapping[str, str], log_path: s
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
     registry._run_in_subprocess = lambda look: look()
+    check_every_step()
     sys.argv = list(arguments)
     entry.main()
 

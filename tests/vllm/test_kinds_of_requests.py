@@ -258,9 +258,7 @@ def seers(logs: Path) -> Iterator[ServerPair]:
     """A producer and a consumer of a model that sees one image."""
 
     def server(name: str, core: str) -> ForkedServer:
-        transfer = Transfer(
-            f"kv_{name}", extra_config={"debug_check_integrity": True, "handshake_timeout_s": 15}
-        )
+        transfer = Transfer(f"kv_{name}", extra_config={"handshake_timeout_s": 15})
         seeing: dict[str, Any] = {
             "max_model_len": 512,
             "extra_args": ("--trust-request-chat-template",),

@@ -15,6 +15,7 @@ from kvferry.protocol.stream_rows import STREAM_ROWS, header_word
 from kvferry.worker.leases import LeaseTable
 from kvferry.worker.stream_rows import StreamRowTable
 from tests.fakes.device_mark import FakeMark
+from tests.harness.integrity import table_errors
 
 SLOTS = 3
 ROW_BLOCKS = (4, 7)
@@ -323,7 +324,7 @@ class LeaseTableHistory(RuleBasedStateMachine):
         live = [lease for lease in self.leases if not lease.over]
         assert self.table.held() == sum(lease.held for lease in live)
         assert self.table.pending() == sum((x.held and not x.ready) or bool(x.steps) for x in live)
-        assert self.table.errors() == []
+        assert table_errors(self.table.snapshot()) == []
 
     @invariant()
     def rows_say_what_the_rules_say(self) -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.staging.pool import PoolTooSmall, StagingPool, Wave
+from tests.harness.integrity import pool_errors
 
 CELL = 256
 LOADS = tuple("abcdef")
@@ -165,13 +166,13 @@ class PoolHistories(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        self.pool.check_integrity()
+        assert pool_errors(self.pool.snapshot()) == []
         assert (
             self.pool.free_bytes
             == CELL * self.model.owner.count(None) + self.pool.capacity - self.cells * CELL
         )
         held = [owner for owner in self.model.owner if owner]
-        assert self.pool.quarantined_bytes == CELL * sum(
+        assert self.pool.snapshot().quarantined_bytes == CELL * sum(
             owner in self.model.quarantined for owner in held
         )
         assert self.pool.waiting == tuple(entry[0] for entry in self.model.queue)
@@ -193,7 +194,7 @@ class PoolHistories(RuleBasedStateMachine):
             assert granted is not None, f"{load} is starved"
             self.pool.give_back(granted)
         assert self.pool.free_bytes == self.pool.capacity
-        self.pool.check_integrity()
+        assert pool_errors(self.pool.snapshot()) == []
 
 
 TestPoolHistories = PoolHistories.TestCase

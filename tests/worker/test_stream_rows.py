@@ -21,6 +21,7 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.leases import LeaseTable
 from kvferry.worker.stream_rows import StreamRowTable
 from tests.fakes.device_mark import FakeMark
+from tests.harness.integrity import table_errors
 
 FIRST, NEXT, OTHER = Epoch(5), Epoch(6), Epoch(7)
 
@@ -113,10 +114,10 @@ def test_the_end_of_a_lease_does_not_touch_a_row_that_another_one_has_taken() ->
     assert table.publish(progress(0, OTHER, 0, 7))
     table.open(opened(1, FIRST))
     table.open(opened(1, NEXT, row=3, origin=epoch_to_text(FIRST)))
-    assert table.errors() == []
+    assert table_errors(table.snapshot()) == []
     table.end(LeaseEnd(request_id="r", slot=0, epoch=epoch_to_text(OTHER)))
     assert rows.headers[3].tolist() == [header_word(FIRST), header_word(NEXT)]
-    assert table.errors() == []
+    assert table_errors(table.snapshot()) == []
 
 
 def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under_another_epoch() -> (
@@ -141,7 +142,7 @@ def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under
     mark.over = True
     assert not table.advance()
     assert (int(table.words[0]), int(table.progress[0])) == (EMPTY, EMPTY)
-    assert table.errors() == []
+    assert table_errors(table.snapshot()) == []
     assert table.end(LeaseEnd(request_id="r", slot=0, epoch=epoch_to_text(FIRST))) is None
     assert not rows.headers.any()
 
@@ -187,7 +188,7 @@ def test_a_step_that_ends_while_its_lease_goes_on_under_another_epoch_reports_no
 def test_a_row_that_belongs_to_no_lease_is_an_error() -> None:
     table, rows = table_of(9)
     rows.headers[2] = 81, 81
-    assert table.errors() == ["row 2 has the header 0x51, 0x51 of no lease"]
+    assert table_errors(table.snapshot()) == ["row 2 has the header 0x51, 0x51 of no lease"]
 
 
 def test_clear_ends_every_row() -> None:

@@ -154,11 +154,6 @@ class FerryConfig:
         whole(0, MAX_PEER_LABELS),
         "producers that metrics name in their label `peer`; all others are `other`",
     )
-    debug_check_integrity: bool = _option(
-        False,
-        yes_or_no,
-        "whether integrity is checked in every step, not only when the engine is idle; slow",
-    )
     allow_cumem_allocator: bool = _option(
         False,
         yes_or_no,

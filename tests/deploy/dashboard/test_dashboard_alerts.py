@@ -55,7 +55,6 @@ LOADED = {
 """A healthy engine: a load a second, all of them good."""
 
 SICK: dict[str, dict[str, str]] = {
-    "KvferryIntegrityErrors": {"vllm:kvferry_integrity_errors_total": "0x115 1x5"},
     "KvferryLostOrders": {"vllm:kvferry_lost_orders_total": "0x115 1x5"},
     "KvferryRequestsFail": {"vllm:kvferry_failed_requests_total": "0x117 1x3"},
     "KvferryLoadsFail": {'vllm:kvferry_local_recomputes_total{reason="load_failed"}': "0+4x120"},

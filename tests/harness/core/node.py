@@ -30,6 +30,7 @@ from kvferry.protocol.geometry import Place
 from kvferry.worker.worker import FerryWorker
 from tests.harness.cache_engine import wait_until_idle
 from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
+from tests.harness.core.integrity import check_scheduler_side
 from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
 from tests.harness.core.scheduler import Answer, Scheduled, SchedulerEngine
 from tests.harness.core.toy_model import ToyModel, expected_tokens
@@ -259,7 +260,7 @@ class Node:
         Args:
             idle: wait until nothing is under way before the workers end.
         """
-        ferry_of(self.engine.connector).scheduler_side.monitor.check_integrity()
+        check_scheduler_side(ferry_of(self.engine.connector).scheduler_side)
         self.engine.close()
         try:
             for worker in self.workers if idle else ():

@@ -31,6 +31,7 @@ from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.metrics.tables import COUNTERS, PEER
 from kvferry.protocol.orders import decode_orders
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
+from tests.harness.core.integrity import check_scheduler_side
 
 __all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Scheduled", "SchedulerEngine", "tokens"]
 
@@ -76,7 +77,11 @@ class Answer:
 
 
 class SchedulerEngine:
-    """A scheduler, its queues, and the answers so far."""
+    """A scheduler, its queues, and the answers so far.
+
+    Args:
+        checks_steps: check the integrity of kvferry's scheduler side when a step is scheduled and when it ends.
+    """
 
     def __init__(
         self,
@@ -86,6 +91,7 @@ class SchedulerEngine:
         overlap: bool = False,
         window: int = 0,
         lookahead: int = 0,
+        checks_steps: bool = False,
         **config: Any,
     ) -> None:
         self.config = vllm_config(connector, num_blocks=num_blocks, overlap=overlap, **config)
@@ -106,6 +112,7 @@ class SchedulerEngine:
                 block_size=BLOCK_TOKENS,
                 log_stats=True,
             )
+        self.checks_steps = checks_steps
         self.answers: dict[str, Answer] = {}
         self.stats: list[dict[str, Any]] = []
         self.sample: Callable[[str], int] = lambda request_id: SAMPLED
@@ -200,6 +207,7 @@ class SchedulerEngine:
 
     def schedule(self) -> Scheduled:
         output = self.scheduler.schedule()
+        self._check()
         running = {name: self.scheduler.requests[name] for name in output.num_scheduled_tokens}
         return Scheduled(
             output,
@@ -243,6 +251,7 @@ class SchedulerEngine:
         )
         for result in results.values():
             self._collect(result)
+        self._check()
 
     def step(self, **report: Any) -> Scheduled:
         step = self.schedule()
@@ -260,6 +269,10 @@ class SchedulerEngine:
 
     def close(self) -> None:
         self.scheduler.shutdown()
+
+    def _check(self) -> None:
+        if self.checks_steps:
+            check_scheduler_side(self.connector.scheduler_side)
 
     def _told_by_all(self, over: Iterable[str]) -> FerryWorkerMetadata:
         return FerryWorkerMetadata(

@@ -81,7 +81,7 @@ def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(rig: Rig, how: str)
         consumer.fabric.on_data_read = lambda: rig.network.fail_reads(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=30).params)
     _is_quarantined(rig, consumer, load)
-    assert consumer.pool.quarantined_bytes > 0
+    assert consumer.pool.snapshot().quarantined_bytes > 0
     rig.transfer(producer, consumer, tokens=30)
     _grace_is_over(rig, consumer)
     assert consumer.pool.free_bytes == consumer.pool.capacity

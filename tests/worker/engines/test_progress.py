@@ -175,7 +175,7 @@ def test_producers_that_stand_still_keep_no_third_one_from_the_staging_pool(rig:
     for load in late:
         assert rig.until_over(consumer, load) in (FailureReason.DEADLINE, FailureReason.STAGING)
     consumer.set_timeouts()
-    assert consumer.pool.quarantined_bytes >= consumer.pool.capacity // 2
+    assert consumer.pool.snapshot().quarantined_bytes >= consumer.pool.capacity // 2
     began_s = time.monotonic()
     rig.transfer(third, consumer, tokens=60, seed=8)
     assert time.monotonic() - began_s < SETTINGS.load_timeout_s / 2

@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 SLOT, ROW = 2, 5
 FIRST, NEXT = Epoch(0xABC), Epoch(0xDEF)
-STREAMING = replace(SETTINGS, row_blocks=(300,), check_integrity=True)
+STREAMING = replace(SETTINGS, row_blocks=(300,))
 
 
 def streaming_producer(rig: Rig) -> tuple[Engine, FakeClock]:

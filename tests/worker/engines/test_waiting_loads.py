@@ -59,7 +59,7 @@ def test_many_loads_that_wait_for_one_producer_cost_one_read_a_look(
     producer, consumer = rig.pair(shape=shape, settings=MANY)
     rig.transfer(producer, consumer)
     _, loads = park(producer, consumer, count=300)
-    assert " free + 0 of loads + " in snapshot_of(consumer.worker).sums
+    assert consumer.entries_of_loads() == 0
     post, sizes = consumer.fabric.post_read, Counter[int]()
 
     def noted(local: Any, local_indices: Any, remote: Any, remote_indices: Any) -> Any:
@@ -158,7 +158,7 @@ def test_loads_that_wait_for_a_frozen_producer_miss_their_deadlines_and_the_read
     rig.step_until(lambda: len(consumer.seen.failed) == 3, "the deadline", only=consumer)
     assert set(consumer.seen.failed.values()) == {FailureReason.DEADLINE}
     assert not consumer.seen.alive
-    wait_until(lambda: snapshot_of(consumer.worker).taken_entries, "the read is kept")
+    wait_until(lambda: snapshot_of(consumer.worker).entries.taken, "the read is kept")
     check_worker(consumer.worker)
     assert not consumer.all_entries_are_free()
     rig.network.thaw(producer.fabric.agent_name)

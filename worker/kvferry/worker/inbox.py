@@ -9,12 +9,15 @@ from typing import TypeAlias
 
 from kvferry.protocol.orders import OrdersHead
 from kvferry.worker.device import DeviceMark
+from kvferry.worker.fabric.entry_buffers import EntriesSnapshot
 from kvferry.worker.fabric.port import OpenHandles
+from kvferry.worker.fabric.reads import Handle
+from kvferry.worker.leases import LeaseTableSnapshot
 from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers.registry import PeerRegistrySnapshot
-from kvferry.worker.staging.pool import PoolSnapshot
+from kvferry.worker.staging.pool import PoolSnapshot, Wave
 
 
 class Signal(enum.Enum):
@@ -53,6 +56,24 @@ class StepLaunched:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """What a load that has begun, a poll of slots or a first read has taken and must give back.
+
+    Attributes:
+        request_id, state: of a load; None of the others.
+        entries, pages: for its reads of slots, and of block ids.
+        transfers: number of its reads that the fabric has not taken back.
+    """
+
+    request_id: str | None
+    state: LoadState | None
+    entries: tuple[int, ...]
+    pages: tuple[int, ...]
+    waves: tuple[Wave, ...]
+    transfers: int
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadSnapshot:
     """The state of a transfer thread between two of its turns.
 
@@ -62,14 +83,14 @@ class ThreadSnapshot:
         begun: the records so far of those that have begun.
         untaken: what the next report to the engine has.
         peers: the producers that are known.
-        held: leases that wait for a consumer's report.
+        leases: those that have not ended.
+        holders: loads that have begun, polls of slots, first reads, each with what it has taken.
         first_reads: first contacts whose reads have not ended.
-        taken_entries: for reads of slots.
+        agents, lists: of peers, numbers of those that the fabric was given and has not taken back.
+        entries, pages: the memory for reads of slots, and of block ids.
         pool: the staging pool; None without one.
         refused: handles that the fabric has not taken back yet.
         handles: that the fabric has.
-        sums: everything that is taken, and by whom, in a line.
-        wrong: what does not add up.
     """
 
     is_idle: bool
@@ -77,14 +98,16 @@ class ThreadSnapshot:
     begun: tuple[LoadRecord, ...]
     untaken: StepResults
     peers: PeerRegistrySnapshot
-    held: int
+    leases: LeaseTableSnapshot
+    holders: tuple[Holder, ...]
     first_reads: int
-    taken_entries: int
+    agents: int
+    lists: int
+    entries: EntriesSnapshot
+    pages: EntriesSnapshot
     pool: PoolSnapshot | None
-    refused: int
+    refused: tuple[Handle, ...]
     handles: OpenHandles
-    sums: str
-    wrong: list[str]
 
 
 @dataclass(frozen=True, slots=True)

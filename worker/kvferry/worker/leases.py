@@ -103,6 +103,37 @@ class _ServedLease:
         return any(reports.are_complete for reports in self.reports.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSnapshot:
+    """A lease that has not ended.
+
+    Attributes:
+        row, origin: of what may be read while it is computed; None if it has no row.
+    """
+
+    epoch: Epoch
+    is_held: bool
+    row: int | None
+    origin: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTableSnapshot:
+    """Attributes:
+    words: of the slots that are not empty, by slot.
+    leases: by slot.
+    held: slots of the leases that wait for a consumer's report.
+    pending: number of leases of which more can be read when the device has finished a step or a copy.
+    headers: of the rows that are not empty, by row: the words of origin and present epoch.
+    """
+
+    words: dict[int, int]
+    leases: dict[int, LeaseSnapshot]
+    held: frozenset[int]
+    pending: int
+    headers: dict[int, tuple[int, int]]
+
+
 class LeaseTable:
     """`slots` slots of two words in host memory at a fixed address.
 
@@ -152,35 +183,24 @@ class LeaseTable:
         """Number of leases of which more can be read when the device has finished a step or a copy."""
         return len(self._pending)
 
-    def describe(self) -> str:
-        """Numbers of words and leases, for an error text."""
-        words = np.count_nonzero(self.words)
-        counts = f"{len(self._leases)} leases, {len(self._held)} held, {len(self._pending)} pending"
-        return f"{words} words, {counts}"
-
-    def errors(self) -> list[str]:
-        """Errors, if any: every lease that can be read has its word, every other word is empty, only leases with a
-        request are held, and every row is a lease's."""
-        wrong: list[str] = []
+    def snapshot(self) -> LeaseTableSnapshot:
+        """The leases and the table's memory now. May be called on any thread."""
         with self._lock:
-            for slot, lease in self._leases.items():
-                word = int(self.words[slot])
-                if word not in (slot_word(lease.epoch, state) for state in _LIVE):
-                    wrong.append(
-                        f"the word of slot {slot} is {word:#x} under epoch {lease.epoch:#x}"
+            return LeaseTableSnapshot(
+                words={int(slot): int(self.words[slot]) for slot in np.flatnonzero(self.words)},
+                leases={
+                    slot: LeaseSnapshot(
+                        epoch=lease.epoch,
+                        is_held=lease.is_held,
+                        row=lease.stream.row,
+                        origin=lease.stream.origin,
                     )
-            words = int(np.count_nonzero(self.words))
-            if words != len(self._leases):
-                wrong.append(
-                    f"{words} words are not empty, and there are {len(self._leases)} leases"
-                )
-            held = {slot for slot, lease in self._leases.items() if lease.is_held}
-            if held != self._held:
-                slots = sorted(self._held ^ held)
-                wrong.append(f"slots {slots} are held by no request, or the other way round")
-            streams = [(lease.stream, lease.epoch) for lease in self._leases.values()]
-            wrong += self._rows.errors(streams)
-        return wrong
+                    for slot, lease in self._leases.items()
+                },
+                held=frozenset(self._held),
+                pending=len(self._pending),
+                headers=self._rows.snapshot(),
+            )
 
     def open(self, order: LeaseOpen) -> None:
         """Open a lease: its request runs and writes the blocks. An earlier lease of the slot that was not held ends;

@@ -29,7 +29,6 @@ class WorkerSettings:
     max_peers: producers that are known at once, not counting those that are being read from.
     failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
     mapped_reads: read the caches of producers of this host through a map of their memory, and let consumers do so.
-    check_integrity: check the integrity after every step of the transfer thread, not only when it is idle.
     """
 
     lease_slots: int = 4096
@@ -47,4 +46,3 @@ class WorkerSettings:
     max_peers: int = 1024
     failed_read_grace_s: float = FAILED_READ_GRACE_S
     mapped_reads: bool = True
-    check_integrity: bool = False

@@ -8,7 +8,6 @@ consumers read wrong blocks, so each order must continue exactly where the one b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,18 +150,7 @@ class StreamRowTable:
         stream.ids = stops
         self.name(order.row, stream, epoch)
 
-    def errors(self, owners: Iterable[tuple[ServedStream, Epoch]]) -> list[str]:
-        """Errors, if any: each header that is not empty is that of a lease that has the row.
-
-        Args:
-            owners: of all leases, with the present epoch.
-        """
-        known = {
-            (stream.row, header_word(stream.origin), header_word(epoch)) for stream, epoch in owners
-        }
-        wrong: list[str] = []
-        for row in np.flatnonzero(self.headers.any(axis=1)).tolist():
-            origin, present = self.headers[row].tolist()
-            if (row, origin, present) not in known:
-                wrong.append(f"row {row} has the header {origin:#x}, {present:#x} of no lease")
-        return wrong
+    def snapshot(self) -> dict[int, tuple[int, int]]:
+        """The headers that are not empty, by row: the words of origin and present epoch."""
+        rows = np.flatnonzero(self.headers.any(axis=1)).tolist()
+        return {row: tuple(self.headers[row].tolist()) for row in rows}

@@ -3,9 +3,8 @@
     step thread, handshakes ──→ inbox ──→ ┌─ take messages ─→ peers ─→ leases ─→ notifications ─→ loads ─┐
       (inbox.py: all messages)            └──────────────── pause (pace.py) ←── report ←─────────────────┘
 
-It blocks when there is nothing to do, and never spins. When it is idle it checks its integrity, at most once a second.
-Loads are resumed for 100 µs at most, and then it releases the interpreter's lock for 50 µs, for the engine's step
-thread.
+It blocks when there is nothing to do, and never spins. Loads are resumed for 100 µs at most, and then it releases the
+interpreter's lock for 50 µs, for the engine's step thread.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.inbox import (
+    Holder,
     Message,
     Signal,
     StepLaunched,
@@ -42,7 +42,6 @@ from kvferry.worker.inbox import (
     TakeSnapshot,
     ThreadSnapshot,
 )
-from kvferry.worker.integrity import WorkerIntegrity
 from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
@@ -118,11 +117,9 @@ class TransferThread:
         self._table = memory.table
         self._pool = memory.staging.pool if memory.staging is not None else None
         self._slot_reads = memory.slot_reads
+        self._id_pages = memory.id_pages
         self._reported_gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
-        self._integrity = WorkerIntegrity(
-            context, self._table, self.runner, self.results, settings.check_integrity
-        )
         # Orders of the last step, which are complete when it has been launched.
         self._incomplete: list[LeaseProgress | LeaseHold] = []
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -174,6 +171,47 @@ class TransferThread:
         self._inbox.put(TakeSnapshot(answer))
         return answer
 
+    def snapshot_now(self) -> ThreadSnapshot:
+        """The state of the thread; on the thread itself, between two of its turns."""
+        first_reads = self.registry.first_reads.all()
+        peers = list(self.registry.peers())
+        agents = sum(len(peer.routes) for peer in peers)
+        holders = [
+            Holder(
+                request_id=load.order.request_id,
+                state=load.state,
+                entries=load.entries,
+                pages=load.lease_reads.pages,
+                waves=tuple(load.waves()),
+                transfers=load.transfers(),
+            )
+            for load in self.runner.begun()
+        ]
+        holders += [
+            Holder(None, None, poll.entries, (), (), len(poll.reads))
+            for poll in self.runner.polls()
+        ]
+        holders += [
+            Holder(None, None, read.entries, (), (), len(read.reads)) for read in first_reads
+        ]
+        return ThreadSnapshot(
+            is_idle=self._is_idle(),
+            loads=self.runner.loads.counts(),
+            begun=tuple(copy.copy(load.record) for load in self.runner.begun()),
+            untaken=self.results.snapshot(),
+            peers=self.registry.snapshot(),
+            leases=self._table.snapshot(),
+            holders=tuple(holders),
+            first_reads=len(first_reads),
+            agents=agents,
+            lists=sum(len(peer.made) for peer in peers) - agents,
+            entries=self._slot_reads.snapshot(),
+            pages=self._id_pages.snapshot(),
+            pool=self._pool.snapshot() if self._pool is not None else None,
+            refused=tuple(self.reader.refused()),
+            handles=self.reader.fabric.open_handles(),
+        )
+
     def close(self) -> bool:
         """Stop the thread and wait for it; all leases end. Idempotent.
 
@@ -196,7 +234,6 @@ class TransferThread:
             self._log_errors(self._take_messages)
             self._step()
             self.results.turned_s = time.monotonic()
-            self._integrity.stepped(is_idle=self._is_idle())
         self._wind_up()
 
     def _log_errors(
@@ -243,7 +280,7 @@ class TransferThread:
                 self._complete(mark)
             case TakeSnapshot(answer):
                 try:
-                    answer.set_result(self._snapshot())
+                    answer.set_result(self.snapshot_now())
                 except Exception as error:  # noqa: BLE001 - raised where the snapshot was asked for
                     answer.set_exception(error)
             case Signal.STOP:
@@ -253,7 +290,7 @@ class TransferThread:
                 pass
 
     def _is_idle(self) -> bool:
-        """Whether nothing is left to do but the integrity check and the expiry of unused peers."""
+        """Whether nothing is left to do but the expiry of unused peers."""
         return self._next_poll_s() is None
 
     def _wait_s(self) -> float:
@@ -262,9 +299,9 @@ class TransferThread:
         if poll_s is not None:
             return poll_s
         due_s = self._pace.take_unexpected_s
-        for next_s in (self.registry.next_s(), self._integrity.next_s()):
-            if next_s is not None:
-                due_s = min(due_s, next_s)
+        next_s = self.registry.next_s()
+        if next_s is not None:
+            due_s = min(due_s, next_s)
         return max(due_s - time.monotonic(), 0.0) + MAX_BACKOFF_S
 
     def _next_poll_s(self) -> float | None:
@@ -331,23 +368,6 @@ class TransferThread:
         with self.results as results:
             results.counts["lost_orders"] += 1
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
-
-    def _snapshot(self) -> ThreadSnapshot:
-        return ThreadSnapshot(
-            is_idle=self._is_idle(),
-            loads=self.runner.loads.counts(),
-            begun=tuple(copy.copy(load.record) for load in self.runner.begun()),
-            untaken=self.results.snapshot(),
-            peers=self.registry.snapshot(),
-            held=self._table.held(),
-            first_reads=len(self.registry.first_reads.all()),
-            taken_entries=len(self._slot_reads.words) - self._slot_reads.free(),
-            pool=self._pool.snapshot() if self._pool is not None else None,
-            refused=len(self.reader.refused()),
-            handles=self.reader.fabric.open_handles(),
-            sums=self._integrity.describe(),
-            wrong=self._integrity.errors(),
-        )
 
     def _step(self) -> None:
         """One turn of the thread: every part of the work once."""

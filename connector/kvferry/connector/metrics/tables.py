@@ -233,10 +233,6 @@ COUNTERS: Mapping[str, Metric] = {
         "Renewals and releases that came faster than this engine took them.",
     ),
     "bad_frames": Metric("kvferry_bad_frames", "Invalid messages on the side channel."),
-    "integrity_errors": Metric(
-        "kvferry_integrity_errors",
-        "Failed integrity checks of kvferry's own counts: a bug; the log has the counts.",
-    ),
     "lost_orders": Metric(
         "kvferry_lost_orders",
         "Steps whose orders a worker could not read: a bug. Their loads fail, and the worker lacks their holds.",

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from kvferry.connector.messages import FerryMetadata
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
-from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.request_life import RequestLife
 from kvferry.connector.scheduler_side.requests import EngineRequests
@@ -41,7 +40,6 @@ class MetadataBuilder:
         tickets: TicketBuilder,
         eviction: LeaseEviction,
         stalls: StallWatch,
-        monitor: EngineMonitor,
         steps: Steps,
         channel: SideChannel,
         tracing: SchedulerTracing,
@@ -55,7 +53,6 @@ class MetadataBuilder:
         self._tickets = tickets
         self._eviction = eviction
         self._stalls = stalls
-        self._monitor = monitor
         self._steps = steps
         self._channel = channel
         self._tracing = tracing
@@ -89,7 +86,6 @@ class MetadataBuilder:
         computes = bool(num_tokens)
         self._stalls.step(computes)
         is_idle = not computes and self._steps.may_wait
-        self._monitor.poll()
         if not orders:
             if is_idle and not wants_report:
                 self._steps.wait_for_loads(len(self._requests))

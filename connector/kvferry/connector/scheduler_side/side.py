@@ -66,7 +66,7 @@ class SchedulerSide:
         tickets: for prompts and turns of this engine.
         eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
         steps: when the engine steps, waits and wakes.
-        monitor: the metrics and the integrity check.
+        monitor: the metrics.
         channel: the side channel, which publishes the workers' descriptions.
 
     Raises:
@@ -162,14 +162,7 @@ class SchedulerSide:
             self.demand, local, self.leases, self.steps, self.blocks, config.max_leased_fraction
         )
         admission = Admission(self.demand, self.blocks, self.loads.quarantine)
-        self.monitor = EngineMonitor(
-            self.leases,
-            self.loads,
-            self.blocks,
-            self.requests,
-            counters,
-            always=config.debug_check_integrity,
-        )
+        self.monitor = EngineMonitor(self.leases, self.loads, self.blocks, counters)
 
         try:
             self.channel = SideChannel(
@@ -220,7 +213,6 @@ class SchedulerSide:
             stalls=StallWatch(
                 self.requests, self.blocks, self.leases, self.loads, self.steps, counters
             ),
-            monitor=self.monitor,
             steps=self.steps,
             channel=self.channel,
             tracing=self.tracing,

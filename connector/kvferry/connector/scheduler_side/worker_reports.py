@@ -82,7 +82,6 @@ class WorkerReports:
             self._end_load(request_id, is_good=request_id not in failed)
         self._admission.look_again()
         self._channel.flush()
-        self._monitor.poll()
 
     def _apply_report(self, report: FerryWorkerMetadata) -> None:
         # First: vLLM frees the blocks of failed loads at once, and some may still be written.

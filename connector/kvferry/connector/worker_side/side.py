@@ -285,7 +285,6 @@ class WorkerSide:
             max_peers=config.max_peers,
             failed_read_grace_s=config.failed_read_grace_s,
             mapped_reads=config.mapped_reads != "off",
-            check_integrity=config.debug_check_integrity,
         )
 
     def _pool_bytes(self) -> int | None:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.stream_rows import PAGE_IDS
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, MemoryKind, Region
+
+
+@dataclass(frozen=True, slots=True)
+class EntriesSnapshot:
+    """Attributes:
+    count: of all entries.
+    free: those that nobody has taken.
+    """
+
+    count: int
+    free: tuple[int, ...]
+
+    @property
+    def taken(self) -> int:
+        return self.count - len(self.free)
 
 
 class EntryBuffer:
@@ -79,9 +94,8 @@ class EntryBuffer:
         """Number of free entries."""
         return len(self._free)
 
-    def free_entries(self) -> Set[int]:
-        """The free entries."""
-        return set(self._free)
+    def snapshot(self) -> EntriesSnapshot:
+        return EntriesSnapshot(len(self.memory), tuple(self._free))
 
 
 class SlotReads(EntryBuffer):

@@ -156,13 +156,6 @@ class PeerRegistry:
             yield first_read.peer
         yield from self._retired
 
-    def describe(self) -> str:
-        """Number of peers in each state, for an error text."""
-        return (
-            f"{len(self._ready)} ready, {len(self.first_reads)} warming, {self.first_reads.given_up()} retiring, "
-            f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._failed_peers)} given up"
-        )
-
     def get(self, key: PeerKey, now_s: float) -> Peer | Unavailable | None:
         """The peer, or why there is none, or None during its handshake."""
         if key in self._ready:

@@ -20,7 +20,6 @@ own peer has waves that come back. So in the end everything that is out comes ba
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -59,15 +58,29 @@ class Wave:
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
     """Attributes:
-    free_bytes, quarantined_bytes: of the capacity.
+    capacity, used_bytes, alignment: of the pool.
+    largest_wave, peer_limit: bytes that one wave, and all of one peer, may have.
     waves: that are out, by start.
+    quarantined: starts of those that failed reads may still write into.
     waiting: loads that wait for their first wave, the one that waits longest first.
     """
 
-    free_bytes: int
-    quarantined_bytes: int
+    capacity: int
+    used_bytes: int
+    alignment: int
+    largest_wave: int
+    peer_limit: int
     waves: tuple[Wave, ...]
+    quarantined: frozenset[int]
     waiting: tuple[str, ...]
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity - self.used_bytes
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return sum(wave.num_bytes for wave in self.waves if wave.start in self.quarantined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +138,6 @@ class StagingPool:
         return self.capacity - self.used_bytes
 
     @property
-    def quarantined_bytes(self) -> int:
-        return sum(self._out[start].num_bytes for start in self._quarantined)
-
-    @property
     def waiting(self) -> tuple[str, ...]:
         """The loads that wait for their first wave, the one that waits longest first."""
         return tuple(self._waiting)
@@ -140,9 +149,13 @@ class StagingPool:
     def snapshot(self) -> PoolSnapshot:
         """The pool now."""
         return PoolSnapshot(
-            free_bytes=self.free_bytes,
-            quarantined_bytes=self.quarantined_bytes,
+            capacity=self.capacity,
+            used_bytes=self.used_bytes,
+            alignment=self.alignment,
+            largest_wave=self.largest_wave,
+            peer_limit=self.peer_limit,
             waves=self.waves(),
+            quarantined=frozenset(self._quarantined),
             waiting=self.waiting,
         )
 
@@ -216,46 +229,6 @@ class StagingPool:
     def held_by(self, peer: str) -> int:
         """Bytes that `peer` holds, quarantined ones included."""
         return sum(wave.num_bytes for wave in self._out.values() if wave.peer == peer)
-
-    def check_integrity(self) -> None:
-        """Check the rules for the waves that are out and the loads that wait.
-
-        Raises:
-            LocalProtocolError: with all the sums.
-        """
-        waves = self.waves()
-        wrong: list[str] = []
-        edges = [0]
-        for wave in waves:
-            edges += [wave.start, wave.stop]
-            if (wave.start | wave.stop) % self.alignment:
-                wrong.append(f"{wave} is not aligned")
-            if wave.num_bytes > self.largest_wave:
-                wrong.append(f"{wave} is larger than {self.largest_wave}")
-        edges.append(self.capacity)
-        if edges != sorted(edges):
-            wrong.append(f"waves overlap or leave the pool: {edges}")
-        if self.used_bytes != sum(wave.num_bytes for wave in waves):
-            wrong.append(f"{self.used_bytes} bytes are counted as used")
-        held_by_peer: Counter[str] = Counter()
-        for wave in waves:
-            held_by_peer[wave.peer] += wave.num_bytes
-        wrong += [
-            f"peer={peer} holds {num_bytes} of at most {self.peer_limit}"
-            for peer, num_bytes in held_by_peer.items()
-            if num_bytes > self.peer_limit
-        ]
-        held = Counter(wave.load for wave in self._live())
-        for load, count in held.items():
-            if count > WAVES_PER_LOAD:
-                wrong.append(f"load={load} holds {count} waves")
-        wrong += [f"load={load} waits and holds a wave" for load in self._waiting if load in held]
-        if not self._quarantined <= self._out.keys():
-            wrong.append(f"quarantined but not out: {sorted(self._quarantined - self._out.keys())}")
-        if wrong:
-            raise LocalProtocolError(
-                f"staging pool of {self.capacity}: {'; '.join(wrong)}; out: {waves}"
-            )
 
     def _grant(self, load: str, wish: _Wish) -> Wave | None:
         size = self._attainable_bytes(wish)
