@@ -63,7 +63,7 @@ def test_a_prefill_that_succeeds_without_its_lease_is_not_taken_for_one_that_fai
 ) -> None:
     """Under the policy `fail` the consumer's request would fail, although its prompt can be computed."""
     producer = asked_for(make)
-    producer.engine.connector.scheduler_side.reset()
+    producer.engine.connector.scheduler_side.life.reset()
     assert producer.answer("p").params is None
     assert said(ask(producer, "p")) == (PromptProgress.OVER, "no_lease")
 
@@ -88,7 +88,7 @@ def test_a_reset_takes_the_ticket_of_a_prompt_that_is_computed_back_at_once(make
     producer = asked_for(make)
     producer.step()
     assert ask(producer, "p").progress is PromptProgress.TICKET
-    producer.engine.connector.scheduler_side.reset()
+    producer.engine.connector.scheduler_side.life.reset()
     assert said(ask(producer, "p")) == (PromptProgress.OVER, "no_lease")
     producer.answer("p")
 

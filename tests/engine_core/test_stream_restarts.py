@@ -121,7 +121,7 @@ def test_a_change_of_the_caches_ends_a_stream(make: Any) -> None:
     producer.step()
     name = lease_of(producer).name
     side = producer.engine.connector.scheduler_side
-    side.reset()
+    side.life.reset()
     assert free_rows(producer) == 64
     step = producer.step()
     assert [(end.slot, end.epoch) for end in step.orders.ends] == [(name.slot, name.epoch)]
@@ -137,7 +137,7 @@ def test_a_stream_that_a_reset_has_ended_gets_another_lease_and_is_not_streamed_
     producer.step()
     before = lease_of(producer).name
     preempt(producer, "p")
-    producer.engine.connector.scheduler_side.reset()
+    producer.engine.connector.scheduler_side.life.reset()
     steps = [producer.step() for _ in range(4)]
     assert not any(step.orders and step.orders.progress for step in steps)
     params = producer.answer("p").params

@@ -121,13 +121,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.blocks.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
-        self.scheduler_side.on_new_request(request)
+        self.scheduler_side.life.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         # None: vLLM asks again in the next step. True: the load is asynchronous, so the request waits without a step.
-        matched = self.scheduler_side.matched_tokens(request, num_computed_tokens)
+        matched = self.scheduler_side.life.matched_tokens(request, num_computed_tokens)
         return matched, bool(matched)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -137,29 +137,29 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+        self.scheduler_side.life.admitted(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.scheduler_side.tracing.scheduled(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
-        return self.scheduler_side.build_metadata(
+        return self.scheduler_side.engine_step.begin(
             scheduler_output.num_scheduled_tokens,
             preempted,
             loads=scheduler_output.has_sync_kv_loads,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.scheduler_side.update(connector_output)
+        self.scheduler_side.engine_step.end(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_side.finished(request, (block_ids,))
+        return self.scheduler_side.life.ended(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_side.finished(request, block_ids)
+        return self.scheduler_side.life.ended(request, block_ids)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -175,7 +175,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side is not None and self._scheduler_side.must_step()
 
     def reset_cache(self) -> bool | None:
-        return self.scheduler_side.reset()
+        return self.scheduler_side.life.reset()
 
     # The worker.
 

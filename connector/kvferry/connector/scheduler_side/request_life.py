@@ -132,7 +132,7 @@ class RequestLife:
             return False, None
         # vLLM holds an aborted load's blocks itself until the load is reported, except under a MultiConnector. There it
         # would free them at the first of two reports, the load's end and the other child's, and end the engine at the
-        # second. So this connector holds them too, and reports the end as that child does (`WorkerReports`).
+        # second. So this connector holds them too, and reports the end as that child does (`EngineStep.end`).
         is_loading = self._loads.finished(entry.request_id, by_error=has_ended_by_error(request))
         must_hold = is_loading and self.children_hold
         self._queries.ended(entry)

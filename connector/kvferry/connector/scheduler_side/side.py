@@ -1,8 +1,8 @@
-"""The scheduler side of one engine: makes its parts, and passes vLLM's hooks on to them. It decides nothing itself."""
+"""The scheduler side of one engine: makes its parts, starts and ends them. vLLM's hooks go to `life`, `engine_step`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.connector.config import FerryConfig
@@ -16,13 +16,12 @@ from kvferry.connector.engine.facts import (
     uses_host_buffer,
 )
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.messages import FerryMetadata
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.drain import Drain
+from kvferry.connector.scheduler_side.engine_step import EngineStep
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
-from kvferry.connector.scheduler_side.metadata_builder import MetadataBuilder
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
@@ -32,7 +31,6 @@ from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
-from kvferry.connector.scheduler_side.worker_reports import WorkerReports
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
@@ -45,14 +43,11 @@ from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.requests import RequestTable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 
 class SchedulerSide:
@@ -67,6 +62,8 @@ class SchedulerSide:
         eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
         steps: when the engine steps, waits and wakes.
         monitor: the metrics.
+        life: what the hooks of a request mean for all of these.
+        engine_step: what those of a step mean.
         channel: the side channel, which publishes the workers' descriptions.
 
     Raises:
@@ -186,7 +183,7 @@ class SchedulerSide:
             raise
 
         # What vLLM's hooks mean for all of these.
-        self._life = RequestLife(
+        self.life = RequestLife(
             self.requests,
             local=local,
             leases=self.leases,
@@ -201,11 +198,12 @@ class SchedulerSide:
             tracing=self.tracing,
             counters=counters,
         )
-        self._metadata = MetadataBuilder(
+        self.engine_step = EngineStep(
             self.requests,
-            self._life,
+            self.life,
             leases=self.leases,
             loads=self.loads,
+            blocks=self.blocks,
             queries=self.queries,
             admission=admission,
             tickets=self.tickets,
@@ -215,65 +213,22 @@ class SchedulerSide:
             ),
             steps=self.steps,
             channel=self.channel,
-            tracing=self.tracing,
-        )
-        self._reports = WorkerReports(
-            self.requests,
-            self._life,
-            leases=self.leases,
-            loads=self.loads,
-            blocks=self.blocks,
-            admission=admission,
-            tickets=self.tickets,
-            steps=self.steps,
-            channel=self.channel,
             monitor=self.monitor,
             tracing=self.tracing,
             counters=counters,
         )
 
-    # Hooks of a request, see `RequestLife`.
-
-    def on_new_request(self, request: Request) -> None:
-        self._life.arrived(request)
-
-    def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
-        return self._life.matched_tokens(request, num_local_tokens)
-
-    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._life.admitted(request, blocks, num_external_tokens)
-
-    def finished(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._life.ended(request, block_ids)
-
-    def reset(self) -> bool:
-        return self._life.reset()
-
-    # Hooks of a step.
-
-    def build_metadata(
-        self, num_tokens: Mapping[str, int], preempted: Collection[str] = (), *, loads: bool = False
-    ) -> FerryMetadata:
-        return self._metadata.build(num_tokens, preempted, loads=loads)
-
-    def update(self, output: KVConnectorOutput) -> None:
-        self._reports.apply(output)
-
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""
         self._local.weights.watch()
         # Answers need no step: an idle engine gives the tickets of requests that have ended back at once.
-        self._life.take_answers()
+        self.life.take_answers()
         return self.steps.must_step(has_producers=self.channel.poll())
-
-    # The engine's start and end.
 
     def described(self, handshakes: Collection[KVConnectorHandshakeMetadata]) -> None:
         """The workers have described themselves. Raises as `SideChannel.publish`."""
         self.channel.publish(handshakes)
-        self._life.children_hold = any(
+        self.life.children_hold = any(
             getattr(handshake, "is_child", False) for handshake in handshakes
         )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
-
-from kvferry.connector.vllm.core import find_core, wakeup_message
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class EngineLoop:
         try:
             if self._core is None:
                 core = find_core()
-                self._wakeup = wakeup_message()
-                self._news = wakeup_message()
+                self._wakeup = _wakeup_message()
+                self._news = _wakeup_message()
                 self._core = core  # last: other threads use the messages as soon as it is set
             return call(self._core)
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
@@ -94,3 +94,40 @@ class EngineLoop:
                     error,
                 )
             return None
+
+
+def find_core() -> Any:
+    """The engine core whose loop runs in this process.
+
+    vLLM passes connectors no reference to it. The two threads of its sockets have one: their target is a bound method
+    of the core (v1/engine/core.py:1218 and 1230).
+
+    Raises:
+        LookupError: there is none (the engine runs within a user's own program), or more than one.
+        AttributeError: it lacks what is used of it.
+    """
+    # Not imported: in a process without an engine, importing the module would take seconds and find nothing.
+    module = sys.modules.get("vllm.v1.engine.core")
+    kind = getattr(module, "EngineCoreProc", ())
+    cores = {}
+    for thread in threading.enumerate():
+        # Several threads belong to one core, so cores are told apart by their identity.
+        target = getattr(thread, "_target", None)
+        owner = getattr(target, "__self__", None)
+        if isinstance(owner, kind):
+            cores[id(owner)] = owner
+    # With two cores in one process there is no way to tell which one this connector belongs to. To wait in the other's
+    # queue would stop that engine.
+    if len(cores) != 1:
+        raise LookupError(f"{len(cores)} engine cores run in this process")
+    (core,) = cores.values()
+    _ = core.is_scheduler_paused
+    _ = core.input_queue.put_nowait
+    _ = core.input_queue.not_empty
+    _ = _wakeup_message()
+    return core
+
+
+def _wakeup_message() -> tuple[Any, None]:
+    """A new message that only wakes the loop: vLLM sends it to itself at shutdown (v1/engine/core.py:1449)."""
+    return (sys.modules["vllm.v1.engine"].EngineCoreRequestType.WAKEUP, None)

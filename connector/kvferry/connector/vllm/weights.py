@@ -7,7 +7,7 @@ import logging
 import secrets
 from typing import Any
 
-from kvferry.connector.vllm.core import find_core
+from kvferry.connector.vllm.loop import find_core
 
 logger = logging.getLogger(__name__)
 

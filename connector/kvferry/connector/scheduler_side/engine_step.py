@@ -1,34 +1,47 @@
-"""The workers' reports of one step, applied to the ledgers before vLLM frees any block of the step."""
+"""One step of the engine as kvferry sees it: orders go to the workers with it, reports come back with it.
+
+`begin` ends what has run out and collects the orders of both ledgers. `end` applies the reports before vLLM frees any
+block of the step. Where steps overlap, the next one begins before this one ends.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from kvferry.connector.messages import FerryWorkerMetadata
+from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
+from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
+from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.request_life import RequestLife
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.scheduler_side.side_channel import SideChannel
+from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, RemotePromptState
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = FerryMetadata()
+"""Most steps change nothing: their metadata is not made anew."""
 
-class WorkerReports:
-    """Applies them."""
+
+class EngineStep:
+    """Begins and ends the steps of one engine."""
 
     def __init__(
         self,
@@ -38,8 +51,11 @@ class WorkerReports:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         blocks: EngineBlocks,
+        queries: PromptQueries,
         admission: Admission,
         tickets: TicketBuilder,
+        eviction: LeaseEviction,
+        stalls: StallWatch,
         steps: Steps,
         channel: SideChannel,
         monitor: EngineMonitor,
@@ -51,15 +67,58 @@ class WorkerReports:
         self._leases = leases
         self._loads = loads
         self._blocks = blocks
+        self._queries = queries
         self._admission = admission
         self._tickets = tickets
+        self._eviction = eviction
+        self._stalls = stalls
         self._steps = steps
         self._channel = channel
         self._monitor = monitor
         self._tracing = tracing
         self._counters = counters
 
-    def apply(self, output: KVConnectorOutput) -> None:
+    def begin(
+        self, num_tokens: Mapping[str, int], preempted: Collection[str], *, loads: bool
+    ) -> FerryMetadata:
+        """vLLM has scheduled a step: all changes since the last one, for the workers.
+
+        Args:
+            num_tokens: scheduled in this step, by request.
+            preempted: requests whose blocks were freed since the last step, and may be other requests' in this one.
+            loads: whether another connector loads within this step.
+        """
+        self._tickets.scheduled(num_tokens, preempted, loads=loads)
+        self._life.take_answers()
+        # Before eviction: after idling, messages that claim leases are still in the inbox.
+        self._channel.receive()
+        wants_report = self._steps.begin()
+        self._eviction.evict()
+        orders = next_orders(
+            self._leases,
+            self._loads,
+            self._channel.local.boot,
+            time.monotonic(),
+            self._queries.take_failing(),
+            # While the engine wakes, leases that were read during its sleep would count as expired.
+            may_expire=not self._steps.is_waking,
+        )
+        self._admission.look_again()
+        computes = bool(num_tokens)
+        self._stalls.step(computes)
+        is_idle = not computes and self._steps.may_wait
+        if not orders:
+            if is_idle and not wants_report:
+                self._steps.wait_for_loads(len(self._requests))
+            if not is_idle and not wants_report:
+                return _NOTHING
+            return FerryMetadata(wants_report=wants_report, is_idle=is_idle)
+        self._tracing.progressed(orders.progress)
+        self._tracing.ordered(orders.loads)
+        # Encoded here, once for all workers: vLLM would pickle them for each.
+        return FerryMetadata(encode_head(orders), encode_orders(orders), wants_report, is_idle)
+
+    def end(self, output: KVConnectorOutput) -> None:
         """Apply what vLLM has gathered of all workers. Ended loads are taken out of it where vLLM must not see them."""
         report = output.kv_connector_worker_meta
         if isinstance(report, FerryWorkerMetadata):
