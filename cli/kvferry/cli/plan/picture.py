@@ -12,13 +12,23 @@ import colorsys
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
 
 from kvferry.cli.formatting import decimal_bytes, span, spans
 from kvferry.cli.plan.summary import Flow, PlanSide, PlanSummary, Shard, format_tokens
-from kvferry.cli.svg import THEME, document, element, rect, text
 from kvferry.plan.engine_shape import format_group, format_topology
 from kvferry.plan.wording import counted
+from kvferry.protocol.visible import visible_lines
 
+_FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+# It follows the light or dark mode of the page or system that shows it.
+_STYLE = """<style>
+.paper{fill:#ffffff}.card{fill:#f6f8fa}.ink{fill:#0f172a}.muted{fill:#5b6778}
+.grid{stroke:#dde3ea}.zero{stroke:#64748b;fill:none}
+@media (prefers-color-scheme:dark){
+.paper{fill:#12161d}.card{fill:#1b222c}.ink{fill:#e8edf4}.muted{fill:#98a5b6}
+.grid{stroke:#2d3644}.zero{stroke:#7c8a9d}}
+</style>"""
 _CONSUMER = "#7c8a9d"
 _MAP_WIDTH = 92.0
 _MAP_HEIGHT = 64.0
@@ -84,7 +94,10 @@ def draw(summary: PlanSummary) -> str:
     bottom = max(card.top + card.height for card in cards)
     height = bottom + _LEGEND_HEIGHT
     parts = [
-        f"<style>{THEME}</style>",
+        '<?xml version="1.0" encoding="UTF-8"?>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {WIDTH:.0f} {height:.0f}" font-family="{_FONT}">',
+        _STYLE,
         _HATCH,
         element("rect", width=WIDTH, height=height, class_="paper"),
         *_heading(summary),
@@ -93,8 +106,9 @@ def draw(summary: PlanSummary) -> str:
         *_labels(bands),
         *(part for card in cards for part in _card(card)),
         *_legend({band.placing for band in bands}, bottom + 34),
+        "</svg>\n",
     ]
-    return document(WIDTH, height, parts)
+    return "\n".join(parts)
 
 
 def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
@@ -311,3 +325,35 @@ def _legend(placings: Set[str], y: float) -> Iterator[str]:
         "in each card the whole model: heads across, layers down; filled is what the worker holds"
     )
     yield text(about, LEFT, y + 24, 11.5, class_="muted")
+
+
+def element(name: str, *children: str, hint: str = "", **attributes: str | float) -> str:
+    """One element, in which all outside text is escaped.
+
+    Args:
+        hint: its tooltip.
+        attributes: `_` in a name stands for `-`, a trailing one for nothing (`class_`).
+    """
+    tag = name
+    for key, value in attributes.items():
+        attribute = key.rstrip("_").replace("_", "-")
+        if not isinstance(value, str):
+            value = f"{value:.2f}".rstrip("0").rstrip(".")
+        tag += f" {attribute}={quoteattr(visible_lines(value))}"
+    content = "".join(children)
+    if hint:
+        content = f"<title>{escape(visible_lines(hint))}</title>{content}"
+    if not content:
+        return f"<{tag}/>"
+    return f"<{tag}>{content}</{name}>"
+
+
+def rect(x: float, y: float, width: float, height: float, **attributes: str | float) -> str:
+    """A rectangle."""
+    return element("rect", x=x, y=y, width=width, height=height, **attributes)  # type: ignore[arg-type]
+
+
+def text(content: str, x: float, y: float, size: float, **attributes: str | float) -> str:
+    """A line of text; `y` is its baseline."""
+    shown = escape(visible_lines(content))
+    return element("text", shown, x=x, y=y, font_size=size, **attributes)  # type: ignore[arg-type]
