@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.trace.clocks import compare
+from kvferry.trace.events import PrefillStep
 from kvferry.trace.perfetto import perfetto_trace
 from kvferry.trace.timeline import Timeline, make_timeline
 from tests.trace.simulated import MS, Simulation, Times
@@ -99,14 +100,21 @@ def test_any_recording_becomes_a_valid_trace(
             draw.randint(0, 200) * MS,
             Times(router=draw.randint(0, 90) * MS),
             request=f"r{number}",
+            steps=draw.choice((0, 0, 5)),
             reason=bad,
             recomputed=bad,
         )
+    num_steps = 0
     for process in simulation.processes():
         process.events[:] = [event for event in process.events if draw.random() > 0.1]
+        num_steps += sum(isinstance(event, PrefillStep) for event in process.events)
     found = matched(simulation)
     clocks = compare(found)
-    traced([make_timeline(handover, clocks) for handover in found])
+    timelines = [make_timeline(handover, clocks) for handover in found]
+    events = traced(timelines)
+    # A prompt of which only steps are left has no request to be shown for.
+    shown = sum(event["ph"] == "b" and event["name"] == "prefill step" for event in events)
+    assert shown == sum(len(timeline.steps) for timeline in timelines) <= num_steps
 
 
 def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:

@@ -75,53 +75,37 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
     assert recording.damage == ()
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b"\xff\xfe\x00", "no JSON"),
-        (b'{"event":' * 100_000, ""),
-        (b'{"event":"unheard_of","at_ns":1}', "no event that this command knows"),
-        (b'{"event":"finished","at_ns":-1,"request":"r"}', "no event that this command knows"),
-        (
-            b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p",'
-            b'"stages":[{"stage":"</rect>","begun_ns":1,"ended_ns":2}]}',
-            "no event that this command knows",
-        ),
-        (
-            b'{"event":"prefill_step","at_ns":1,"lease":{"boot":"","epoch":"</g>"},"tokens":1}',
-            "no event that",
-        ),
-        (
-            b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p","stages":[],"chunks":['
-            + b",".join([b'{"stop_token":1,"begun_ns":1,"ended_ns":2}'] * 65)
-            + b"]}",
-            "no event that this command knows",
-        ),
-        (b'{"event":"finished","at_ns":1e400,"request":"r"}', ""),
-        (
-            b'{"event":"finished","at_ns":1,"request":"' + b"r" * 5000 + b'"}',
-            "no event that this command knows",
-        ),
-        (b'{"event":"finished","at_ns":1,"request":"\\ud800"}', ""),
-        (b"x" * (3 << 20), "no JSON"),
-    ],
-    ids=[
-        "bytes",
-        "deep",
-        "unknown",
-        "negative",
-        "unknown stage",
-        "no lease",
-        "many chunks",
-        "huge",
-        "long id",
-        "surrogate",
-        "long line",
-    ],
-)
-def test_a_hostile_line_is_named_and_all_others_are_read(
-    tmp_path: Path, line: bytes, problem: str
-) -> None:
+_FINISHED = b'{"event":"finished",'
+_LOADED = b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p",'
+_CHUNK = b'{"stop_token":1,"begun_ns":1,"ended_ns":2}'
+_UNKNOWN = "no event that this command knows"
+HOSTILE_LINES = {
+    "bytes": (b"\xff\xfe\x00", "no JSON"),
+    "deep": (b'{"event":' * 100_000, ""),
+    "unknown": (b'{"event":"unheard_of","at_ns":1}', _UNKNOWN),
+    "negative": (_FINISHED + b'"at_ns":-1,"request":"r"}', _UNKNOWN),
+    "unknown stage": (
+        _LOADED + b'"stages":[{"stage":"</rect>","begun_ns":1,"ended_ns":2}]}',
+        _UNKNOWN,
+    ),
+    "no lease": (
+        b'{"event":"prefill_step","at_ns":1,"lease":{"boot":"","epoch":"</g>"},"tokens":1}',
+        _UNKNOWN,
+    ),
+    "many chunks": (
+        _LOADED + b'"stages":[],"chunks":[' + b",".join([_CHUNK] * 65) + b"]}",
+        _UNKNOWN,
+    ),
+    "huge": (_FINISHED + b'"at_ns":1e400,"request":"r"}', ""),
+    "long id": (_FINISHED + b'"at_ns":1,"request":"' + b"r" * 5000 + b'"}', _UNKNOWN),
+    "surrogate": (_FINISHED + b'"at_ns":1,"request":"\\ud800"}', ""),
+    "long line": (b"x" * (3 << 20), "no JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_LINES)
+def test_a_hostile_line_is_named_and_all_others_are_read(tmp_path: Path, kind: str) -> None:
+    line, problem = HOSTILE_LINES[kind]
     lines = one_handover().processes()[0].lines().splitlines()
     (tmp_path / "w.jsonl").write_bytes(b"\n".join((*lines[:3], line, *lines[3:], line)) + b"\n")
     recording = read_recording([tmp_path])

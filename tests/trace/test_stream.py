@@ -9,10 +9,7 @@ import pytest
 
 from kvferry.trace.clocks import compare
 from kvferry.trace.events import (
-    DecodeArrived,
     LoadEnded,
-    ParamsGiven,
-    PrefillScheduled,
     PrefillStep,
     TracedLease,
 )
@@ -107,20 +104,6 @@ def test_events_of_a_damaged_recording_are_shown_as_far_as_they_make_sense() -> 
     assert timeline.early_bytes == timeline.bytes
     tracks = slices_of(traced([timeline]))
     assert {"p: prefill steps", "d: reads of tp0"} <= tracks.keys()
-
-
-@pytest.mark.parametrize("lost", [PrefillScheduled, ParamsGiven, DecodeArrived])
-def test_an_event_that_is_lost_leaves_the_others(lost: type) -> None:
-    simulation = Simulation()
-    engines = simulation.engine("p"), simulation.engine("d")
-    simulation.handover(*engines, times=TIMES, steps=8)
-    for engine in engines:
-        engine.scheduler.events[:] = [
-            event for event in engine.scheduler.events if not isinstance(event, lost)
-        ]
-    found = timelines(simulation)
-    assert sum(len(timeline.steps) for timeline in found) == 8
-    assert sum(len(worker.chunks) for timeline in found for worker in timeline.workers) == 8
 
 
 def test_in_perfetto_steps_and_reads_have_tracks_of_their_own() -> None:
