@@ -365,6 +365,35 @@ def test_shared_memory_must_be_large_enough_and_dockers_default_is_not(
     agree(found_by(host.check_shared_memory, Machine(root=tmp_path)), mark, "")
 
 
+@pytest.mark.parametrize(
+    ("namespace", "mark", "said"),
+    [(host.FIRST_PID_NAMESPACE, OK, "processes of one user can"), ("pid:[7]", LOOK, "pid:[7]")],
+)
+def test_caches_are_mapped_by_containers_of_one_pid_namespace(
+    namespace: str, mark: Mark, said: str, tmp_path: Path
+) -> None:
+    own = tmp_path / "proc/self/ns/pid"
+    own.parent.mkdir(parents=True)
+    own.symlink_to(namespace)
+    agree(found_by(host.check_mapped_reads, Machine(root=tmp_path)), mark, said)
+
+
+def test_memory_that_cannot_be_mapped_and_loads_without_order_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(pid: int) -> int:
+        raise PermissionError(f"process {pid}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", forbidden)
+        agree(found_by(host.check_mapped_reads, Machine()), LOOK, "cannot be mapped (process")
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_MEMORY_OF_A_CHILD", "")
+        agree(found_by(host.check_mapped_reads, Machine()), LOOK, "cannot make a memory file")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    agree(found_by(host.check_mapped_reads, Machine()), OK, "not on aarch64")
+
+
 CGROUP = {"proc/self/cgroup": "0::/a/b\n"}
 OWN = "sys/fs/cgroup/a/b/cpu.max"
 PARENT = "sys/fs/cgroup/a/cpu.max"

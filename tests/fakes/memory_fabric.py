@@ -36,6 +36,7 @@ from kvferry.worker.fabric.port import (
     DescriptorRows,
     Indices,
     LocalDescriptors,
+    MemoryKind,
     OpenHandles,
     PeerAgent,
     Region,
@@ -101,6 +102,9 @@ class MemoryFabric:
         if refused:
             raise FabricUnavailable("register", f"{refused[0]} was refused")
         self.registered += regions
+
+    def slow_within_host(self, kind: MemoryKind, *, shares_ipc: bool) -> str | None:
+        return None if shares_ipc else "the two are apart"
 
     def metadata(self) -> bytes:
         self._open("metadata")

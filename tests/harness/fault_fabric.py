@@ -19,6 +19,7 @@ from kvferry.worker.fabric.port import (
     Fabric,
     Indices,
     LocalDescriptors,
+    MemoryKind,
     OpenHandles,
     PeerAgent,
     Region,
@@ -182,6 +183,9 @@ class FaultFabric:
     def register(self, regions: Sequence[Region]) -> None:
         self._called("register")
         self.inner.register(regions)
+
+    def slow_within_host(self, kind: MemoryKind, *, shares_ipc: bool) -> str | None:
+        return self.inner.slow_within_host(kind, shares_ipc=shares_ipc)
 
     def metadata(self) -> bytes:
         self._called("metadata")

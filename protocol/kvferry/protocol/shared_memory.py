@@ -37,6 +37,7 @@ class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
         machine: the boot id of its kernel.
         pid_namespace: in which `pid` counts.
         pid: of the worker's process.
+        ipc_namespace: its IPC namespace, in which UCX's shared memory is found; None if it is not known.
         allocations: those of its caches and of its lease table: all of them, or none.
         why_not: why there are none.
     """
@@ -46,3 +47,4 @@ class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
     allocations: Annotated[tuple[SharedAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)] = ()
     why_not: Text | None = None
+    ipc_namespace: Text | None = None

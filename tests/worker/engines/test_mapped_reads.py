@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peer_memory.mapping import WorkerMapping
-from kvferry.worker.peers import mapped_route
+from kvferry.worker.peers import mapped_route, peer
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
@@ -92,7 +92,7 @@ def test_caches_in_private_memory_are_read_over_the_fabric_and_the_log_says_why(
     assert not consumer.seen.totals[0].mapped_bytes
     (line,) = [line for line in caplog.messages if " connected in " in line]
     assert line.endswith(
-        "; not mapped: the producer's memory cannot be shared: "
+        "; over the fabric, not mapped: the producer's memory cannot be shared: "
         "the engine has its caches in memory of its own process"
     )
 
@@ -104,6 +104,32 @@ def test_the_log_says_that_a_peer_is_mapped(rig: Rig, caplog: pytest.LogCaptureF
     (line,) = [line for line in caplog.messages if " connected in " in line]
     assert " mapped, " in line
     assert "not mapped" not in line
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_pair_of_one_host_that_reads_slowly_is_a_warning_with_what_helps(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = rig.pair()
+    monkeypatch.setattr(peer, "ipc_namespace", lambda: "ipc:[1]")
+    rig.transfer(producer, consumer)
+    assert [line for line in warnings_of(caplog) if line.endswith("the two are apart")]
+
+
+@pytest.mark.parametrize("why", ["mapped", "another host", "one namespace"])
+def test_no_other_pair_is_warned_of(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    producer, consumer = pair(rig) if why == "mapped" else rig.pair()
+    if why != "one namespace":
+        monkeypatch.setattr(peer, "ipc_namespace", lambda: "ipc:[1]")
+    if why == "another host":
+        monkeypatch.setattr(peer, "machine_id", lambda: "another")
+    rig.transfer(producer, consumer)
+    assert warnings_of(caplog) == []
 
 
 def test_a_map_of_other_memory_than_the_fabric_reads_is_not_used(

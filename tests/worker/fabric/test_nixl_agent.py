@@ -13,7 +13,7 @@ import pytest
 from kvferry.worker.fabric.agent import AgentConfig, load_bindings
 from kvferry.worker.fabric.errors import FabricUnavailable, InvalidFabricRequest
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.ucx_settings import GPU_READS, ucx_defaults
+from kvferry.worker.fabric.ucx_settings import GPU_READS, slow_within_host, ucx_defaults
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +86,35 @@ def test_reads_between_gpus_go_over_cuda_ipc_where_it_may_be_used(
     environ: dict[str, str], is_chosen: bool
 ) -> None:
     assert ucx_defaults(environ, has_cuda=True).get(GPU_READS) == ("y" if is_chosen else None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_device", "shares_ipc", "has_rdma", "said"),
+    [
+        ({}, False, True, False, None),
+        ({"UCX_TLS": "tcp"}, False, True, False, "leaves out shared memory"),
+        ({"UCX_TLS": "^sm"}, False, True, False, "leaves out shared memory"),
+        ({"UCX_TLS": "tcp,cma"}, False, True, False, None),
+        ({"UCX_TLS": "tcp,rc"}, False, True, True, None),
+        ({"UCX_TLS": "tcp,rc"}, False, True, False, "leaves out shared memory"),
+        ({}, False, False, False, "--ipc=host"),
+        ({}, False, False, True, None),
+        ({}, True, True, False, None),
+        ({"UCX_TLS": "tcp,cuda_copy"}, True, True, False, "leaves out cuda_ipc"),
+        ({"UCX_TLS": "tcp,cuda"}, True, True, False, None),
+        ({GPU_READS: "n"}, True, True, False, f"{GPU_READS}=n"),
+        ({}, True, False, False, "hostIPC"),
+    ],
+)
+def test_what_leaves_loopback_tcp_alone_within_a_host_is_named(
+    environ: dict[str, str], is_device: bool, shares_ipc: bool, has_rdma: bool, said: str | None
+) -> None:
+    found = slow_within_host(environ, is_device=is_device, shares_ipc=shares_ipc, has_rdma=has_rdma)
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert said in found
 
 
 MAKE = """

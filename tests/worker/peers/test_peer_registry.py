@@ -47,7 +47,7 @@ def test_a_plan_is_logged_whole_with_what_the_line_has_no_room_for_at_debug(
     assert isinstance(scene.connect(0.0), Peer)
     first, *more = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert first[0] == logging.INFO
-    assert first[1].endswith(": plan: 2 more lines at DEBUG")
+    assert ": plan: 2 more lines at DEBUG; over the fabric, not mapped: " in first[1]
     assert more == [(logging.DEBUG, f"peer={KEY} {line}") for line in ("one", "two")]
 
 

@@ -22,6 +22,7 @@ from kvferry.cli.doctor.host import (
     check_files,
     check_huge_pages,
     check_locked_memory,
+    check_mapped_reads,
     check_processors,
     check_shared_memory,
 )
@@ -57,6 +58,7 @@ CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "locked memory": check_locked_memory,
     "open files": check_files,
     "shared memory": check_shared_memory,
+    "mapped reads": check_mapped_reads,
     "processors": check_processors,
     "huge pages": check_huge_pages,
     "side channel": check_address,

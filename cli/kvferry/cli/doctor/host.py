@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import platform
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +28,18 @@ SHM_WANTED = 1 << 30
 # Docker's default is 64 MiB, in which the queues of a vLLM engine with several workers do not fit.
 SHM_NEEDED = 96 << 20
 THP_VARIABLE = "THP_MEM_ALLOC_ENABLE"
+FIRST_PID_NAMESPACE = "pid:[4026531836]"
+"""That of the host itself: its number is a constant of the kernel."""
 # Docker's --cap-add IPC_LOCK lifts the limit without changing it.
 _CAP_IPC_LOCK = 14
+_MEMORY_OF_A_CHILD = """
+import os, sys
+fd = os.memfd_create("kvferry-doctor")
+os.ftruncate(fd, os.sysconf("SC_PAGESIZE"))
+os.write(fd, b"kvferry")
+print(fd, flush=True)
+sys.stdin.read()
+"""
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
@@ -85,6 +99,54 @@ def check_shared_memory(machine: Machine) -> Iterator[Finding]:
         yield look(found, do)
     else:
         yield ok(found)
+
+
+def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
+    """Whether processes of this host can map each other's caches."""
+    architecture = platform.machine()
+    if architecture != "x86_64":
+        yield ok(f"not on {architecture}, whose loads are not ordered: reads go over NIXL")
+        return
+    try:
+        _map_a_child()
+    except (OSError, ValueError) as error:
+        found = f"memory of another process cannot be mapped ({error}): reads go over NIXL"
+        do = "run both engines as one user, without hidepid, and let seccomp allow memfd_create and pidfd_open"
+        yield look(found, do)
+        return
+    namespace = os.readlink(machine.root / "proc/self/ns/pid")
+    if namespace != FIRST_PID_NAMESPACE:
+        found = f"only within this container, which has a PID namespace of its own, {namespace}"
+        yield look(found, "start the containers of both engines with --pid=host, or hostPID")
+        return
+    yield ok("processes of one user can; vLLM's own caches are not in shared files")
+
+
+def _map_a_child() -> None:
+    """Do what a consumer does: map a file of another process, and read it.
+
+    Raises:
+        OSError: it is not allowed.
+        ValueError: what was read is not what the process wrote.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _MEMORY_OF_A_CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as child:
+        try:
+            number = (child.stdout.readline() if child.stdout else b"").decode().strip()
+            if not number:
+                raise OSError("a process cannot make a memory file")
+            os.close(os.pidfd_open(child.pid))
+            with open(f"/proc/{child.pid}/fd/{number}", "rb") as file:
+                mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
+            with mapped:
+                if mapped[:7] != b"kvferry":
+                    raise ValueError(f"it has {mapped[:7]!r} in place of b'kvferry'")
+        finally:
+            child.kill()
 
 
 def check_processors(machine: Machine) -> Iterator[Finding]:

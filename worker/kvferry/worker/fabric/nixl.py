@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,9 +43,11 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
-from kvferry.worker.fabric.ucx_settings import apply_ucx_defaults
+from kvferry.worker.fabric.ucx_settings import apply_ucx_defaults, slow_within_host
 
 logger = logging.getLogger(__name__)
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _Handle = TypeVar("_Handle", NixlLocal, NixlRemote, NixlTransfer)
 
@@ -77,7 +80,9 @@ class NixlFabric:
         self._nixl = load_bindings()
         self._kinds = {MemoryKind.DRAM: self._nixl.DRAM_SEG, MemoryKind.VRAM: self._nixl.VRAM_SEG}
         self._errors = NixlErrors(self._nixl)
-        self._agent: Any = make_agent(self._nixl, agent_name, config or AgentConfig())
+        self._environ = environ
+        self._config = config or AgentConfig()
+        self._agent: Any = make_agent(self._nixl, agent_name, self._config)
         self._peers = NixlPeers(self._load, self._forget)
         self._registered: list[Any] = []
         self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
@@ -109,6 +114,20 @@ class NixlFabric:
             reason = f"{len(regions)} regions were refused: {self._errors.describe(error)}"
             raise FabricUnavailable("register", reason) from error
         self._registered += registered
+
+    def slow_within_host(self, kind: MemoryKind, *, shares_ipc: bool) -> str | None:
+        # Other backends have settings of their own.
+        if "UCX" not in self._config.backends:
+            return None
+        why_slow = slow_within_host(
+            self._environ,
+            is_device=kind is MemoryKind.VRAM,
+            shares_ipc=shares_ipc,
+            has_rdma=_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()),
+        )
+        if why_slow is None:
+            return None
+        return f"reads within this host go over loopback TCP: {why_slow}"
 
     def metadata(self) -> bytes:
         return wrap_metadata(self.agent_name, self._open("metadata").getLocalMD())

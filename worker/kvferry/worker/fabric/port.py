@@ -223,6 +223,14 @@ class Fabric(Protocol):
         """
         ...
 
+    def slow_within_host(self, kind: MemoryKind, *, shares_ipc: bool) -> str | None:
+        """Why reads of such memory of another process of this host are slow, and what helps; None if they need not be.
+
+        Args:
+            shares_ipc: both processes are in one IPC namespace.
+        """
+        ...
+
     def metadata(self) -> bytes:
         """Bytes for the `add_peer` of peers: connection information and every region registered so far."""
         ...

@@ -18,6 +18,7 @@ _SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem"})
 _ALL_SHARED_MEMORY = frozenset({"sm", "shm", "mm"})
 _TCP = frozenset({"tcp"})
 _CUDA_IPC = frozenset({"cuda", "cuda_ipc"})
+_RDMA = frozenset({"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5"})
 
 NO = frozenset({"n", "no", "off", "0"})
 """The words by which UCX switches a setting off."""
@@ -71,6 +72,33 @@ def _shared_memory_settings(environ: Mapping[str, str], *, has_tcp: bool) -> dic
         # dead peer ends with the next keepalive, or never.
         wanted["UCX_KEEPALIVE_INTERVAL"] = "300s"
     return wanted
+
+
+def slow_within_host(
+    environ: Mapping[str, str], *, is_device: bool, shares_ipc: bool, has_rdma: bool
+) -> str | None:
+    """Why UCX reads memory of another process of this host over loopback TCP, and what helps; None if it need not.
+
+    UCX does not tell which way a read takes, so it is judged by what its settings and the containers leave open.
+
+    Args:
+        is_device: the memory is that of GPUs.
+        shares_ipc: both processes are in one IPC namespace.
+        has_rdma: there is an RDMA device, over which reads within the host may go, too.
+    """
+    if has_rdma and _may_use(environ, _RDMA, frozenset({"ib"})):
+        return None
+    transports = environ.get("UCX_TLS", "all")
+    if is_device and not _may_use(environ, _CUDA_IPC, _CUDA_IPC):
+        return f"UCX_TLS={transports} leaves out cuda_ipc; unset it, or admit cuda_ipc"
+    if is_device and environ.get(GPU_READS, "y").lower() in NO:
+        return f"{GPU_READS}={environ[GPU_READS]}; unset it"
+    ways = _SHARED_MEMORY | {"cma"}
+    if not is_device and not _may_use(environ, ways, frozenset({"sm", "shm"})):
+        return f"UCX_TLS={transports} leaves out shared memory; unset it, or admit sm"
+    if not shares_ipc:
+        return "the two are in different IPC namespaces; start both containers with --ipc=host, or hostIPC"
+    return None
 
 
 def uses_tcp(environ: Mapping[str, str]) -> bool:

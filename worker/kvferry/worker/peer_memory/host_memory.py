@@ -83,7 +83,12 @@ class HostMemory:
 
     def export(self, regions: Sequence[Region]) -> SharedMemory:
         """See `PeerMemory`."""
-        shared = SharedMemory(machine=machine_id(), pid_namespace=pid_namespace(), pid=os.getpid())
+        shared = SharedMemory(
+            machine=machine_id(),
+            pid_namespace=pid_namespace(),
+            pid=os.getpid(),
+            ipc_namespace=ipc_namespace(),
+        )
         allocations: list[SharedAllocation] = []
         for region in regions:
             if region.kind is not MemoryKind.DRAM:
@@ -117,3 +122,8 @@ def machine_id() -> str:
 def pid_namespace() -> str:
     """The namespace in which this process's number counts, e.g. `pid:[4026531836]`."""
     return os.readlink("/proc/self/ns/pid")
+
+
+def ipc_namespace() -> str:
+    """The namespace of System V and POSIX shared memory, e.g. `ipc:[4026531839]`."""
+    return os.readlink("/proc/self/ns/ipc")

@@ -28,6 +28,7 @@ from kvferry.worker.fabric.port import (
     RemoteDescriptors,
 )
 from kvferry.worker.fabric.reads import FabricReader, Handle
+from kvferry.worker.peer_memory.host_memory import ipc_namespace, machine_id
 from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable, PeerMemory
 from kvferry.worker.peers.mapped_route import MappedRoute
@@ -159,7 +160,8 @@ class Peer:
 
     Attributes:
         made: the handles to give back, in the order of creation.
-        why_not_mapped: why a worker's memory is not mapped; None if all of it is, or it was not tried.
+        why_not_mapped: why a worker's memory is not mapped; None if all of it is.
+        why_slow: why reads from a worker on this host are slow, and what helps; None if they need not be.
         data_reads: of all loads from it.
     """
 
@@ -169,6 +171,7 @@ class Peer:
     routes: tuple[PeerRoute, ...]
     made: tuple[Handle, ...]
     why_not_mapped: str | None = None
+    why_slow: str | None = None
     data_reads: ReadQueue = field(default_factory=ReadQueue)
 
     def mapped_routes(self) -> Iterator[MappedRoute]:
@@ -201,7 +204,7 @@ def connect(
         InvalidMessage: the description names memory of no known kind.
     """
     mappings: dict[int, WorkerMapping] = {}
-    why_not_mapped = None
+    why_not_mapped: str | None = "mapped_reads is off"
     if peer_memory is not None:
         mappings, why_not_mapped = _map_workers(peer_memory, caches, description, plan)
     plan = plan.with_mapped(mappings)
@@ -211,7 +214,8 @@ def connect(
     except Exception:
         _give_back(reader, connecting.made)
         raise
-    return Peer(key, description, plan, routes, tuple(connecting.made), why_not_mapped)
+    why_slow = _why_slow(reader.fabric, caches, description, plan, mappings)
+    return Peer(key, description, plan, routes, tuple(connecting.made), why_not_mapped, why_slow)
 
 
 def disconnect(reader: FabricReader, peer: Peer) -> None:
@@ -242,6 +246,26 @@ def _map_workers(
         except NotMappable as not_mappable:
             why_not = str(not_mappable)
     return mappings, why_not
+
+
+def _why_slow(
+    fabric: Fabric,
+    caches: KvCaches,
+    description: EngineDescription,
+    plan: TransferPlan,
+    mappings: Mapping[int, WorkerMapping],
+) -> str | None:
+    """Why reads from a worker on this host that is not mapped are slow; None if there is none, or they are not."""
+    for route in plan.routes:
+        shared = description.workers[route.worker].shared
+        if route.worker in mappings or shared is None or shared.machine != machine_id():
+            continue
+        why_slow = fabric.slow_within_host(
+            caches.kind, shares_ipc=shared.ipc_namespace in (None, ipc_namespace())
+        )
+        if why_slow is not None:
+            return why_slow
+    return None
 
 
 def _give_back(reader: FabricReader, made: Sequence[Handle]) -> None:

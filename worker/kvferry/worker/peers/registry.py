@@ -303,9 +303,9 @@ class PeerRegistry:
         took_s = max(now_s - first_read.asked_s, described_s + first_read.prepared_s)
         self.handshake_s.append(took_s)
         line, *more_lines = peer.plan.describe_all()
-        not_mapped = ""
+        way = ""
         if peer.why_not_mapped is not None:
-            not_mapped = f"; not mapped: {peer.why_not_mapped}"
+            way = f"; over the fabric, not mapped: {peer.why_not_mapped}"
         logger.info(
             "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s%s",
             peer.key,
@@ -313,8 +313,10 @@ class PeerRegistry:
             described_s * 1e3,
             first_read.prepared_s * 1e3,
             line,
-            not_mapped,
+            way,
         )
+        if peer.why_slow is not None:
+            logger.warning("peer=%s %s", peer.key, peer.why_slow)
         for more in more_lines:
             logger.debug("peer=%s %s", peer.key, more)
 
