@@ -38,6 +38,7 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, PeerAgent, Region, TransferState
 
 HOST, ENGINE = "127.0.0.1", "P"
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - listeners of benchmarks, at all addresses of 127.0.0.0/8
 _TIMEOUT_S = 60.0
 _ONE = np.zeros(1, dtype=np.int32)
 
@@ -127,7 +128,7 @@ class Agents:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port: int = probe.getsockname()[1]
-        self._listener = SideChannelListener(HOST, port, Counters())
+        self._listener = SideChannelListener(ANY_ADDRESS, port, Counters())
         self._listener.publish(msgspec.structs.replace(engine, workers=(worker,)))
         return port
 

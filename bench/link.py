@@ -27,8 +27,10 @@ from multiprocessing.connection import Connection
 
 from bench.figures import Cell, Results, Table, publish
 from bench.provenance import begin
+from kvferry.link.client import SideChannelClient
 from kvferry.link.lease_commands import RemoteLease, RenewLease
 from kvferry.link.lease_inbox import LeaseInbox, LeaseMessage
+from kvferry.link.peer_link import PeerLinks
 from kvferry.link.query_client import QueryClient
 from kvferry.link.query_commands import Producer, StartQuery, StopQuery
 from kvferry.link.renewer import LeaseRenewer
@@ -196,12 +198,16 @@ def first_contacts(addresses: Sequence[Producer], rounds: int) -> Exchanges:
     return measured
 
 
+def _renewer() -> LeaseRenewer:
+    return LeaseRenewer(PeerLinks(SideChannelClient(), Counters()))
+
+
 def renewals(
     addresses: Sequence[Producer], arrival_s: Callable[[], float], rounds: int
 ) -> Exchanges:
     """One lease of each producer, all due at the same moment."""
     measured = Exchanges("renewal", len(addresses))
-    with contextlib.closing(LeaseRenewer(Counters())) as renewer:
+    with contextlib.closing(_renewer()) as renewer:
         # The first round connects, and is not counted.
         for number in range(rounds + 1):
             name = LeaseName(slot=number + 1, epoch=f"{number + 1:015x}")
@@ -226,8 +232,8 @@ def queries(addresses: Sequence[Producer], rounds: int) -> Exchanges:
     def on_answer(producer: Producer, answer: Answer) -> None:
         answered.put(time.monotonic())
 
-    with contextlib.closing(LeaseRenewer(Counters())) as renewer:
-        client = QueryClient(renewer.client, "bench", Counters(), on_answer)
+    with contextlib.closing(_renewer()) as renewer:
+        client = QueryClient(renewer.links, "bench", on_answer)
         # The first round connects, and is not counted.
         for number in range(rounds + 1):
             numbers = range(number * len(addresses), (number + 1) * len(addresses))

@@ -16,10 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from bench.agent_process import HOST, AgentProcess, usage
+from bench.agent_process import AgentProcess, usage
 from bench.figures import Chart, Results, Series, Table, publish
 from bench.provenance import begin
+from kvferry.link.client import SideChannelClient
 from kvferry.link.lease_commands import RemoteLease, RenewLease
+from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.counters import Counters
@@ -123,22 +125,22 @@ def make_contact_many(transports: str, producers: int) -> Share:
 
 
 def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
-    """A consumer's scheduler that waits for so many producers: they are boots of one listener.
+    """A consumer's scheduler that waits for so many producers: they are addresses of one listener.
 
     Returns:
         What each costs the consumer and the listener, and renewals a second from each at a lease of 30 s.
     """
     producer, port = listening({})
     counters = Counters()
-    renewer = LeaseRenewer(counters)
+    renewer = LeaseRenewer(PeerLinks(SideChannelClient(), counters))
     try:
         time.sleep(_SETTLE_S)
         before = usage(), producer.tell("usage")
         start_s = time.monotonic()
         name = LeaseName(slot=0, epoch=f"{1:015x}")
         renewer.submit(
-            RenewLease(RemoteLease(HOST, port, f"{boot:032x}", name, _SHORT_LEASE_S))
-            for boot in range(producers)
+            RenewLease(RemoteLease(f"127.0.1.{1 + peer}", port, "0" * 32, name, _SHORT_LEASE_S))
+            for peer in range(producers)
         )
         time.sleep(seconds)
         rate = counters.total("heartbeats") / (time.monotonic() - start_s) / producers

@@ -198,7 +198,7 @@ class Server:
             waves=len(pool.waves) if pool is not None else 0,
             transfers=engine.fabric.transfers(),
             blocks=engine.shape.blocks - 1 - len(engine.unused),
-            sockets=len(engine.renewer.snapshot().sender.endpoints),
+            sockets=len(engine.renewer.snapshot().links.addresses),
         )
         return State(
             in_hand=+in_hand,

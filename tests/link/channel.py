@@ -9,7 +9,11 @@ from contextlib import contextmanager
 
 import zmq
 
+from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.client import SideChannelClient
 from kvferry.link.lease_inbox import LeaseInbox, LeaseMessage
+from kvferry.link.peer_link import PeerLinks
+from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secrets
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import (
@@ -25,6 +29,8 @@ from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.ports import free_port as free_port
 
 HOST = "127.0.0.1"
+ANY_ADDRESS = "0.0.0.0"
+_HOSTS_OF_A_BYTE = 250
 
 
 class MessageInbox(LeaseInbox):
@@ -69,16 +75,26 @@ def listening(
     secrets: Secrets = (),
     *,
     description: EngineDescription | None = None,
+    host: str = HOST,
 ) -> Iterator[tuple[RecordingListener, int]]:
     """A listener on a free port, closed at the end; it is starting where there is no description."""
     port = free_port()
-    listener = RecordingListener(HOST, port, counters or Counters(), secrets)
+    listener = RecordingListener(host, port, counters or Counters(), secrets)
     if description is not None:
         listener.publish(description)
     try:
         yield listener, port
     finally:
         listener.close()
+
+
+def many_hosts(count: int) -> list[str]:
+    """Addresses of this machine, which a listener on `ANY_ADDRESS` has: a peer each."""
+    hosts = []
+    for number in range(count):
+        high, low = divmod(number, _HOSTS_OF_A_BYTE)
+        hosts.append(f"127.0.{1 + high}.{1 + low}")
+    return hosts
 
 
 @contextmanager
@@ -108,6 +124,13 @@ def ask(
     with client(port, zmq.REQ, host=host) as sock:
         sock.send(encode(Hello(engine_id=engine_id, client_id="test", version=version)))
         return decode_reply(sock.recv())
+
+
+def renewing(
+    counters: Counters, secrets: Secrets = (), allowed: AllowedHosts | None = None
+) -> LeaseRenewer:
+    """A renewer with links of its own, which it closes."""
+    return LeaseRenewer(PeerLinks(SideChannelClient(secrets, allowed), counters))
 
 
 BEFORE: set[threading.Thread] = set()

@@ -27,7 +27,7 @@ def counters() -> Counters:
 @pytest.fixture
 def renewer(counters: Counters) -> Iterator[LeaseRenewer]:
     """A renewer whose thread has ended after the test."""
-    renewer = LeaseRenewer(counters)
+    renewer = channel.renewing(counters)
     yield renewer
     renewer.close()
     assert not channel.threads_named("kvferry-side-channel")

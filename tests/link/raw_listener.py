@@ -47,7 +47,7 @@ def end_after_the_request(
     connection, _ = server.accept()
     with connection:
         connection.sendall(ZMTP)
-        _receive(connection, request)
+        receive_until(connection, request)
         connection.sendall(answer)
 
 
@@ -60,14 +60,14 @@ def answer_without_end(server: socket.socket, most_bytes: int) -> int:
     sent = 0
     with connection, contextlib.suppress(ConnectionError):
         connection.sendall(ZMTP)
-        _receive(connection, b"hello")
+        receive_until(connection, b"hello")
         while sent < most_bytes:
             connection.sendall(b"\x01\x00" * 4096)
             sent += 8192
     return sent
 
 
-def _receive(connection: socket.socket, request: bytes) -> None:
+def receive_until(connection: socket.socket, request: bytes) -> None:
     """Read as far as these bytes."""
     received = b""
     while request not in received:

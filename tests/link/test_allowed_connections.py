@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import zmq.asyncio
+import zmq
 
 from kvferry.link import allowed_hosts, host_names
 from kvferry.link.allowed_hosts import ANY_HOST, AllowedHosts
@@ -34,14 +34,14 @@ FOREIGN = "127.0.0.2"
 def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ZMQ was given to connect to."""
     given: list[str] = []
-    connect = zmq.asyncio.Socket.connect
+    connect = zmq.Socket.connect
 
     def record(self: Any, address: str) -> Any:
         if address.startswith("tcp:"):
             given.append(address)
         return connect(self, address)
 
-    monkeypatch.setattr(zmq.asyncio.Socket, "connect", record)
+    monkeypatch.setattr(zmq.Socket, "connect", record)
     return given
 
 

@@ -91,7 +91,7 @@ def test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_conn
     async def run() -> None:
         scene = Scene()
         await scene.connect("silent-not", 5600)
-        scene.places.proven.add(("silent", 5600))
+        scene.places.prove(("silent", 5600))
         for port in range(300):
             scene.begin("silent", port)
         await settle()
@@ -181,7 +181,8 @@ def test_addresses_that_do_not_answer_close_no_idle_connection() -> None:
 def test_one_in_use_is_never_given_up_and_of_idle_ones_first_that_of_the_same_host() -> None:
     async def run() -> None:
         scene = Scene(most=4)
-        for host, port in (("a", 1), ("b", 1), ("b", 2), ("c", 1)):
+        others = [(f"e{number}", 1) for number in range(4)]
+        for host, port in (("a", 1), ("b", 1), ("b", 2), ("c", 1), *others):
             await scene.connect(host, port)
             scene.connected[host, port].idle()
         scene.connected["a", 1].use()
@@ -192,7 +193,7 @@ def test_one_in_use_is_never_given_up_and_of_idle_ones_first_that_of_the_same_ho
         await scene.connect("d", 2)
         assert scene.given_up[2:] == [("b", 2)] or not scene.given_up[2:]
         assert ("a", 1) in scene.connected
-        assert len(scene.places) <= 4
+        assert len(scene.places) <= 2 * 4
 
     play(run)
 
@@ -272,21 +273,55 @@ def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(s
     play(run)
 
 
-def test_an_address_that_was_connected_for_something_else_does_not_wait_for_new_ones() -> None:
+def test_an_address_that_was_connected_before_does_not_wait_for_new_ones() -> None:
     """A producer is asked for a prompt, or prewarmed, before its leases are renewed."""
 
     async def run() -> None:
-        asking = Scene()
-        await asking.connect("silent-not", 1)
-        await asking.connect("good", 5600)
-        renewing = Scene()
-        renewing.places = ConnectionSlots(MOST, asking.places.proven)
+        scene = Scene()
+        await scene.connect("good", 5600)
+        scene.connected.pop(("good", 5600)).close(1)
         for port in range(300):
-            renewing.begin("silent", port)
-            renewing.begin(f"silent{port}", 1)
-        await renewing.connect("good", 5600)
-        assert ("good", 5600) in renewing.connected
-        await renewing.cancel_all()
-        await asking.cancel_all()
+            scene.begin("silent", port, Kind.MESSAGE)
+            scene.begin(f"silent{port}", 1, Kind.MESSAGE)
+        await scene.connect("good", 5600, Kind.MESSAGE)
+        assert ("good", 5600) in scene.connected
+        await scene.cancel_all()
+
+    play(run)
+
+
+def test_messages_have_connections_although_queries_need_all_slots() -> None:
+    """Leases expire unless they are renewed, whatever clients let an engine query."""
+
+    async def run() -> None:
+        scene = Scene(most=8)
+        for number in range(20):
+            await scene.connect(f"queried{number}")
+        num_queried = len(scene.connected)
+        assert num_queried == 8
+        for number in range(20):
+            await scene.connect(f"renewed{number}", kind=Kind.MESSAGE)
+            scene.connected[f"renewed{number}", 1].idle()
+        assert len(scene.connected) == 2 * 8
+        renewed = [host for host, _ in scene.given_up]
+        assert renewed == [f"renewed{number}" for number in range(12)], "the longest idle ones"
+        await scene.cancel_all()
+
+    play(run)
+
+
+def test_connections_made_for_messages_bring_a_host_no_more_slots_for_queries_than_its_share() -> (
+    None
+):
+    async def run() -> None:
+        scene = Scene(most=8)
+        for port in range(12):
+            await scene.connect("a", port, Kind.MESSAGE)
+        for slot in list(scene.connected.values()):
+            slot.use()
+        assert scene.places.snapshot().in_use == {"a": 4}
+        await scene.connect("b")
+        assert scene.places.snapshot().in_use == {"a": 4, "b": 1}
+        await scene.cancel_all()
 
     play(run)

@@ -50,14 +50,12 @@ def test_renewals_and_releases_are_counted_and_not_sent(
 
 
 def test_a_question_is_answered_as_if_nobody_knew_the_prompt(
-    renewer: LeaseRenewer, counters: Counters, foreign: socket.socket
+    renewer: LeaseRenewer, foreign: socket.socket
 ) -> None:
     answers: queue.SimpleQueue[tuple[Producer, Answer]] = queue.SimpleQueue()
     producer = (FOREIGN, foreign.getsockname()[1])
-    client_id = QueryClient(
-        renewer.client, "decode-0", counters, lambda *answer: answers.put(answer)
-    )
-    client_id.submit([StartQuery(producer, query(7))])
+    queries = QueryClient(renewer.links, "decode-0", lambda *answer: answers.put(answer))
+    queries.submit([StartQuery(producer, query(7))])
     assert answers.get(timeout=30) == (producer, Answer(number=7, progress=PromptProgress.UNKNOWN))
 
 
@@ -66,7 +64,7 @@ def test_a_producer_to_prewarm_is_not_asked_and_the_log_says_which_key_is_missin
 ) -> None:
     found: list[Prewarm] = []
     PeerPrewarmer(
-        renewer.client,
+        renewer.links,
         [(FOREIGN, foreign.getsockname()[1])],
         "decode-0",
         "e" * 32,

@@ -15,6 +15,7 @@ import zmq
 from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
 from kvferry.link.limits import Backoff
+from kvferry.link.peer_link import PeerLinks
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import watch
@@ -49,12 +50,12 @@ def found() -> Found:
 
 @pytest.fixture
 def look_for(found: Found) -> Iterator[Callable[..., None]]:
-    made: list[SideChannelClient] = []
+    made: list[PeerLinks] = []
 
     def build(
         addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()
     ) -> None:
-        made.append(SideChannelClient(secrets))
+        made.append(PeerLinks(SideChannelClient(secrets), Counters()))
         PeerPrewarmer(made[-1], addresses, ME, MY_BOOT, found.producers.put, timeout_s).start()
 
     yield build
@@ -113,7 +114,7 @@ def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_
         found.producers.get(timeout=0.5)
     listener.publish(life(1))
     assert found.next() == prewarm(port, life(1))
-    assert f"prewarming {HOST}:{port}: did not answer within 0.2 s" in caplog.text
+    assert f"prewarming {HOST}:{port}: cannot be connected: nothing listens there" in caplog.text
 
 
 def test_a_producer_that_restarts_is_found_again_with_its_new_life(
@@ -194,7 +195,7 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
         return watch(socket)
 
     monkeypatch.setattr("kvferry.link.connection.watch", none_left)
-    monkeypatch.setattr(limits, "PREWARM_RETRY", Backoff(0.01, 10.0))
+    monkeypatch.setattr(limits, "RETRY", Backoff(0.01, 10.0))
     port = free_port()
     listen(port, life(1))
     look_for([(HOST, port)])

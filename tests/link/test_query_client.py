@@ -9,10 +9,12 @@ from collections.abc import Callable, Container
 import pytest
 
 from kvferry.link import limits
+from kvferry.link.connection_slots import ConnectionSlotsSnapshot
 from kvferry.link.limits import Backoff
+from kvferry.link.peer_link import PeerLinks, PeerLinksSnapshot
 from kvferry.link.query_client import QueryClient
 from kvferry.link.query_commands import Producer, QueryCommand, StartQuery, StopQuery
-from kvferry.protocol.errors import ConnectionEnded, NothingListens
+from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens
 from kvferry.protocol.handshake import decode_request, encode
 from kvferry.protocol.prompt_queries import (
     Answer,
@@ -46,7 +48,8 @@ class Network:
         self.connections: list[Connection] = []
         self.closed: Container[int] = ()
         self.silent: Container[int] = ()
-        self.query_client = QueryClient(self, "decode-0", self.counters, self.on_answer)  # type: ignore[arg-type]
+        self.links = PeerLinks(self, self.counters)  # type: ignore[arg-type]
+        self.query_client = QueryClient(self.links, "decode-0", self.on_answer)
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
         self.answers.append((producer, answer))
@@ -86,32 +89,51 @@ class Connection:
     """A connection to one producer."""
 
     def __init__(self, network: Network, producer: Producer) -> None:
-        self.network, self.producer = network, producer
-        self.frames: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.is_closed = False
+        self.network = network
+        self.producer = producer
+        self.max_answer_bytes = 0
+        self.ended: asyncio.Future[HandshakeFailed] = asyncio.get_running_loop().create_future()
+        self._on_frame: Callable[[bytes], None] | None = None
 
-    async def send(self, frame: bytes) -> None:
+    @property
+    def is_closed(self) -> bool:
+        return self.ended.done()
+
+    def send(self, frame: bytes) -> None:
         message = decode_request(frame)
         assert isinstance(message, (Subscribe, Unsubscribe))
         self.network.sent.append((self.producer, message))
         try:
             answers = self.network.reply(self.network, self.producer, message)
         except ConnectionEnded:
-            self.frames.put_nowait(None)
+            self.cut()
         else:
             if answers is not None:
-                self.frames.put_nowait(encode(answers))
-        await asyncio.sleep(0)
+                self.bring(answers)
 
-    async def receive(self) -> bytes:
-        frame = await self.frames.get()
-        if frame is None:
-            raise ConnectionEnded("the test cut it")
-        return frame
+    def receive_all(self, on_frame: Callable[[bytes], None]) -> None:
+        self._on_frame = on_frame
+
+    def bring(self, answers: Answers) -> None:
+        """Let these answers arrive."""
+        asyncio.get_running_loop().call_soon(self._arrive, encode(answers))
+
+    def cut(self) -> None:
+        """Let the other end close it."""
+        asyncio.get_running_loop().call_soon(self.end, ConnectionEnded("the test cut it"))
+
+    def end(self, why: HandshakeFailed) -> None:
+        if not self.ended.done():
+            self.ended.set_result(why)
 
     def close(self, linger_ms: int) -> None:
         assert linger_ms
-        self.is_closed = True
+        self.end(ConnectionEnded("was closed here"))
+
+    def _arrive(self, frame: bytes) -> None:
+        assert self._on_frame is not None
+        if not self.is_closed:
+            self._on_frame(frame)
 
 
 def answered(
@@ -214,7 +236,7 @@ def test_no_more_producers_have_a_connection_at_once_than_the_limit_and_all_are_
 
     network = play(reply, *(StartQuery((HOST, number + 1), query(number)) for number in range(30)))
     assert len({to for to, _ in network.sent}) == 30
-    assert most <= 8 + 2, "with the turns to connect"
+    assert most <= 2 * 8 + 2, "with the idle ones, and the turns to connect"
     assert network.counters.total("side_channel_errors") == 0
 
 
@@ -228,9 +250,8 @@ def test_a_connection_is_kept_for_the_next_question(monkeypatch: pytest.MonkeyPa
         assert not kept.is_closed
         monkeypatch.setattr(limits, "IDLE_S", 0.0)
         await network.run(StartQuery((HOST, PORT), query(3)))
-        while network.query_client.snapshot().producers:
-            await asyncio.sleep(0)
-        assert kept.is_closed
+        await asyncio.wait((kept.ended,))
+        assert not network.query_client.snapshot().producers
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
@@ -238,7 +259,7 @@ def test_a_connection_is_kept_for_the_next_question(monkeypatch: pytest.MonkeyPa
 def test_an_idle_connection_makes_room_for_another_producer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "SLOTS", 2)
+    monkeypatch.setattr(limits, "SLOTS", 1)
 
     async def run() -> None:
         network = Network(settle)
@@ -257,7 +278,7 @@ def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_n
     async def run() -> None:
         network = Network(settle)
         await network.run(StartQuery((HOST, PORT), query(1)))
-        network.connections[0].frames.put_nowait(None)
+        network.connections[0].cut()
         while network.query_client.snapshot().producers:
             await asyncio.sleep(0)
         await network.run(StartQuery((HOST, PORT), query(2)))
@@ -392,7 +413,7 @@ def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
             network.query_client.submit([StartQuery((HOST, port), query(number))])
             await turns(30)
             assert number in asked_of(network, (HOST, port))
-        assert len([one for one in network.connections if not one.is_closed]) <= 16 + 4 + 1
+        assert len([one for one in network.connections if not one.is_closed]) <= 2 * 16 + 4 + 1
         network.query_client.submit(StopQuery(number) for number in range(1, 5))
         await turns()
         assert not network.query_client.snapshot().open
@@ -422,13 +443,8 @@ def test_answers_that_change_nothing_are_not_passed_on_and_a_prompt_is_known_whi
         named, sibling = network.connections
 
         async def repeat(connection: Connection, progress: PromptProgress) -> None:
-            connection.frames.put_nowait(
-                encode(
-                    Answers(
-                        answers=(Answer(number=1, progress=progress),), siblings=(PORT, SIBLING)
-                    )
-                )
-            )
+            answer = Answer(number=1, progress=progress)
+            connection.bring(Answers(answers=(answer,), siblings=(PORT, SIBLING)))
             await turns(10)
 
         for _ in range(10):
@@ -496,11 +512,11 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
             await turns(dice.randrange(5))
         network.query_client.submit(StopQuery(number) for number in range(started))
         # One whose slot was taken is forgotten at once, and closes its connection some turns later.
-        while network.query_client.snapshot().producers or not all(
-            one.is_closed for one in network.connections
-        ):
+        nothing = ConnectionSlotsSnapshot(in_use={}, idle={}, connecting={}, waiting={})
+        while network.links.snapshot() != PeerLinksSnapshot(addresses=(), slots=nothing):
             await asyncio.sleep(0.001)
+        assert all(one.is_closed for one in network.connections)
         left = network.query_client.snapshot()
-        assert (left.open, left.siblings, left.connections) == (frozenset(), frozenset(), 0)
+        assert (left.open, left.siblings, left.producers) == (frozenset(), frozenset(), {})
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))

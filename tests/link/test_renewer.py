@@ -20,7 +20,7 @@ from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.scheduler.counters import Counters
 from tests.engine_core.step_count import StepCount
-from tests.link.channel import HOST, RecordingListener, free_port, listening
+from tests.link.channel import HOST, RecordingListener, free_port, listening, renewing
 from tests.link.secret_files import NEW, OLD
 from tests.protocol.samples import BOOT
 from tests.waiting import wait_until
@@ -188,7 +188,7 @@ def test_closing_sends_everything_that_was_submitted(
     host: str, theirs: Secrets, ours: Secrets, counters: Counters
 ) -> None:
     with listening(secrets=theirs) as (listener, port):
-        renewer = LeaseRenewer(counters, ours)
+        renewer = renewing(counters, ours)
         renewer.submit(ReleaseLease(lease(port, slot, host=host)) for slot in range(30))
         start_s = time.monotonic()
         renewer.close()
@@ -228,7 +228,7 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
         return None
 
     monkeypatch.setattr(host_names, "look_up", never)
-    renewer = LeaseRenewer(counters, allowed=AllowedHosts.from_entries(["*"]))
+    renewer = renewing(counters, allowed=AllowedHosts.from_entries(["*"]))
     try:
         lost = [
             lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)
@@ -264,7 +264,7 @@ def test_a_producer_that_restarts_at_its_address_is_renewed_again(
     secrets: tuple[Secrets, Secrets], counters: Counters
 ) -> None:
     port = free_port()
-    renewer = LeaseRenewer(counters, secrets[0] + secrets[1])
+    renewer = renewing(counters, secrets[0] + secrets[1])
     try:
         for boot, theirs in zip((BOOT, "f" * 32), secrets, strict=True):
             renewer.submit([RenewLease(lease(port, lease_s=0.12, boot=boot))])

@@ -17,7 +17,6 @@ import zmq
 
 from kvferry.link.connections import REASONS
 from kvferry.link.lease_commands import ReleaseLease, RemoteLease
-from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.link.sockets import KeyPair, client_keys, listener_keys
 from kvferry.protocol.errors import InvalidSecretFile, PeerRefused
@@ -35,6 +34,7 @@ from tests.link.channel import (
     client,
     free_port,
     listening,
+    renewing,
     threads_named,
 )
 from tests.link.secret_files import NEW, OLD, OTHER
@@ -89,7 +89,7 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(
 ) -> None:
     """Handshakes and releases alike; a refusal comes before the deadline."""
     counters = Counters()
-    renewer = LeaseRenewer(counters, ours)
+    renewer = renewing(counters, ours)
     started_s = time.monotonic()
     try:
         with protected(theirs) as (listener, port):
@@ -208,7 +208,7 @@ def test_an_impostor_of_the_listener_receives_nothing_and_its_answers_are_ignore
         "keys of another secret": listener_keys(OTHER),
         "the asker's keys": client_keys(OLD),
     }[kind]
-    renewer = LeaseRenewer(counters, (OLD, NEW))
+    renewer = renewing(counters, (OLD, NEW))
     try:
         with impostor(keys) as (port, reported):
             with pytest.raises(PeerRefused):
@@ -260,7 +260,7 @@ def test_a_zmq_without_encryption_stops_the_start_by_name(monkeypatch: pytest.Mo
     with pytest.raises(InvalidSecretFile, match="CURVE"):
         RecordingListener(HOST, free_port(), Counters(), (Secret(os.urandom(32)),))
     with pytest.raises(InvalidSecretFile, match="CURVE"):
-        LeaseRenewer(Counters(), (Secret(os.urandom(32)),))
+        renewing(Counters(), (Secret(os.urandom(32)),))
     assert not threads_named("kvferry-listener")
 
 

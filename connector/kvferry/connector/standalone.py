@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.link.client import SideChannelClient
+from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.server import SideChannelListener
 from kvferry.plan.blocks import NULL_BLOCK
@@ -148,7 +150,8 @@ class StandaloneEngine:
             )
             for worker in self.workers:
                 worker.add_siblings(self.description.workers)
-            self.renewer = LeaseRenewer(self.counters, settings.secrets, settings.allowed_hosts)
+            client = SideChannelClient(settings.secrets, settings.allowed_hosts)
+            self.renewer = LeaseRenewer(PeerLinks(client, self.counters))
             undo.callback(self.renewer.close)
             self.listener = SideChannelListener(
                 host, port, self.counters, settings.secrets, self.leases.clock, knows=self._knows

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from kvferry.link import limits
 from kvferry.link.allowed_hosts import AllowedHosts
@@ -38,6 +38,7 @@ from kvferry.protocol.hosts import Address, advice, host_port, read_address
 _CLOSED = "this side channel is closed"
 
 Converse = Callable[[Connection], Coroutine[Any, Any, bytes]]
+Ask = Callable[[bytes], Awaitable[bytes]]
 
 T = TypeVar("T")
 OnEnd = Callable[[T | Exception], None]
@@ -62,7 +63,7 @@ class SideChannelClient:
         self._names = HostNames()
         self._lock = threading.Lock()
         self._is_closing = False
-        self._context = zmq.asyncio.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         # By default a context has 1,023 sockets: 341 connections of three sockets each. Beyond that renewals failed
         # with "Too many open files", whatever `ulimit -n` said. So only files bound the number of connections.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -135,8 +136,7 @@ class SideChannelClient:
         """
 
         async def converse(connection: Connection) -> bytes:
-            await connection.send(request)
-            return await connection.receive()
+            return await _ask(connection, request)
 
         exchange = self._exchange(
             host,
@@ -227,7 +227,7 @@ class SideChannelClient:
         return await self._exchange(
             host,
             port,
-            lambda connection: describe(connection, hello),
+            lambda connection: describe(functools.partial(_ask, connection), hello),
             MAX_PART_FRAME_BYTES,
             timeout_s,
             waits=waits,
@@ -331,8 +331,16 @@ class SideChannelClient:
             self._loop.close()
 
 
-async def describe(connection: Connection, hello: Hello) -> bytes:
+async def _ask(connection: Connection, frame: bytes) -> bytes:
+    connection.send(frame)
+    return await connection.receive()
+
+
+async def describe(ask: Ask, hello: Hello) -> bytes:
     """The frame of the listener's description, or of its refusal.
+
+    Args:
+        ask: sends a request over one connection, and returns the answer.
 
     Raises:
         ConnectionEnded: the connection has ended before.
@@ -341,8 +349,8 @@ async def describe(connection: Connection, hello: Hello) -> bytes:
     # In parts, each asked for by itself, so that a connection that brings more than one part can be ended.
     received = PartsReceived()
     while True:
-        await connection.send(encode(msgspec.structs.replace(hello, at=received.num_bytes)))
-        frame = received.take(await connection.receive())
+        request = msgspec.structs.replace(hello, at=received.num_bytes)
+        frame = received.take(await ask(encode(request)))
         if frame is not None:
             return frame
 

@@ -1,4 +1,8 @@
-"""A connection to a listener, on an asyncio loop."""
+"""A connection to a listener, on an asyncio loop.
+
+ZMQ's sockets are used without `zmq.asyncio`: a message was one task and three futures there, a third of what a renewal
+took of the processor.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from kvferry.link import limits
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
@@ -19,14 +22,13 @@ from kvferry.link.sockets import (
     unpack_event,
     watch,
 )
-from kvferry.link.tcp import (
-    Arrivals,
-    TcpConnection,
-)
+from kvferry.link.tcp import Arrivals, TcpConnection
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
 from kvferry.protocol.hosts import Address, host_port
 
 T = TypeVar("T")
+
+OnFrame = Callable[[bytes], None]
 
 
 class EndlessMessages:
@@ -78,38 +80,39 @@ class Connection:
 
     Args:
         file: its TCP connection's.
-        max_answer_bytes: of a message that it brings.
+
+    Attributes:
+        max_answer_bytes: of a message that it brings; a longer one ends it.
+        ended: its result says why the connection has ended.
     """
 
     def __init__(
         self,
-        socket: zmq.asyncio.Socket,
-        monitor: zmq.asyncio.Socket,
+        socket: zmq.Socket[bytes],
+        monitor: zmq.Socket[bytes],
         file: int,
         max_answer_bytes: int,
         endless: EndlessMessages,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._socket = socket
         self._monitor = monitor
-        # The same socket without asyncio, for frames that have certainly arrived.
-        self._frames: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
         self._file = file
         self._tcp = TcpConnection(file)
-        self._max_bytes = max_answer_bytes + limits.SPARE_BYTES
-        # After the handshake the monitor reports nothing but the connection's end.
-        self._ended = asyncio.ensure_future(monitor.recv_multipart())
+        self.max_answer_bytes = max_answer_bytes
+        self.ended: asyncio.Future[HandshakeFailed] = self._loop.create_future()
+        self._on_frame: OnFrame | None = None
         self._endless = endless
         endless.add(file, self._end_endless)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the other end has closed it, or sent an endless message."""
-        return self._ended.done()
+        self._loop.add_reader(socket.fileno(), self._read)
+        self._loop.add_reader(monitor.fileno(), self._check_monitor)
+        # ZMQ's files are readable once for what may be many events, and that once may have been before.
+        self._check_monitor()
 
     @classmethod
     async def open(
         cls,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         address: Address,
         port: int,
         *,
@@ -167,7 +170,7 @@ class Connection:
     @classmethod
     async def _attempt(
         cls,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         address: Address,
         port: int,
         secret: Secret | None,
@@ -183,77 +186,148 @@ class Connection:
             undo.callback(_close_monitor, socket, monitor)
             socket.connect(f"tcp://{host_port(address, port)}")
             while True:
-                event, file = unpack_event(await monitor.recv_multipart())
+                event, file = unpack_event(await _next_event(monitor))
                 if event != zmq.EVENT_CONNECT_RETRIED:
                     break
                 if not waits:
                     raise NothingListens(
                         "cannot be connected: nothing listens there, or it cannot be reached"
                     )
-            result = connection_event(await monitor.recv_multipart())
+            result = connection_event(await _next_event(monitor))
             if result is not ConnectionEvent.THROUGH:
                 return result
             undo.pop_all()
             return cls(socket, monitor, file, max_answer_bytes, endless)
 
-    def close_at_end(self) -> None:
-        """Close it as soon as it has ended, for a connection that only sends."""
-        # Otherwise ZMQ would connect again by itself.
-        self._ended.add_done_callback(lambda _: self.close())
-
-    async def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes) -> None:
         """Send one message; never waits.
 
         Raises:
-            HandshakeFailed: too many messages wait in its queue.
+            HandshakeFailed: too many messages wait in its queue, or it is closed.
         """
         try:
-            await self._socket.send_multipart([b"", frame], flags=zmq.NOBLOCK)
+            self._socket.send_multipart([b"", frame], flags=zmq.NOBLOCK)
         except zmq.ZMQError as full:
             raise HandshakeFailed(f"takes no messages: {full}") from None
+        # Sending may take the sign that a message has arrived.
+        if self._on_frame is not None and _has_arrived(self._socket):
+            self._loop.call_soon(self._read)
+
+    def receive_all(self, on_frame: OnFrame) -> None:
+        """Pass every message to `on_frame` from now on, on the loop."""
+        self._on_frame = on_frame
+        self._loop.call_soon(self._read)
 
     async def receive(self) -> bytes:
         """The next message.
 
         Raises:
             ConnectionEnded: it has ended before one came.
-            HandshakeFailed: the message has more or fewer frames than one; the connection is closed.
+            HandshakeFailed: the message has more or fewer frames than one, or is too long; the connection is closed.
         """
-        envelope = asyncio.ensure_future(self._socket.recv())
+        received: asyncio.Future[bytes] = self._loop.create_future()
+
+        def on_frame(frame: bytes) -> None:
+            self._on_frame = None
+            received.set_result(frame)
+
+        self._on_frame = on_frame
         try:
-            await asyncio.wait((envelope, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            # The message first: ZMQ reports it before the end that came with it.
-            if envelope.done() and not self._socket.closed:
-                self._tcp.message_received()
-                return self._receive_body(envelope.result())
+            self._read()
+            await asyncio.wait((received, self.ended), return_when=asyncio.FIRST_COMPLETED)
+            if received.done():
+                return received.result()
         finally:
-            envelope.cancel()
-        raise ConnectionEnded("has closed the connection")
+            self._on_frame = None
+        raise self.ended.result()
 
     def close(self, linger_ms: int = 0) -> None:
         """Close it; messages in its queue have `linger_ms` to be sent. Idempotent."""
-        self._ended.cancel()
         self._endless.remove(self._file, self._end_endless)
         if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
             _close_monitor(self._socket, self._monitor)
             self._socket.close(linger=linger_ms)
+        if not self.ended.done():
+            self.ended.set_result(ConnectionEnded("was closed here"))
+
+    def end(self, why: HandshakeFailed) -> None:
+        """Close it because of what the other end has done."""
+        if not self.ended.done():
+            self.ended.set_result(why)
+        # Otherwise ZMQ would connect again by itself.
+        self.close()
+
+    def _check_monitor(self) -> None:
+        # After the handshake the monitor reports nothing but the connection's end.
+        if self._socket.closed or not _has_arrived(self._monitor):
+            return
+        # The messages first: ZMQ reports them before the end that came with them.
+        self._read()
+        self.end(ConnectionEnded("has closed the connection"))
 
     def _end_endless(self) -> None:
-        if self._tcp.unfinished_bytes() > self._max_bytes:
+        if self._tcp.unfinished_bytes() > self.max_answer_bytes + limits.SPARE_BYTES:
             self._tcp.shut_down()  # the monitor reports the end
 
-    def _receive_body(self, envelope: bytes) -> bytes:
+    def _read(self) -> None:
+        """Pass on messages that have arrived, while somebody takes them."""
+        for _ in range(limits.MESSAGES_AT_ONCE):
+            if self._on_frame is None or self._socket.closed:
+                return
+            if not _has_arrived(self._socket):
+                return
+            try:
+                frame = self._next_frame()
+            except HandshakeFailed as refused:
+                self.end(refused)
+                return
+            self._on_frame(frame)
+        # Then again, after the loop's other work: a peer that answers without end must not hold it up.
+        self._loop.call_soon(self._read)
+
+    def _next_frame(self) -> bytes:
         """The one frame after the envelope."""
+        envelope = self._socket.recv(zmq.NOBLOCK)
         # All frames of a message arrive together, so this does not wait.
         body = None
-        if self._frames.getsockopt(zmq.RCVMORE):
-            body = self._frames.recv(copy=False)
+        if self._socket.get(zmq.RCVMORE):
+            body = self._socket.recv(zmq.NOBLOCK, copy=False)
+        self._tcp.message_received()
         if envelope or body is None or body.more:
             # More frames are not received: ZMQ has all of them already, and frees them on a thread of its own when its
             # socket is closed. Received by Python, 11 million empty frames took the loop 27 s and 760 MB.
-            self.close()
             raise HandshakeFailed("answered in another number of frames than one")
+        if len(body) > self.max_answer_bytes:
+            raise HandshakeFailed(
+                f"answered {len(body)} bytes, where {self.max_answer_bytes} at most were expected"
+            )
         return body.bytes
+
+
+def _has_arrived(socket: zmq.Socket[bytes]) -> bool:
+    """Whether there is something to receive."""
+    # Asked each time: ZMQ's file is readable once for what may be many messages.
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+async def _next_event(monitor: zmq.Socket[bytes]) -> list[bytes]:
+    """The next message of a monitor."""
+    loop = asyncio.get_running_loop()
+    while not _has_arrived(monitor):
+        is_readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(monitor.fileno(), _set, is_readable)
+        try:
+            await is_readable
+        finally:
+            loop.remove_reader(monitor.fileno())
+    return monitor.recv_multipart(zmq.NOBLOCK)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: str = "") -> T:
@@ -271,7 +345,7 @@ async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: st
         raise HandshakeFailed(f"did not answer within {timeout_s:g} s{advice}") from None
 
 
-def _close_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+def _close_monitor(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
     socket.disable_monitor()
     monitor.close(linger=0)
 

@@ -10,6 +10,7 @@ its port is closed, the timeout if it drops packets or stays silent. So
   address that does not answer;
 - addresses are connected to in turns, few at a time. Those that were connected before (*proven* ones, until an attempt
   fails) have turns of their own, and so have those that no client named;
+- renewals and releases have turns of their own, too, and wait for no slot in use: queries cannot keep them waiting;
 - hosts share. Of the turns, of the slots in use and of the waiting addresses a host gets one more only while it has
   fewer than are free: one host gets half of them, two get a third each, and there is always one for the next.
 """
@@ -36,19 +37,26 @@ Address = tuple[str, int]
 class Kind(enum.Enum):
     """Who wants an address to be connected to; each kind has turns of its own."""
 
-    PROVEN = enum.auto()
-    """Anyone, and it was connected before."""
+    MESSAGE = enum.auto()
+    """A renewal or release. Its connection is idle as soon as that has left, so it waits for no slot in use."""
+    PROVEN_MESSAGE = enum.auto()
+    """The same, and the address was connected before."""
     NAMED = enum.auto()
-    """A request that names it."""
+    """A query whose request names it."""
+    PROVEN = enum.auto()
+    """Any query, and the address was connected before."""
     SIBLING = enum.auto()
-    """Another engine's answer that names it as its sibling."""
+    """A query, because another engine's answer names it as its sibling."""
 
 
-# With 256 slots 64, 64 and 16 addresses are connected to at a time.
-SLOTS_PER_TURN = {Kind.PROVEN: 4, Kind.NAMED: 4, Kind.SIBLING: 16}
+_PROVEN = {Kind.MESSAGE: Kind.PROVEN_MESSAGE, Kind.NAMED: Kind.PROVEN, Kind.SIBLING: Kind.PROVEN}
+_MESSAGES = (Kind.MESSAGE, Kind.PROVEN_MESSAGE)
+
+# With 256 slots 64 addresses of each kind are connected to at a time, and 16 siblings.
+SLOTS_PER_TURN = dict.fromkeys(Kind, 4) | {Kind.SIBLING: 16}
 
 
-class ProvenAddresses:
+class _ProvenAddresses:
     """Addresses that were connected, until an attempt fails."""
 
     def __init__(self) -> None:
@@ -134,7 +142,7 @@ class _Turns:
 
 
 class ConnectionSlot:
-    """A connection and its slot, in use until `idle` is called."""
+    """A connection and its slot, which is in use from the start if a query waited for it, until `idle` is called."""
 
     def __init__(
         self,
@@ -149,11 +157,14 @@ class ConnectionSlot:
         self.give_up = give_up
 
     def idle(self) -> None:
-        """It may be taken for another connection: then `give_up` is called, which must lead to `close`. Idempotent."""
+        """It may be taken for another connection: then `give_up` is called, which must lead to `close`.
+
+        Called again, it is the one that was used last.
+        """
         self._slots.set_idle(self)
 
     def use(self) -> None:
-        """It is in use again, if it was not given up. Idempotent."""
+        """It is in use again, if it was not given up, and its host has a share left. Idempotent."""
         self._slots.set_in_use(self)
 
     def close(self, linger_ms: int) -> None:
@@ -179,11 +190,10 @@ class ConnectionSlots:
     """Used on one loop.
 
     Args:
-        capacity: connections, besides those that are being made.
-        proven: may be that of other slots: an address that was queried is known when its leases are renewed.
+        capacity: slots in use, besides those of connections that are being made; as many more are idle at most.
     """
 
-    def __init__(self, capacity: int, proven: ProvenAddresses | None = None) -> None:
+    def __init__(self, capacity: int) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             capacity = max(1, min(capacity, files // limits.FILES_PER_SLOT))
@@ -191,7 +201,7 @@ class ConnectionSlots:
         self._turns = {
             kind: _Turns(max(1, capacity // slots)) for kind, slots in SLOTS_PER_TURN.items()
         }
-        self.proven = proven if proven is not None else ProvenAddresses()
+        self._proven = _ProvenAddresses()
         self._waiting: Counter[str] = Counter()
         self._num_waiting = 0
         self._in_use: dict[ConnectionSlot, None] = {}
@@ -203,6 +213,10 @@ class ConnectionSlots:
     def __len__(self) -> int:
         """The number of connections."""
         return len(self._in_use) + len(self._idle)
+
+    def prove(self, address: Address) -> None:
+        """This address is connected otherwise: it does not wait for new ones."""
+        self._proven.add(address)
 
     def snapshot(self) -> ConnectionSlotsSnapshot:
         """Who has how many places and turns now, each count from its own table."""
@@ -238,16 +252,20 @@ class ConnectionSlots:
         """
         # By one spelling: a name of seven letters can be written in 128 ways, and each had a share of its own.
         host = one_spelling(address[0])
-        turns = self._turns[Kind.PROVEN if address in self.proven else kind]
+        if address in self._proven:
+            kind = _PROVEN[kind]
+        turns = self._turns[kind]
         await self._wait_for_turn(turns, host)
         try:
             connection = await connect()
         except KvferryError:
-            self.proven.discard(address)
+            self._proven.discard(address)
             raise
         else:
-            self.proven.add(address)
-            return self._add(ConnectionSlot(self, host, connection, give_up))
+            self._proven.add(address)
+            slot = ConnectionSlot(self, host, connection, give_up)
+            self._add(slot, kind)
+            return slot
         finally:
             turns.end(host)
             self._give_turns()
@@ -272,17 +290,22 @@ class ConnectionSlots:
     # For `ConnectionSlot`.
 
     def set_idle(self, slot: ConnectionSlot) -> None:
+        if slot in self._idle:
+            self._idle.move_to_end(slot)
+            self._idle_by_host[slot.host].move_to_end(slot)
+            return
         if slot not in self._in_use:
             return
         self._end_use(slot)
-        self._idle[slot] = None
-        self._idle_by_host.setdefault(slot.host, OrderedDict())[slot] = None
-        if len(self) > self.capacity:
+        self._begin_idle(slot)
+        if len(self) > 2 * self.capacity:
             self._take_idle(slot.host)
         self._give_turns()
 
     def set_in_use(self, slot: ConnectionSlot) -> None:
-        if slot in self._idle:
+        # Otherwise whoever has made connections for messages would have more slots for queries than all others leave.
+        has_slot = has_share(self._in_use_by_host[slot.host], len(self._in_use), self.capacity)
+        if slot in self._idle and has_slot:
             self._end_idle(slot)
             self._begin_use(slot)
 
@@ -293,11 +316,13 @@ class ConnectionSlots:
         elif slot in self._idle:
             self._end_idle(slot)
 
-    def _add(self, slot: ConnectionSlot) -> ConnectionSlot:
-        if len(self) >= self.capacity:
+    def _add(self, slot: ConnectionSlot, kind: Kind) -> None:
+        if len(self) >= 2 * self.capacity:
             self._take_idle(slot.host)
-        self._begin_use(slot)
-        return slot
+        if kind in _MESSAGES:
+            self._begin_idle(slot)
+        else:
+            self._begin_use(slot)
 
     def _take_idle(self, host: str) -> None:
         """Give up an idle connection for one to this host, if there is one. Connections in use are never taken."""
@@ -309,13 +334,18 @@ class ConnectionSlots:
             taken.give_up()
 
     def _give_turns(self) -> None:
-        if len(self._in_use) < self.capacity:
-            for turns in self._turns.values():
+        for kind, turns in self._turns.items():
+            if kind in _MESSAGES:
+                turns.give(lambda _: True)
+            elif len(self._in_use) < self.capacity:
                 turns.give(self._may_connect)
 
     def _may_connect(self, host: str) -> bool:
         # Attempts count as slots in use, or all turns together could bring a host more than its share.
-        num_connecting = sum(turns.connecting[host] for turns in self._turns.values())
+        num_connecting = 0
+        for kind, turns in self._turns.items():
+            if kind not in _MESSAGES:
+                num_connecting += turns.connecting[host]
         num_of_host = self._in_use_by_host[host] + num_connecting
         return has_share(num_of_host, len(self._in_use), self.capacity)
 
@@ -328,6 +358,10 @@ class ConnectionSlots:
         self._in_use_by_host[slot.host] -= 1
         if not self._in_use_by_host[slot.host]:
             del self._in_use_by_host[slot.host]
+
+    def _begin_idle(self, slot: ConnectionSlot) -> None:
+        self._idle[slot] = None
+        self._idle_by_host.setdefault(slot.host, OrderedDict())[slot] = None
 
     def _end_idle(self, slot: ConnectionSlot) -> None:
         del self._idle[slot]

@@ -35,11 +35,8 @@ CONNECT_S = 5.0
 comes anyway."""
 
 RETRY = Backoff(0.2, 2.0)
-"""Between attempts to reach an engine that something waits for. Short, since an engine may be about to listen."""
-
-PREWARM_RETRY = Backoff(0.5, 10.0)
-"""Between attempts to find a configured peer. No client chooses these addresses, and the first request should not be
-the one that waits."""
+"""Between attempts to reach an engine that something waits for, or that is configured. Short, since an engine may be
+about to listen."""
 
 AVOID = Backoff(0.5, 30.0)
 """Pauses before a worker shakes hands again with a peer that failed. Long, since each attempt costs a request its time;
@@ -110,10 +107,11 @@ ATTEMPTS = 3
 with a secret cuts all of an engine that has none."""
 
 SLOTS = 256
-"""Connections for renewals and releases, and as many for queries; beyond it one that is idle is closed."""
+"""Connections that open queries need, and as many others; beyond both one that is idle is closed."""
 
 FILES_PER_SLOT = 16
-"""With fewer files for each slot there are fewer slots. A connection takes four, and the process needs others."""
+"""With fewer files for each slot there are fewer slots. They have two connections of four files each, and the process
+needs others."""
 
 MAX_WAITING = 4096
 """Most addresses that wait for their turn to be connected."""
@@ -123,6 +121,9 @@ MAX_REMEMBERED = 4096
 
 MAX_SUBMISSIONS = 4096
 """Most submissions that wait for the renewer's next wake-up."""
+
+MESSAGES_AT_ONCE = 16
+"""Most messages of one connection that a client takes between two turns of its loop."""
 
 QUEUED_MESSAGES = 64
 """Most messages that wait for one connection, in this process and in its socket."""
@@ -154,7 +155,10 @@ MAX_CONNECTIONS = 8192
 # Bytes.
 
 MAX_IGNORED_BYTES = 4096
-"""Of an answer that nobody expects or reads, to a renewal: it must not fill the memory."""
+"""Of all answers of a connection that nobody has asked for, to renewals for example: they must fill neither the memory
+nor the time of the loop."""
+MESSAGE_BYTES = 64
+"""What each of them counts for beside its bytes."""
 
 MAX_EXCHANGED_BYTES = 2 << 20
 """Of an answer to a request that is not interpreted here."""

@@ -1,8 +1,8 @@
 """Finds the static peers before the first request needs them.
 
-For each address a task finds out which engine answers there, keeps the connection, and begins again when that has
-ended: then the engine has restarted. The next step's orders pass the answer to the workers. An address without an
-answer delays no other.
+For each address a task finds out which engine answers there, and again whenever the connection has ended: then the
+engine has restarted. The next step's orders pass the answer to the workers. An address without an answer delays no
+other.
 """
 
 from __future__ import annotations
@@ -10,21 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import NoReturn
-
-import zmq
 
 from kvferry.link import limits
-from kvferry.link.client import SideChannelClient, describe, refusal
-from kvferry.link.connection import Connection, within
+from kvferry.link.client import describe, refusal
+from kvferry.link.connection import within
+from kvferry.link.peer_link import PeerLink, PeerLinks
 from kvferry.protocol.errors import KvferryError, PeerRefused
-from kvferry.protocol.handshake import (
-    MAX_PART_FRAME_BYTES,
-    UNKNOWN_ENGINE,
-    Hello,
-    Refused,
-    decode_without_workers,
-)
+from kvferry.protocol.handshake import UNKNOWN_ENGINE, Hello, Refused, decode_without_workers
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.orders import Prewarm
 
@@ -32,26 +24,26 @@ logger = logging.getLogger(__name__)
 
 
 class PeerPrewarmer:
-    """Finds the producers at these addresses, from `start` until the client is closed.
+    """Finds the producers at these addresses, from `start` until the links are closed.
 
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
         client_id: the id of this engine.
         own_boot: of this engine, which is left out if it is among them.
-        tell: called on the client's thread with every producer that has answered, once per connection.
-        timeout_s: for connecting and the answer together.
+        tell: called on the links' thread with every producer that has answered, once per connection.
+        timeout_s: for the answer over a connection.
     """
 
     def __init__(
         self,
-        client: SideChannelClient,
+        links: PeerLinks,
         addresses: Iterable[tuple[str, int]],
         client_id: str,
         own_boot: str,
         tell: Callable[[Prewarm], None],
         timeout_s: float,
     ) -> None:
-        self._client = client
+        self._links = links
         self._addresses = tuple(dict.fromkeys(addresses))
         self._client_id = client_id
         self._own_boot = own_boot
@@ -61,77 +53,60 @@ class PeerPrewarmer:
 
     def start(self) -> None:
         """Start, once; returns at once."""
-        self._client.call_soon(self._begin)
+        self._links.client.call_soon(self._begin)
 
     def _begin(self) -> None:
-        self._tasks = [asyncio.ensure_future(self._follow(*address)) for address in self._addresses]
+        for address in self._addresses:
+            link = self._links.to(address)
+            self._tasks.append(asyncio.ensure_future(self._follow(link)))
 
-    async def _follow(self, host: str, port: int) -> None:
+    async def _follow(self, link: PeerLink) -> None:
         """Find the producer at an address, again and again."""
-        failures = 0
+        where = host_port(*link.address)
         logged = ""  # an error is logged once, until it is over or changes
+        link.is_static = True
+        link.update()
         while True:
-            connection: Connection | None = None
             try:
-                finding = _find(self._client, host, port, self._client_id)
-                found = await within(self._timeout_s, finding)
-                connection, producer = found
+                connection = await link.connection()
+                producer = await within(self._timeout_s, self._find(link))
                 # By the boot: an engine's id may be another engine's, too.
                 if producer.boot == self._own_boot:
+                    link.is_static = False
+                    link.update()
                     return
-                logger.info("peer=%s@%s answers", producer.engine_id, host_port(host, port))
+                logger.info("peer=%s@%s answers", producer.engine_id, where)
                 self._tell(producer)
-                failures = 0
                 logged = ""
-                await _until_ended(connection)
-            except (KvferryError, zmq.ZMQError) as error:
+                await asyncio.wait((connection.ended,))
+                why = str(connection.ended.result())
+            except KvferryError as error:
                 why = str(error)
             except Exception as bug:
                 why = repr(bug)
-                logger.exception("prewarming %s failed", host_port(host, port))
-            finally:
-                if connection is not None:
-                    connection.close()
+                logger.exception("prewarming %s failed", where)
             if why != logged:
-                logger.warning("prewarming %s: %s", host_port(host, port), why)
+                logger.warning("prewarming %s: %s", where, why)
                 logged = why
-            failures += 1
-            await asyncio.sleep(limits.PREWARM_RETRY.delay_s(failures))
+            if link.is_connected:
+                # It is starting, perhaps. An attempt to connect has a pause of its own.
+                await asyncio.sleep(limits.RETRY.longest_s)
 
+    async def _find(self, link: PeerLink) -> Prewarm:
+        """The engine at the other end of a link.
 
-async def _find(
-    client: SideChannelClient, host: str, port: int, client_id: str
-) -> tuple[Connection, Prewarm]:
-    """The connection to the listener at an address, and its engine.
-
-    Raises:
-        KvferryError: no usable answer came.
-    """
-    connection = await client.connect(host, port, MAX_PART_FRAME_BYTES, waits=True)
-    try:
-        hello = Hello(engine_id=UNKNOWN_ENGINE, client_id=client_id, queries_prompts=True)
-        answer = decode_without_workers(await describe(connection, hello))
+        Raises:
+            KvferryError: no usable answer came.
+        """
+        hello = Hello(engine_id=UNKNOWN_ENGINE, client_id=self._client_id, queries_prompts=True)
+        answer = decode_without_workers(await describe(link.ask, hello))
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))
-    except BaseException:
-        connection.close()
-        raise
-    producer = Prewarm(
-        host=host,
-        port=port,
-        engine_id=answer.engine_id,
-        boot=answer.boot,
-        is_static=True,
-    )
-    return connection, producer
-
-
-async def _until_ended(connection: Connection) -> NoReturn:
-    """Wait for the end of a connection.
-
-    Raises:
-        ConnectionEnded: always.
-    """
-    # Nothing more is sent, so nothing should come. Messages that come anyway are dropped.
-    while True:
-        await connection.receive()
+        host, port = link.address
+        return Prewarm(
+            host=host,
+            port=port,
+            engine_id=answer.engine_id,
+            boot=answer.boot,
+            is_static=True,
+        )

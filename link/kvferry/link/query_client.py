@@ -3,8 +3,8 @@
     PendingQueries ── StartQuery, StopQuery ──► QueryClient ── Subscribe, Unsubscribe ──► producers
                    ◄── answers that change anything ───────── ◄── Answers ───────────────
 
-Each producer has a task with a connection. A producer that does not know a prompt names the other data-parallel ranks
-of its engine, its *siblings*, which are queried too.
+Each producer is queried over its link (`peer_link.py`). A producer that does not know a prompt names the other
+data-parallel ranks of its engine, its *siblings*, which are queried too.
 
 Requests name producers, and producers name siblings, so both can be any ports. A producer that a request names keeps
 its connection slot in use (`connection_slots.py`) as long as the query is open. A sibling does not, unless it knows the
@@ -14,69 +14,168 @@ prompt: its connection is closed as soon as its slot is needed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvferry.link import limits
-from kvferry.link.client import SideChannelClient
-from kvferry.link.connection import Connection, within
-from kvferry.link.connection_slots import (
-    ConnectionSlot,
-    ConnectionSlots,
-    Kind,
-    ProvenAddresses,
-)
-from kvferry.link.counts import Counts
 from kvferry.link.fair_share import has_share
+from kvferry.link.peer_link import PeerLink, PeerLinks
 from kvferry.link.query_commands import SETTLING, Producer, QueryCommand, StartQuery
-from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.handshake import encode
-from kvferry.protocol.hosts import host_port, one_spelling
+from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.prompt_queries import (
-    MAX_ANSWERS_BYTES,
     MAX_QUERIES,
     Answer,
+    Answers,
     PromptProgress,
     PromptQuery,
     Subscribe,
     Unsubscribe,
     decode_answers,
 )
-from kvferry.protocol.rate_limited_log import RateLimitedLog
-
-logger = logging.getLogger(__name__)
-
 
 OnAnswer = Callable[[Producer, Answer], None]
 
 Item = TypeVar("Item")
 
 
-@dataclass(slots=True, eq=False)
 class _QueriedProducer:
-    """A producer with open queries, or with a connection that is kept for the next.
+    """A producer with open queries, or with a connection that is kept for the next: the `Subscriber` of its link.
+
+    Open queries are sent over every new connection, and again every `REPEAT_S`.
+
+    Args:
+        on_answers: called with it and what it answers.
+        on_failure: called when it cannot be reached, or is lost.
+        on_closed: called when its link is gone.
 
     Attributes:
+        queries: the open ones, by number.
         needed_for: the queries whose requests name it, or of which it knows the prompt. Without any it is a sibling
             that may be given up.
         is_sibling: other producers have named it, and it was never needed.
-        changed: set when there is something to send.
     """
 
-    producer: Producer
-    queries: dict[int, PromptQuery] = field(default_factory=dict)
-    needed_for: set[int] = field(default_factory=set)
-    is_sibling: bool = False
-    unsent: list[PromptQuery] = field(default_factory=list)
-    unsubscribed: list[int] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    slot: ConnectionSlot | None = None
-    task: asyncio.Task[None] = field(init=False)
+    def __init__(
+        self,
+        link: PeerLink,
+        client_id: str,
+        on_answers: Callable[[_QueriedProducer, Answers], None],
+        on_failure: Callable[[_QueriedProducer], None],
+        on_closed: Callable[[_QueriedProducer], None],
+        *,
+        is_sibling: bool,
+    ) -> None:
+        self.producer: Producer = link.address
+        self.queries: dict[int, PromptQuery] = {}
+        self.needed_for: set[int] = set()
+        self.is_sibling = is_sibling
+        self._link = link
+        self._client_id = client_id
+        self._on_answers = on_answers
+        self._on_failure = on_failure
+        self._on_closed = on_closed
+        self._unsent: list[PromptQuery] = []
+        self._unsubscribed: list[int] = []
+        self._is_sending = False
+        self._has_answered = False
+        self._repeat_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def has_queries(self) -> bool:
+        return bool(self.queries)
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.needed_for)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether something is sent at the end of this turn of the loop."""
+        return self._is_sending
+
+    def start(self, query: PromptQuery) -> None:
+        """Open a query; `update` must follow."""
+        self.queries[query.number] = query
+        self._unsent.append(query)
+        self._send_soon()
+
+    def stop(self, number: int) -> None:
+        """End a query."""
+        del self.queries[number]
+        self.needed_for.discard(number)
+        if self._link.is_connected:
+            self._unsubscribed.append(number)
+            self._send_soon()
+        self.update()
+
+    def update(self) -> None:
+        """`queries`, `needed_for` or `is_sibling` has changed."""
+        self._link.update()
+
+    # For its link.
+
+    def connected(self) -> None:
+        self._unsent = list(self.queries.values())
+        self._send()
+
+    def received(self, frame: bytes) -> None:
+        answers = decode_answers(frame)
+        self._has_answered = True
+        self._on_answers(self, answers)
+
+    def failed(self) -> None:
+        self._stop_timer()
+        self._on_failure(self)
+
+    def closed(self) -> None:
+        self._stop_timer()
+        self._on_closed(self)
+
+    def _send_soon(self) -> None:
+        # At the end of this turn, so that what is started and stopped together goes in one message.
+        if not self._is_sending:
+            self._is_sending = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_sending = False
+        if not self._link.is_connected:
+            return
+        unsent = [query for query in self._unsent if query.number in self.queries]
+        self._unsent = []
+        unsubscribed = self._unsubscribed
+        self._unsubscribed = []
+        for queries in _messages(unsent):
+            self._link.send_queries(encode(Subscribe(client_id=self._client_id, queries=queries)))
+        for numbers in _messages(unsubscribed):
+            self._link.send_queries(encode(Unsubscribe(client_id=self._client_id, numbers=numbers)))
+        if not self.queries:
+            self._stop_timer()
+        elif self._repeat_timer is None:
+            self._wait_to_repeat()
+
+    def _wait_to_repeat(self) -> None:
+        self._has_answered = False
+        loop = asyncio.get_running_loop()
+        self._repeat_timer = loop.call_later(limits.REPEAT_S, self._repeat)
+
+    def _stop_timer(self) -> None:
+        if self._repeat_timer is not None:
+            self._repeat_timer.cancel()
+            self._repeat_timer = None
+
+    def _repeat(self) -> None:
+        self._repeat_timer = None
+        if not self._has_answered:
+            # Its host may be gone, which TCP notices much later.
+            self._link.end(f"has not answered for {limits.REPEAT_S:g} s")
+            return
+        self._unsent = list(self.queries.values())
+        self._send()
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +208,6 @@ class QueryClientSnapshot:
     producers: numbers of the queries of each producer.
     siblings: producers that are queried only because others have named them.
     is_sending: whether a producer has to be told that a query is over.
-    connections: connections that are used or kept.
     """
 
     open: frozenset[int]
@@ -117,43 +215,30 @@ class QueryClientSnapshot:
     producers: Mapping[Producer, frozenset[int]]
     siblings: frozenset[Producer]
     is_sending: bool
-    connections: int
 
 
 class QueryClient:
-    """Queries producers until the client is closed.
+    """Queries producers until the links are closed.
 
     Args:
         client_id: the announced id of this engine.
-        counters: counts `side_channel_errors`.
-        on_answer: called on the client's thread with every answer that settles a query, and with those that change
+        on_answer: called on the links' thread with every answer that settles a query, and with those that change
             whether a producer knows its prompt. A producer that cannot be reached knows none of its prompts.
-        proven: see `ConnectionSlots`.
     """
 
-    def __init__(
-        self,
-        client: SideChannelClient,
-        client_id: str,
-        counters: Counts,
-        on_answer: OnAnswer,
-        proven: ProvenAddresses | None = None,
-    ) -> None:
-        self._client = client
+    def __init__(self, links: PeerLinks, client_id: str, on_answer: OnAnswer) -> None:
+        self._links = links
         self._client_id = client_id
-        self._counters = counters
         self._on_answer = on_answer
-        self._slots = ConnectionSlots(limits.SLOTS, proven)
         self._open: dict[int, _OpenQuery] = {}
         self._by_producer: dict[Producer, _QueriedProducer] = {}
         self._siblings_by_host: Counter[str] = Counter()
-        self._log = RateLimitedLog(logger, 1.0)
 
     def submit(self, commands: Iterable[QueryCommand]) -> None:
         """Hand over commands; returns at once."""
         submitted = tuple(commands)
         if submitted:
-            self._client.call_soon(lambda: self._carry_out(submitted))
+            self._links.client.call_soon(lambda: self._carry_out(submitted))
 
     # On the client's loop, as everything below.
 
@@ -166,8 +251,7 @@ class QueryClient:
             answered=frozenset(number for number, query in opened.items() if query.has_answer),
             producers={name: frozenset(one.queries) for name, one in producers.items()},
             siblings=frozenset(name for name, one in producers.items() if one.is_sibling),
-            is_sending=any(one.unsubscribed for one in producers.values()),
-            connections=len(self._slots),
+            is_sending=any(one.is_sending for one in producers.values()),
         )
 
     def _carry_out(self, commands: tuple[QueryCommand, ...]) -> None:
@@ -185,17 +269,23 @@ class QueryClient:
     ) -> _QueriedProducer:
         queried = self._by_producer.get(producer)
         if queried is None:
-            queried = _QueriedProducer(producer, is_sibling=is_sibling)
+            link = self._links.to(producer)
+            queried = _QueriedProducer(
+                link,
+                self._client_id,
+                self._take,
+                self._lost_producer,
+                self._forget,
+                is_sibling=is_sibling,
+            )
+            link.subscriber = queried
             self._by_producer[producer] = queried
             if is_sibling:
                 self._siblings_by_host[one_spelling(producer[0])] += 1
-            queried.task = asyncio.ensure_future(self._serve(queried))
-        number = opened.query.number
-        if number not in queried.queries:
+        if opened.query.number not in queried.queries:
             opened.sent_to.add(producer)
-            queried.queries[number] = opened.query
-            queried.unsent.append(opened.query)
-            queried.changed.set()
+            queried.start(opened.query)
+        queried.update()
         return queried
 
     def _start_siblings(self, opened: _OpenQuery, host: str, ports: Iterable[int]) -> None:
@@ -220,37 +310,14 @@ class QueryClient:
         queried.needed_for.add(number)
         if queried.is_sibling:
             self._end_sibling(queried)
-            if queried.slot is None:
-                # It may wait behind many other siblings. As a needed producer it has another turn.
-                queried.task.cancel()
-                queried.task = asyncio.ensure_future(self._serve(queried))
-        self._update_slot(queried)
+        queried.update()
 
     def _stop(self, number: int) -> None:
         opened = self._open.pop(number, None)
         if opened is None:
             return
         for producer in opened.sent_to:
-            queried = self._by_producer[producer]
-            del queried.queries[number]
-            queried.needed_for.discard(number)
-            if queried.slot is None and not queried.queries:
-                # Not connected yet: a query that is over must not keep its turn from others. 300 aborted requests that
-                # named closed ports kept all connections from honest prompts for 10 s.
-                self._forget(queried)
-                queried.task.cancel()
-            else:
-                queried.unsubscribed.append(number)
-                queried.changed.set()
-                self._update_slot(queried)
-
-    def _update_slot(self, queried: _QueriedProducer) -> None:
-        if queried.slot is None:
-            return
-        if queried.needed_for:
-            queried.slot.use()
-        else:
-            queried.slot.idle()
+            self._by_producer[producer].stop(number)
 
     def _end_sibling(self, queried: _QueriedProducer) -> None:
         queried.is_sibling = False
@@ -259,12 +326,8 @@ class QueryClient:
         if not self._siblings_by_host[host]:
             del self._siblings_by_host[host]
 
-    def _give_up(self, queried: _QueriedProducer) -> None:
-        """Its slot is needed. It has no open queries, or is a sibling that knows none of the prompts."""
-        self._forget(queried)
-        queried.task.cancel()
-
     def _forget(self, queried: _QueriedProducer) -> None:
+        """Its link is gone. It has no open queries, or is a sibling that knows none of the prompts."""
         if self._by_producer.get(queried.producer) is not queried:
             return
         del self._by_producer[queried.producer]
@@ -275,112 +338,12 @@ class QueryClient:
             opened.sent_to.discard(queried.producer)
             opened.known_by.pop(queried.producer, None)
 
-    async def _serve(self, queried: _QueriedProducer) -> None:
-        """Query a producer until no query was open for `IDLE_S`."""
-        failures = 0
-        try:
-            while queried.queries and self._is_served_here(queried):
-                try:
-                    await self._connect_and_converse(queried)
-                except KvferryError as failed:
-                    why = str(failed)
-                except Exception:
-                    why = "an internal error"
-                    logger.exception("%s could not be queried", host_port(*queried.producer))
-                else:
-                    # Not the end: a query may have come while the last message was sent.
-                    failures = 0
-                    continue
-                failures += 1
-                self._log_failure(queried.producer, why)
-                for number in list(queried.queries):
-                    unknown = Answer(number=number, progress=PromptProgress.UNKNOWN)
-                    self._answered(queried, unknown)
-                await asyncio.sleep(limits.RETRY.delay_s(failures))
-        finally:
-            if self._is_served_here(queried):
-                self._forget(queried)
+    def _lost_producer(self, queried: _QueriedProducer) -> None:
+        """It cannot be reached, so it knows none of its prompts."""
+        for number in list(queried.queries):
+            self._answered(queried, Answer(number=number, progress=PromptProgress.UNKNOWN))
 
-    def _is_served_here(self, queried: _QueriedProducer) -> bool:
-        """False in a task that another one has replaced (`_need`)."""
-        return queried.task is asyncio.current_task()
-
-    async def _connect_and_converse(self, queried: _QueriedProducer) -> None:
-        host, port = queried.producer
-
-        def connect() -> Coroutine[Any, Any, Connection]:
-            connecting = self._client.connect(host, port, MAX_ANSWERS_BYTES)
-            return within(limits.CONNECT_S, connecting)
-
-        slot = await self._slots.connect(
-            queried.producer,
-            connect,
-            lambda: self._give_up(queried),
-            Kind.SIBLING if queried.is_sibling else Kind.NAMED,
-        )
-        try:
-            if not self._is_served_here(queried):
-                return
-            queried.slot = slot
-            queried.unsent = list(queried.queries.values())
-            await self._converse(queried, slot.connection)
-        finally:
-            slot.close(linger_ms=limits.LINGER_MS)
-            if self._is_served_here(queried):
-                queried.slot = None
-
-    async def _converse(self, queried: _QueriedProducer, connection: Connection) -> None:
-        """Send queries and pass on answers, until no query was open for `IDLE_S` or an idle connection ends.
-
-        Raises:
-            KvferryError: a connection with open queries has ended, or the producer has answered nothing from one
-                repetition to the next.
-        """
-        clock = asyncio.get_running_loop().time
-        received = asyncio.ensure_future(connection.receive())
-        repeat_s = clock() + limits.REPEAT_S
-        has_answered = False
-        try:
-            while True:
-                self._update_slot(queried)
-                await self._send(queried, connection)
-                is_idle = not queried.queries
-                timeout_s = limits.IDLE_S if is_idle else max(0.0, repeat_s - clock())
-                has_news = await _wait_for_news(received, queried.changed, timeout_s)
-                if is_idle and (not has_news or _has_failed(received)):
-                    return
-                if received.done():
-                    self._take(queried, received.result())
-                    received = asyncio.ensure_future(connection.receive())
-                    has_answered = True
-                if not is_idle:
-                    if clock() < repeat_s:
-                        continue
-                    if not has_answered:
-                        # Its host may be gone, which TCP notices much later.
-                        raise HandshakeFailed(f"has not answered for {limits.REPEAT_S:g} s")
-                    queried.unsent = list(queried.queries.values())
-                repeat_s = clock() + limits.REPEAT_S
-                has_answered = False
-        finally:
-            received.cancel()
-            with contextlib.suppress(asyncio.CancelledError, KvferryError):
-                await received
-
-    async def _send(self, queried: _QueriedProducer, connection: Connection) -> None:
-        queried.changed.clear()
-        # Taken before the first wait: what comes meanwhile is for the next call.
-        unsent = [query for query in queried.unsent if query.number in queried.queries]
-        queried.unsent = []
-        unsubscribed = queried.unsubscribed
-        queried.unsubscribed = []
-        for queries in _messages(unsent):
-            await connection.send(encode(Subscribe(client_id=self._client_id, queries=queries)))
-        for numbers in _messages(unsubscribed):
-            await connection.send(encode(Unsubscribe(client_id=self._client_id, numbers=numbers)))
-
-    def _take(self, queried: _QueriedProducer, frame: bytes) -> None:
-        answers = decode_answers(frame)
+    def _take(self, queried: _QueriedProducer, answers: Answers) -> None:
         host, own_port = queried.producer
         siblings = [port for port in answers.siblings if port != own_port]
         for answer in answers.answers:
@@ -419,7 +382,7 @@ class QueryClient:
         opened.reported = None
         if producer != opened.named:
             queried.needed_for.discard(answer.number)
-            self._update_slot(queried)
+            queried.update()
         # A prompt is known as long as one of the siblings knows it.
         other = next(iter(opened.known_by), None)
         if other is None:
@@ -433,28 +396,6 @@ class QueryClient:
         number = opened.query.number
         self._need(self._by_producer[producer], number)
         self._on_answer(producer, Answer(number=number, progress=PromptProgress.QUEUED))
-
-    def _log_failure(self, producer: Producer, why: str) -> None:
-        self._counters.add("side_channel_errors")
-        self._log.warning("querying %s: %s", host_port(*producer), why)
-
-
-async def _wait_for_news(
-    received: asyncio.Future[bytes], changed: asyncio.Event, timeout_s: float
-) -> bool:
-    """Wait for a message or a change. False if neither came in time."""
-    change = asyncio.ensure_future(changed.wait())
-    try:
-        done, _ = await asyncio.wait(
-            (received, change), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-    finally:
-        change.cancel()
-    return bool(done)
-
-
-def _has_failed(received: asyncio.Future[bytes]) -> bool:
-    return received.done() and received.exception() is not None
 
 
 def _messages(items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:

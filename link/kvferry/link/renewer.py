@@ -3,7 +3,8 @@
     the engine's thread                 the client's thread
     submit(commands) ── queue ──►  a turn: carry out commands, renew what is due, sleep until the next renewal
 
-It never waits for an answer or a host name, so a dead producer delays no other.
+It decides when; how is the links' (`peer_link.py`). It never waits for an answer or a host name, so a dead producer
+delays no other.
 """
 
 from __future__ import annotations
@@ -18,10 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.link import limits
-from kvferry.link.allowed_hosts import AllowedHosts
-from kvferry.link.client import SideChannelClient
-from kvferry.link.connection_slots import ProvenAddresses
-from kvferry.link.counts import Counts
 from kvferry.link.heartbeats import heartbeat_s
 from kvferry.link.lease_commands import (
     ForgetLease,
@@ -31,13 +28,15 @@ from kvferry.link.lease_commands import (
     RemoteLease,
     RenewLease,
 )
-from kvferry.link.secrets import Secrets
-from kvferry.link.sender import Endpoint, Message, PeerSender, PeerSenderSnapshot
+from kvferry.link.peer_link import Message, PeerLinks, PeerLinksSnapshot
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import MAX_RENEWALS, LeaseName, Release, Renew, encode
 
 logger = logging.getLogger(__name__)
 
+
+Endpoint = tuple[str, int, str]
+"""Host, port and boot."""
 
 _Submission = tuple[float, tuple[LeaseCommand, ...]]
 
@@ -99,12 +98,12 @@ class LeaseRenewerSnapshot:
     """Attributes:
     submissions: those that the thread has not taken.
     sleeps_until_s: when the next renewal is due, on the monotonic clock; infinite if none is.
-    sender: its peers.
+    links: to its peers.
     """
 
     submissions: int
     sleeps_until_s: float
-    sender: PeerSenderSnapshot
+    links: PeerLinksSnapshot
 
     @property
     def is_up_to_date(self) -> bool:
@@ -119,22 +118,12 @@ class LeaseRenewer:
     interval. Leases of the same producer whose interval is nearly over join the message.
 
     Args:
-        counters: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
-        secrets: of the side channel; with each producer the one that it has is used.
-        allowed: as for `SideChannelClient`.
-
-    Attributes:
-        client: until `close`, for the prewarmer too.
-        proven: addresses that were connected, for and by the other users of the client, on its loop.
-
-    Raises:
-        InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
+        links: to the producers; closed with this object. Their counters count `heartbeats`, `leases_given_back` and
+            `side_channel_errors`.
     """
 
-    def __init__(
-        self, counters: Counts, secrets: Secrets = (), allowed: AllowedHosts | None = None
-    ) -> None:
-        self._counters = counters
+    def __init__(self, links: PeerLinks) -> None:
+        self.links = links
         # Each with the time of its submission.
         self._submitted: queue.SimpleQueue[_Submission] = queue.SimpleQueue()
         # True from a wake-up until its turn begins, which takes all that was submitted until then.
@@ -143,14 +132,11 @@ class LeaseRenewer:
         self._sleeps_until_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._renewed: dict[Endpoint, _RenewedLeases] = {}
-        self.client = SideChannelClient(secrets, allowed)
-        self.proven = ProvenAddresses()
-        self._sender = PeerSender(self.client, counters, self.proven)
 
     def snapshot(self) -> LeaseRenewerSnapshot:
         """What it has to do now. May be called on any thread."""
         return LeaseRenewerSnapshot(
-            self._submitted.qsize(), self._sleeps_until_s, self._sender.snapshot()
+            self._submitted.qsize(), self._sleeps_until_s, self.links.snapshot()
         )
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:
@@ -167,13 +153,13 @@ class LeaseRenewer:
         is_urgent = sleeps_too_long or self._submitted.qsize() >= limits.MAX_SUBMISSIONS
         if is_urgent and not self._is_woken:
             self._is_woken = True
-            self.client.call_soon(self._turn)
+            self.links.client.call_soon(self._turn)
 
     def close(self) -> None:
         """Stop after everything submitted has been sent. Idempotent."""
         with contextlib.suppress(HandshakeFailed):  # it was closed already
-            self.client.wait_for(self._send_the_rest())
-        self.client.close()
+            self.links.client.wait_for(self._end())
+        self.links.close()
 
     def _turn(self) -> None:
         """Carry out what was submitted, renew what is due, and sleep until the next renewal."""
@@ -192,11 +178,9 @@ class LeaseRenewer:
         elif math.isfinite(self._sleeps_until_s):
             self._timer = loop.call_later(self._sleeps_until_s - time.monotonic(), self._turn)
 
-    async def _send_the_rest(self) -> None:
+    async def _end(self) -> None:
         self._is_ending = True
         self._take_all()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._sender.sent(), limits.LAST_WAIT_S)
 
     def _take_all(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -210,7 +194,7 @@ class LeaseRenewer:
         try:
             part()
         except Exception:
-            self._counters.add("side_channel_errors")
+            self.links.counters.add("side_channel_errors")
             logger.exception("a lease command could not be carried out")
 
     def _carry_out(self, command: LeaseCommand, submitted_s: float) -> None:
@@ -223,7 +207,8 @@ class LeaseRenewer:
         self._forget(endpoint, lease.key)
         if isinstance(command, ReleaseLease):
             release = Release(boot=lease.boot, leases=(lease.name,))
-            self._sender.send(endpoint, Message(encode(release), "leases_given_back"))
+            message = Message(encode(release), lease.boot, "leases_given_back")
+            self.links.to((lease.host, lease.port)).send(message)
 
     def _forget(self, endpoint: Endpoint, key: LeaseKey) -> None:
         of_producer = self._renewed.get(endpoint)
@@ -242,8 +227,8 @@ class LeaseRenewer:
         self._sleeps_until_s = sleeps_until_s
 
     def _renew(self, endpoint: Endpoint, names: list[LeaseName]) -> None:
-        _, _, boot = endpoint
+        host, port, boot = endpoint
         for start in range(0, len(names), MAX_RENEWALS):
             renewal = Renew(boot=boot, leases=tuple(names[start : start + MAX_RENEWALS]))
-            message = Message(encode(renewal), "heartbeats", len(renewal.leases))
-            self._sender.send(endpoint, message)
+            message = Message(encode(renewal), boot, "heartbeats", len(renewal.leases))
+            self.links.to((host, port)).send(message)

@@ -151,7 +151,23 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):
     siblings: Annotated[tuple[Port, ...], Meta(max_length=MAX_SIBLINGS)] = ()
 
 
+class _AnyMessage(msgspec.Struct):
+    """Any message, of which only the tag is read."""
+
+    type: str
+
+
 _answers: msgspec.msgpack.Decoder[Answers] = msgspec.msgpack.Decoder(Answers)
+_any: msgspec.msgpack.Decoder[_AnyMessage] = msgspec.msgpack.Decoder(_AnyMessage)
+
+
+def is_answers(frame: bytes) -> bool:
+    """Whether a frame that a listener sent to a client has answers to queries, and no answer to another request.
+
+    Raises:
+        InvalidMessage: it is not one of the protocol's.
+    """
+    return decode(frame, _any, MAX_ANSWERS_BYTES, InvalidMessage).type == "answers"
 
 
 def decode_answers(frame: bytes) -> Answers:

@@ -19,7 +19,9 @@ from kvferry.connector.config_values import address_of
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.link.client import SideChannelClient
 from kvferry.link.load_notifier import LoadListener
+from kvferry.link.peer_link import PeerLinks
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.query_client import QueryClient
 from kvferry.link.renewer import LeaseRenewer
@@ -175,22 +177,19 @@ class SideChannel:
         load_listener: LoadListener | None,
     ) -> None:
         """Start the client's thread, and give it all that it does for an engine that reads from others."""
-        self.renewer = LeaseRenewer(self._counters, secrets, allowed)
-        client = self.renewer.client
+        client = SideChannelClient(secrets, allowed)
+        links = PeerLinks(client, self._counters)
+        self.renewer = LeaseRenewer(links)
         warn_of_trust(allowed, secrets)
         if load_listener is not None:
             # One more descriptor in a thread that waits for sockets anyway, in place of a thread.
             client.watch(load_listener.fileno(), load_listener.receive)
         self.query_client = QueryClient(
-            client,
-            announced_id(self.local.boot, self.local.engine_id),
-            self._counters,
-            self.queries.on_answer,
-            self.renewer.proven,
+            links, announced_id(self.local.boot, self.local.engine_id), self.queries.on_answer
         )
         if config.prewarm_peers:
             self._prewarmer = PeerPrewarmer(
-                client,
+                links,
                 map(address_of, config.prewarm_peers),
                 self.local.engine_id,
                 self.local.boot,
@@ -243,7 +242,5 @@ class SideChannel:
     def _on_producer(self, producer: Prewarm) -> None:
         """Called on the client's thread."""
         # A step takes it from here: the ledger is the step thread's. An idle engine is woken for that.
-        if self.renewer is not None:
-            self.renewer.proven.add((producer.host, producer.port))
         self._found.append(producer)
         self._wake()
