@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.link import host_names
+from kvferry.link import host_names, limits
 from kvferry.link.host_names import HostNames, look_up, plain_address
 from kvferry.link.limits import MAX_LOOKUPS
+from tests.link.channel import threads_named
 
 
 @pytest.mark.parametrize(
@@ -121,4 +122,52 @@ def test_a_name_that_was_found_before_is_looked_up_however_many_names_a_client_h
         await waiting
 
     monkeypatch.setattr(host_names, "look_up", look_up)
+    asyncio.run(run())
+
+
+def test_many_names_have_few_threads_as_long_as_they_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = [f"peer-{number}" for number in range(MAX_LOOKUPS)]
+    answer = threading.Event()
+
+    def look_up(host: str) -> str:
+        assert answer.wait(60)
+        return host
+
+    async def run() -> None:
+        looked_up = asyncio.ensure_future(find(HostNames(), hosts))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(threads_named("kvferry-host-name")) == limits.LOOKUPS_AT_ONCE
+        answer.set()
+        assert await looked_up == hosts
+
+    monkeypatch.setattr(host_names, "look_up", look_up)
+    monkeypatch.setattr(limits, "SLOW_LOOKUP_S", 60.0)
+    asyncio.run(run())
+
+
+def test_names_that_are_never_answered_keep_no_other_name_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = threading.Event()
+    hanging = [f"slow-{number}" for number in range(MAX_LOOKUPS - 1)]
+
+    def look_up(host: str) -> str:
+        if host in hanging:
+            assert answer.wait(60)
+        return host
+
+    async def run() -> None:
+        names = HostNames()
+        waiting = asyncio.ensure_future(find(names, hanging))
+        await asyncio.sleep(0)
+        assert await names.address("peer") == "peer"
+        assert not waiting.done()
+        answer.set()
+        assert await waiting == hanging
+
+    monkeypatch.setattr(host_names, "look_up", look_up)
+    monkeypatch.setattr(limits, "SLOW_LOOKUP_S", 0.001)
     asyncio.run(run())

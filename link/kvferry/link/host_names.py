@@ -1,7 +1,11 @@
-"""Look-ups of host names, each on a thread of its own, for an asyncio loop.
+"""Look-ups of host names on a few threads, for an asyncio loop.
 
 ZMQ looks names up on its one I/O thread, and again at every attempt to connect. A name server that is slow for one name
 (which a client can choose) would delay messages to all other peers, until their leases expire.
+
+Where name servers answer, look-ups have `LOOKUPS_AT_ONCE` threads. One that is slow lets the next begin, so a name that
+is never answered keeps no other waiting: up to `MAX_LOOKUPS` threads then wait for the system's resolver. There is no
+other way to wait for it, and none to end it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import asyncio
 import contextlib
 import socket
 import threading
+from collections import deque
+from dataclasses import dataclass, field
 
 from kvferry.link import limits
 from kvferry.protocol.hosts import read_address
@@ -51,37 +57,76 @@ def listening_address(host: str) -> str:
     return address
 
 
+@dataclass(slots=True)
+class _Lookups:
+    """Look-ups of names that were found before, or of others.
+
+    Attributes:
+        most: waiting and under way.
+        waiting: names in the order in which they are looked up.
+        num_quick: under way, and not slow yet.
+        count: waiting and under way.
+    """
+
+    most: int
+    waiting: deque[str] = field(default_factory=deque)
+    num_quick: int = 0
+    count: int = 0
+
+
 class HostNames:
     """Looks names up without blocking the loop. Used on one loop."""
 
     def __init__(self) -> None:
-        self._lookups: dict[str, asyncio.Future[str | None]] = {}
-        self._known: dict[str, None] = {}  # names that were found, the latest one last
+        self._results: dict[str, asyncio.Future[str | None]] = {}
+        self._found: dict[str, None] = {}  # names that were found, the latest one last
+        # Apart, so that names that clients make up do not hold up those of producers.
+        self._of_found = _Lookups(limits.MAX_KNOWN_LOOKUPS)
+        self._of_others = _Lookups(limits.MAX_LOOKUPS)
 
     async def address(self, host: str) -> str | None:
         """The address of a host, None if there is none. Calls for the same name during a look-up share its result."""
         address = plain_address(host)
         if address is not None:
             return address
-        if host not in self._lookups:
-            if not self._has_room(host):
+        if host not in self._results:
+            lookups = self._of_found if host in self._found else self._of_others
+            if lookups.count >= lookups.most:
                 return None
-            try:
-                self._start_lookup(host)
-            except RuntimeError:  # the system gives no more threads
-                return None
+            result: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+            self._results[host] = result
+            lookups.count += 1
+            lookups.waiting.append(host)
+            self._begin(lookups)
+        else:
+            result = self._results[host]
         # Shielded: a caller that gives up must not cancel the look-up for the others.
-        return await asyncio.shield(self._lookups[host])
+        return await asyncio.shield(result)
 
-    def _has_room(self, host: str) -> bool:
-        num_known = sum(name in self._known for name in self._lookups)
-        if host in self._known:
-            return num_known < limits.MAX_KNOWN_LOOKUPS
-        return len(self._lookups) - num_known < limits.MAX_LOOKUPS
+    def _begin(self, lookups: _Lookups) -> None:
+        """Begin those for which there is a thread."""
+        while lookups.waiting and lookups.num_quick < limits.LOOKUPS_AT_ONCE:
+            host = lookups.waiting.popleft()
+            try:
+                self._begin_one(lookups, host)
+            except RuntimeError:  # the system gives no more threads
+                self._end(lookups, host, None)
 
-    def _start_lookup(self, host: str) -> None:
+    def _begin_one(self, lookups: _Lookups, host: str) -> None:
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[str | None] = loop.create_future()
+        is_quick = True
+
+        def no_longer_quick() -> None:
+            nonlocal is_quick
+            if is_quick:
+                is_quick = False
+                lookups.num_quick -= 1
+                self._begin(lookups)
+
+        def end(address: str | None) -> None:
+            slow_timer.cancel()
+            self._end(lookups, host, address)
+            no_longer_quick()
 
         def run() -> None:
             try:
@@ -91,20 +136,27 @@ class HostNames:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(end, address)
 
-        def end(address: str | None) -> None:
-            del self._lookups[host]
-            self._remember(host, is_found=address is not None)
-            if not result.done():
-                result.set_result(address)
+        slow_timer = loop.call_later(limits.SLOW_LOOKUP_S, no_longer_quick)
+        lookups.num_quick += 1
+        try:
+            threading.Thread(target=run, name="kvferry-host-name", daemon=True).start()
+        except RuntimeError:
+            slow_timer.cancel()
+            lookups.num_quick -= 1
+            raise
 
-        threading.Thread(target=run, name="kvferry-host-name", daemon=True).start()
-        self._lookups[host] = result
+    def _end(self, lookups: _Lookups, host: str, address: str | None) -> None:
+        lookups.count -= 1
+        self._remember(host, is_found=address is not None)
+        result = self._results.pop(host)
+        if not result.done():
+            result.set_result(address)
 
     def _remember(self, host: str, *, is_found: bool) -> None:
-        self._known.pop(host, None)
+        self._found.pop(host, None)
         if not is_found:
             return
-        self._known[host] = None
-        if len(self._known) > limits.MAX_REMEMBERED:
-            oldest = next(iter(self._known))
-            del self._known[oldest]
+        self._found[host] = None
+        if len(self._found) > limits.MAX_REMEMBERED:
+            oldest = next(iter(self._found))
+            del self._found[oldest]

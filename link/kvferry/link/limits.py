@@ -136,11 +136,17 @@ MAX_SIBLINGS = 256
 # Further look-ups of unknown names fail at once: clients can make names up. The limit is above the number of a worker's
 # handshakes with unverified hosts, which end before a slow look-up does.
 MAX_LOOKUPS = 128
-"""Most names that were never found, looked up at the same time, each on a thread: there is no other way to wait for
-the system's resolver."""
+"""Most names that were never found, looked up or waiting for it at the same time."""
 # A limit of their own, so that names that clients make up do not hold them up.
 MAX_KNOWN_LOOKUPS = 32
-"""Most names that were found before, looked up at the same time."""
+"""Most names that were found before, looked up or waiting for it at the same time."""
+
+LOOKUPS_AT_ONCE = 8
+"""Threads that look names up of either kind, but for those that are slow: a first contact with 256 named peers had as
+many threads."""
+SLOW_LOOKUP_S = 0.25
+"""A look-up that takes longer lets the next one begin. With 128 names that are never answered, which clients have made
+up, another name then waits for 4 s at most."""
 
 MAX_WAITING_LEASES = 1 << 16
 """Most entries in the listener's inbox, of a few hundred bytes each; one message may name 4,096 leases."""
