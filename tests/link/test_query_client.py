@@ -11,11 +11,11 @@ import pytest
 from kvferry.link import limits
 from kvferry.link.connection_slots import ConnectionSlotsSnapshot
 from kvferry.link.limits import Backoff
-from kvferry.link.peer_link import PeerLinks, PeerLinksSnapshot
+from kvferry.link.peer_link import Message, PeerLinks, PeerLinksSnapshot
 from kvferry.link.query_client import QueryClient
 from kvferry.link.query_commands import Producer, QueryCommand, StartQuery, StopQuery
-from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens
-from kvferry.protocol.handshake import decode_request, encode
+from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
+from kvferry.protocol.handshake import LeaseName, Release, decode_request, encode
 from kvferry.protocol.prompt_queries import (
     Answer,
     Answers,
@@ -27,6 +27,7 @@ from kvferry.protocol.prompt_queries import (
 from kvferry.scheduler.counters import Counters
 
 HOST, PORT, SIBLING = "127.0.0.1", 5600, 5601
+LEASE = LeaseName(slot=1, epoch=f"{2:015x}")
 NEVER_S = 30.0
 
 Reply = Callable[["Network", Producer, "Subscribe | Unsubscribe"], "Answers | None"]
@@ -48,6 +49,8 @@ class Network:
         self.connections: list[Connection] = []
         self.closed: Container[int] = ()
         self.silent: Container[int] = ()
+        self.refusing: Container[int] = ()
+        self.released: list[Release] = []
         self.links = PeerLinks(self, self.counters)  # type: ignore[arg-type]
         self.query_client = QueryClient(self.links, "decode-0", self.on_answer)
 
@@ -67,6 +70,8 @@ class Network:
     async def connect(self, host: str, port: int, max_answer_bytes: int) -> Connection:
         if port in self.closed:
             raise NothingListens("nothing listens there")
+        if port in self.refusing:
+            raise PeerRefused("it has another secret")
         while port in self.silent:
             await asyncio.sleep(NEVER_S)
         self.connections.append(Connection(self, (host, port)))
@@ -101,6 +106,9 @@ class Connection:
 
     def send(self, frame: bytes) -> None:
         message = decode_request(frame)
+        if isinstance(message, Release):
+            self.network.released.append(message)
+            return
         assert isinstance(message, (Subscribe, Unsubscribe))
         self.network.sent.append((self.producer, message))
         try:
@@ -471,14 +479,17 @@ def test_answers_that_change_nothing_are_not_passed_on_and_a_prompt_is_known_whi
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(20))
 def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Releases go over the same connections, some of them to engines that have restarted."""
     dice = random.Random(seed)
     monkeypatch.setattr(limits, "SLOTS", 6)
     monkeypatch.setattr(limits, "IDLE_S", 0.0)
     monkeypatch.setattr(limits, "RETRY", Backoff(0.0, 2.0))
+    monkeypatch.setattr(limits, "CONNECT_S", 0.01)
+    monkeypatch.setattr(limits, "REFUSED_S", 0.002)
     # Far longer than a turn of the loop on a busy machine: all open queries are sent again then. At a millisecond every
     # turn repeated up to 300 queries to six producers, for 20 seconds.
     monkeypatch.setattr(limits, "REPEAT_S", 0.05)
@@ -502,13 +513,19 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
 
     async def run() -> None:
         network = Network(reply)
-        network.closed, network.silent = (3, 9, 27), (4, 16)
+        network.closed = (3, 9, 27)
+        network.silent = (4, 16)
+        network.refusing = (7, 25)
         started = 0
         for _ in range(300):
             network.query_client.submit([StartQuery((HOST, dice.randrange(1, 30)), query(started))])
             started += 1
             if dice.random() < 0.5:
                 network.query_client.submit([StopQuery(dice.randrange(started))])
+            if dice.random() < 0.3:
+                link = network.links.to((dice.choice([HOST, "localhost"]), dice.randrange(1, 30)))
+                boot = f"{dice.randrange(2):032x}"
+                link.send(Message(encode(Release(boot=boot, leases=(LEASE,))), boot, "released"))
             await turns(dice.randrange(5))
         network.query_client.submit(StopQuery(number) for number in range(started))
         # One whose slot was taken is forgotten at once, and closes its connection some turns later.
@@ -516,6 +533,7 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
         while network.links.snapshot() != PeerLinksSnapshot(addresses=(), slots=nothing):
             await asyncio.sleep(0.001)
         assert all(one.is_closed for one in network.connections)
+        assert network.counters.total("released") == len(network.released) > 0
         left = network.query_client.snapshot()
         assert (left.open, left.siblings, left.producers) == (frozenset(), frozenset(), {})
 
