@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 from kvferry.trace.reading import read_recording
-from kvferry.trace.summary import merge
+from kvferry.trace.summary import summarize
 from scripts import markdown, protocol_reference, timelines_picture
 from tests.faults.guards import GUARDS
 from tests.promises import marked_tests
@@ -57,7 +57,7 @@ def pages() -> dict[Path, str]:
         for name, tables in parts.items():
             found[DOCS / name] = with_output(filled((DOCS / name).read_text(), tables))
         found[DOCS / "plan.svg"] = drawn(f"plan {' '.join(PICTURED)} --svg", "plan.svg")
-        slowest = merge(read_recording(["traces"])).timelines[:PICTURED_HANDOVERS]
+        slowest = summarize(read_recording(["traces"])).timelines[:PICTURED_HANDOVERS]
         found[DOCS / "timelines.svg"] = timelines_picture.picture(slowest)
     return found
 

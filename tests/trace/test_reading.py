@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.trace.events import Dropped
 from kvferry.trace.reading import InvalidTrace, Recording, read_recording
-from kvferry.trace.summary import merge
+from kvferry.trace.summary import summarize
 from tests.trace.simulated import BEGIN_NS, Simulation
 
 
@@ -173,5 +173,5 @@ def test_no_bytes_stop_the_reading(
     lines[index] = lines[index][:at] + junk + lines[index][at:]
     (folder / "junk.jsonl").write_bytes(b"".join(lines))
     recording = read_recording([folder])
-    merge(recording)
+    summarize(recording)
     assert len(recording.processes) >= 4

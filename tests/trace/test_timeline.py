@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.trace.clocks import Clocks
 from kvferry.trace.events import DecodeArrived, Finished, LoadOrdered, LoadReported
 from kvferry.trace.reading import read_recording
-from kvferry.trace.summary import durations, has_id, merge, outcomes
+from kvferry.trace.summary import durations, summarize
 from kvferry.trace.timeline import Timeline, make_timeline
 from tests.trace.simulated import MS, STAGES, Simulation, Times
 from tests.trace.test_matching import matched, processes
@@ -210,11 +210,11 @@ def test_the_slowest_handover_is_first_and_what_never_ended_is_last(tmp_path: Pa
         simulation.handover(producer, consumer, number * MS, times, request=f"r{router}")
     simulation.handover(producer, None, request="short", times=Times(kept=MS), how="expired")
     simulation.handover(producer, None, request="long", times=Times(kept=9 * MS), how="expired")
-    merged = merge(read_recording([simulation.write(tmp_path)]))
-    names = [one.handover.producer_request for one in merged.timelines]
+    summary = summarize(read_recording([simulation.write(tmp_path)]))
+    names = [one.handover.producer_request for one in summary.timelines]
     assert names == ["r50", "r20", "r5", "long", "short"]
-    assert outcomes(merged.timelines) == {"loaded": 3, "not fetched: expired": 2}
-    announced = {str(one.phase): one for one in durations(merged.timelines)}
+    assert summary.outcomes == {"loaded": 3, "not fetched: expired": 2}
+    announced = {str(one.phase): one for one in durations(summary.timelines)}
     assert (announced["router"].count, announced["router"].p50_ns, announced["router"].max_ns) == (
         3,
         20 * MS,
@@ -244,6 +244,6 @@ def test_a_request_is_found_by_a_part_of_any_of_its_ids(text: str, found: bool) 
         request="cmpl-abc",
         decode_request="decode-7",
     )
-    (one,) = timelines(simulation)
-    assert has_id(one, text) is found
+    (one,) = matched(simulation)
+    assert one.has_id(text) is found
     assert len(processes(simulation)) == 4

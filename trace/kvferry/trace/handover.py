@@ -170,6 +170,14 @@ class Handover:
                 return event.tokens
         return 0
 
+    def has_id(self, part: str) -> bool:
+        """Whether the producer's id, the consumer's, the trace's or the lease's contains this."""
+        # A part is enough: both engines' ids contain the `X-Request-Id` that the router sent them.
+        ids = [self.producer_request, self.consumer_request, self.traceparent]
+        if self.lease is not None:
+            ids.append(self.lease.epoch)
+        return any(part in known for known in ids)
+
 
 _BEGINS_DECODE = (DecodeArrived, Recomputed, LoadOrdered)
 _OF_DECODE = (*_BEGINS_DECODE, LoadReported, DecodeScheduled, Finished)

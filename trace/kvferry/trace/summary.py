@@ -1,4 +1,4 @@
-"""Timelines of a recording, the slowest handover first, and the durations of each phase over all of them."""
+"""What a recording says: its handovers, the slowest first, and the durations of each phase over all of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.trace.clocks import Clocks, compare
+from kvferry.trace.clocks import compare
 from kvferry.trace.events import Phase
 from kvferry.trace.handover import match
 from kvferry.trace.reading import Recording
 from kvferry.trace.timeline import Span, Timeline, make_timeline
+
+_MAX_NOTES = 8
+"""Of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +74,55 @@ def _percentile(values: Sequence[int], percent: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """All handovers of a recording.
+class Summary:
+    """The selected handovers of a recording.
 
     Attributes:
         timelines: the slowest handover first; then those that never ended, the longest held first.
+        durations: of every phase.
+        outcomes: number of handovers by outcome.
+        num_processes: processes whose files were read.
+        notes: about clocks and damaged files, one line each.
     """
 
     timelines: tuple[Timeline, ...]
-    clocks: Clocks
+    durations: tuple[Durations, ...]
+    outcomes: dict[str, int]
+    num_processes: int
+    notes: tuple[str, ...]
 
 
-def merge(recording: Recording) -> Merged:
-    """Join all processes' events, align their clocks and make the timeline of every handover."""
+def summarize(recording: Recording, request: str = "") -> Summary:
+    """Join all processes' events, align their clocks and make the timeline of every handover.
+
+    Args:
+        request: a part of any id of the handovers that are selected; all have the empty one.
+    """
     handovers = match(recording.processes)
     clocks = compare(handovers)
-    timelines = [make_timeline(handover, clocks) for handover in handovers]
+    timelines = [
+        make_timeline(handover, clocks) for handover in handovers if handover.has_id(request)
+    ]
     timelines.sort(key=_slowness, reverse=True)
-    return Merged(tuple(timelines), clocks)
+    return Summary(
+        timelines=tuple(timelines),
+        durations=durations(timelines),
+        outcomes=outcomes(timelines),
+        num_processes=len(recording.processes),
+        notes=(
+            *_first(clocks.notes, "more pairs of clocks"),
+            *_first(recording.damage, "more problems with files"),
+        ),
+    )
+
+
+def _first(problems: Sequence[object], more: str) -> list[str]:
+    """The first problems, and the number of all others."""
+    notes = [str(problem) for problem in problems[:_MAX_NOTES]]
+    num_left = len(problems) - _MAX_NOTES
+    if num_left > 0:
+        notes.append(f"and {num_left} {more}")
+    return notes
 
 
 def _slowness(timeline: Timeline) -> tuple[int, int]:
@@ -100,13 +134,3 @@ def _slowness(timeline: Timeline) -> tuple[int, int]:
     if timeline.held is not None:
         held_ns = timeline.held.lasted_ns
     return (lasted_ns, held_ns)
-
-
-def has_id(timeline: Timeline, request: str) -> bool:
-    """Whether an id of the handover contains `request`: the producer's, the consumer's, the trace's or the lease's."""
-    # A part is enough: both engines' ids contain the `X-Request-Id` that the router sent them.
-    handover = timeline.handover
-    ids = [handover.producer_request, handover.consumer_request, handover.traceparent]
-    if handover.lease is not None:
-        ids.append(handover.lease.epoch)
-    return any(request in known for known in ids)

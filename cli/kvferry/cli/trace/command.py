@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
-from kvferry.cli.trace.report import Report, as_json, print_listing, report
+from kvferry.cli.trace.report import as_json, print_listing
 from kvferry.protocol.visible import visible
 from kvferry.trace.perfetto import perfetto_trace
 from kvferry.trace.reading import read_recording
-from kvferry.trace.summary import merge
+from kvferry.trace.summary import Summary, summarize
 
 HANDOVERS_OF_A_TRACE = 10_000
 """Most handovers (the slowest) in a trace for Perfetto: a viewer in a browser cannot open more."""
@@ -40,35 +40,33 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
     # Before anything is read, which may take a minute.
     if options.out is not None and not options.out.endswith((".json", ".json.gz")):
         raise InvalidArgument("-o", options.out, "a file .json or .json.gz, for ui.perfetto.dev")
-    recording = read_recording(options.dirs)
-    reported = report(recording, merge(recording), options.request)
-    del recording
-    if options.request is not None and not reported.timelines:
+    summary = summarize(read_recording(options.dirs), options.request or "")
+    if options.request is not None and not summary.timelines:
         raise InvalidArgument(
             "--request", options.request, "a part of an id that is in these files"
         )
     if options.out is not None:
-        _write(options.out, reported)
+        _write(options.out, summary)
     if options.json:
-        json.dump(as_json(reported, slowest), sys.stdout, indent=2)
+        json.dump(as_json(summary, slowest), sys.stdout, indent=2)
         print()
         return
-    print_listing(reported, slowest)
+    print_listing(summary, slowest)
     if options.out is not None:
-        num_all = len(reported.timelines)
+        num_all = len(summary.timelines)
         which = ""
         if num_all > HANDOVERS_OF_A_TRACE:
             which = f" (the {HANDOVERS_OF_A_TRACE} slowest of {num_all} handovers)"
         print(f"\nwritten for ui.perfetto.dev: {visible(options.out)}{which}")
 
 
-def _write(out: str, reported: Report) -> None:
+def _write(out: str, summary: Summary) -> None:
     """Write the trace, compressed if its name says so.
 
     Raises:
         InvalidArgument: it cannot be written.
     """
-    pieces = perfetto_trace(reported.timelines[:HANDOVERS_OF_A_TRACE])
+    pieces = perfetto_trace(summary.timelines[:HANDOVERS_OF_A_TRACE])
     try:
         with Path(out).open("wb") as file:
             if out.endswith(".gz"):

@@ -1,92 +1,22 @@
-"""A report: the selected handovers, the durations of their phases and notes, as tables and as JSON."""
+"""The summary of a recording, as tables and as JSON."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.cli.formatting import decimal_bytes, digits, print_line, print_table
 from kvferry.plan.wording import counted
 from kvferry.trace.events import Phase
-from kvferry.trace.reading import Recording
-from kvferry.trace.summary import Durations, Merged, durations, has_id, outcomes
+from kvferry.trace.summary import Durations, Summary
 from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 SCHEMA = 1
 _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+)$")
 _UUID = re.compile(r"([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
-_MAX_NOTES = 8
-"""Of one kind."""
 _PHASE_COLUMNS = 5
 """Phases with a column of their own: as many as fit beside a request's id in 80 letters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The content that all output formats show.
-
-    Attributes:
-        timelines: all selected ones, the slowest first.
-        durations: of every phase.
-        outcomes: number of handovers by outcome.
-        processes: number of processes whose files were read.
-        notes: about clocks and damaged files, one line each.
-    """
-
-    timelines: tuple[Timeline, ...]
-    durations: tuple[Durations, ...]
-    outcomes: dict[str, int]
-    processes: int
-    notes: tuple[str, ...]
-
-    @property
-    def headline(self) -> str:
-        """The number of handovers, by outcome."""
-        by_outcome = [f"{number} {outcome}" for outcome, number in self.outcomes.items()]
-        processes = "1 process"
-        if self.processes != 1:
-            processes = f"{self.processes} processes"
-        handovers = counted(len(self.timelines), "handover")
-        return f"{handovers} of {processes}: {', '.join(by_outcome) or 'none'}"
-
-    def phase_rows(self) -> Iterator[tuple[str, ...]]:
-        """The table of phases: name, times, p50, p99, longest, meaning."""
-        for lasted in self.durations:
-            yield (
-                lasted.phase.label,
-                str(lasted.count),
-                format_time(lasted.p50_ns),
-                format_time(lasted.p99_ns),
-                format_time(lasted.max_ns),
-                lasted.phase.meaning,
-            )
-
-
-def report(recording: Recording, merged: Merged, request: str | None) -> Report:
-    """Report on all handovers, or on those of a request, given by a part of any of its ids."""
-    timelines = merged.timelines
-    if request is not None:
-        timelines = tuple(timeline for timeline in timelines if has_id(timeline, request))
-    notes = _notes(merged.clocks.notes, "more pairs of clocks")
-    notes += _notes(recording.damage, "more problems with files")
-    return Report(
-        timelines=timelines,
-        durations=durations(timelines),
-        outcomes=outcomes(timelines),
-        processes=len(recording.processes),
-        notes=tuple(notes),
-    )
-
-
-def _notes(problems: Sequence[object], more: str) -> list[str]:
-    """The first problems, and the number of all others."""
-    notes = [str(problem) for problem in problems[:_MAX_NOTES]]
-    num_left = len(problems) - _MAX_NOTES
-    if num_left > 0:
-        notes.append(f"and {num_left} {more}")
-    return notes
 
 
 def format_time(nanoseconds: float) -> str:
@@ -138,12 +68,20 @@ def format_engines(timeline: Timeline) -> str:
     return " → ".join(names)
 
 
-def print_listing(report: Report, slowest: int) -> None:
+def print_listing(summary: Summary, slowest: int) -> None:
     """Print the tables, and the notes below them."""
-    shown = report.timelines[:slowest]
-    print_line(report.headline)
+    shown = summary.timelines[:slowest]
+    by_outcome = [f"{number} {outcome}" for outcome, number in summary.outcomes.items()]
+    handovers = counted(len(summary.timelines), "handover")
+    processes = "1 process"
+    if summary.num_processes != 1:
+        processes = f"{summary.num_processes} processes"
+    print_line(f"{handovers} of {processes}: {', '.join(by_outcome) or 'none'}")
     print()
-    print_table(("phase", ">times", ">p50", ">p99", ">longest", "what it is"), report.phase_rows())
+    print_table(
+        ("phase", ">times", ">p50", ">p99", ">longest", "what it is"),
+        (_duration_row(lasted) for lasted in summary.durations),
+    )
     print("\nthe slowest handovers:\n")
     print_table(
         ("request", "engines", ">tokens", ">handover", "cause", "result"),
@@ -157,9 +95,20 @@ def print_listing(report: Report, slowest: int) -> None:
         print_table(
             ("request", *names, ">other"), (_phase_row(timeline, phases) for timeline in shown)
         )
-    for note in report.notes:
+    for note in summary.notes:
         print()
         print_line(note)
+
+
+def _duration_row(lasted: Durations) -> tuple[str, ...]:
+    return (
+        lasted.phase.label,
+        str(lasted.count),
+        format_time(lasted.p50_ns),
+        format_time(lasted.p99_ns),
+        format_time(lasted.max_ns),
+        lasted.phase.meaning,
+    )
 
 
 def _row(timeline: Timeline) -> tuple[str, ...]:
@@ -216,13 +165,13 @@ def _phase_row(timeline: Timeline, phases: Sequence[Phase]) -> tuple[str, ...]:
     return (name_of(timeline), *times)
 
 
-def as_json(report: Report, slowest: int) -> dict[str, Any]:
+def as_json(summary: Summary, slowest: int) -> dict[str, Any]:
     """The whole answer as plain values; times are nanoseconds since the epoch, lengths milliseconds."""
     return {
         "kvferry_trace": SCHEMA,
-        "processes": report.processes,
-        "handovers": len(report.timelines),
-        "outcomes": report.outcomes,
+        "processes": summary.num_processes,
+        "handovers": len(summary.timelines),
+        "outcomes": summary.outcomes,
         "phases": {
             lasted.phase: {
                 "count": lasted.count,
@@ -230,10 +179,10 @@ def as_json(report: Report, slowest: int) -> dict[str, Any]:
                 "p99_ms": lasted.p99_ns / 1e6,
                 "max_ms": lasted.max_ns / 1e6,
             }
-            for lasted in report.durations
+            for lasted in summary.durations
         },
-        "slowest": [_timeline(timeline) for timeline in report.timelines[:slowest]],
-        "notes": list(report.notes),
+        "slowest": [_timeline(timeline) for timeline in summary.timelines[:slowest]],
+        "notes": list(summary.notes),
     }
 
 
