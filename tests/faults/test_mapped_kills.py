@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.faults.checks import (
@@ -24,8 +26,8 @@ FILES = "/memfd:kvferry-"
 POINTS = (Point.DATA, Point.IN_READ, Point.SECOND_FENCE, Point.DONE)
 """What is read over the fabric are the slots of the first contact alone."""
 AXES = pytest.mark.parametrize("axes", ["bht", "htb"], ids=["equal", "another layout"])
-UNMAPPED_S = 5.0
-"""From the death of a producer until nothing of its memory is mapped: the exit is looked for twice a second."""
+UNMAPPED_S = 1.0
+"""From the death of a producer until nothing of its memory is mapped."""
 
 
 def stop_load(producer: EngineProcess, consumer: EngineProcess, point: Point) -> int:
@@ -34,6 +36,13 @@ def stop_load(producer: EngineProcess, consumer: EngineProcess, point: Point) ->
     load = consumer.load(producer.prefill(13, 5), 5)
     consumer.until_at(point)
     return load
+
+
+def until_free(consumer: EngineProcess, own: int) -> float:
+    """Wait until the consumer maps nothing but its own files; the seconds that it took."""
+    began_s = time.monotonic()
+    wait_until(lambda: consumer.maps_of(FILES) == own, "its memory is free", UNMAPPED_S + SLACK_S)
+    return time.monotonic() - began_s
 
 
 @promise(1, 4)
@@ -49,16 +58,19 @@ def test_a_load_from_a_producer_that_is_killed_has_the_right_bytes_and_nothing_s
     before = warmed_up(producer, consumer)
     mapped = consumer.maps_of(FILES)
     assert mapped > own
+    took_s: list[float] = []
     for point in POINTS:
         load = stop_load(producer, consumer, point)
         producer.kill()
         consumer.go()
         assert until_over(consumer, load, SLACK_S) is None, f"killed at {point.name}"
-        wait_until(lambda: consumer.maps_of(FILES) == own, "its memory is free", UNMAPPED_S)
+        took_s.append(until_free(consumer, own))
         (producer,) = fleet.start(start)
         transfer(producer, consumer)
         assert consumer.maps_of(FILES) == mapped, "the memory of the new one is mapped"
         check_survivor(consumer, before)
+    # A busy machine makes it longer, and never shorter.
+    assert min(took_s) <= UNMAPPED_S, took_s
 
 
 @promise(4)
@@ -71,7 +83,7 @@ def test_a_producer_that_is_killed_between_two_loads_is_noticed_before_the_next(
     before = warmed_up(producer, consumer)
     params = producer.prefill(13, 5)
     producer.kill()
-    wait_until(lambda: consumer.maps_of(FILES) == own, "its memory is free", UNMAPPED_S)
+    until_free(consumer, own)
     assert until_over(consumer, consumer.load(params, 5), SLACK_S) in ("transfer", "handshake")
     check_survivor(consumer, before)
 
