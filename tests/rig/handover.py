@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.worker import MakeFabric
 from tests.geometry.effects import number_names
 from tests.geometry.pairs import Pair
 from tests.harness import handover
@@ -40,8 +41,9 @@ def rig_of(
     pair: Pair,
     settings: WorkerSettings = SETTINGS,
     make_producer: Callable[..., RigEngine] = RigEngine,
+    make_fabric: MakeFabric = NixlFabric,
 ) -> Iterator[tuple[RigEngine, RigEngine]]:
-    """Producer and consumer of a pair, on NIXL; no thread of theirs is left behind."""
+    """Producer and consumer of a pair; no thread of theirs is left behind."""
     number = next(_numbers)
     floats = pair.producer.cache_dtype != pair.consumer.cache_dtype
     with contextlib.ExitStack() as stack:
@@ -50,7 +52,7 @@ def rig_of(
                 f"{letter}{number}",
                 pair.model,
                 side,
-                NixlFabric,
+                make_fabric,
                 settings,
                 seed=2 * number + index,
                 floats=floats,
