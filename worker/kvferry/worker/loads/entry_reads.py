@@ -49,6 +49,9 @@ class EntryRead:
         Raises:
             FabricError: the fabric refuses one. Those before it are in `transfers`.
         """
+        # All of it is mapped: nothing is to be done before the values are loaded.
+        if not self.entries:
+            return
         entries = np.array(self.entries, dtype=np.int32)
         # No lease has this word: an entry that no read has written is never taken for READY.
         self.buffer.memory[entries] = EMPTY
