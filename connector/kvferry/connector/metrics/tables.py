@@ -91,7 +91,10 @@ def _by_peer(exported: str, doc: str) -> Metric:
 COUNTERS: Mapping[str, Metric] = {
     "loads": Metric("kvferry_loads", "Prompts ordered to be loaded from another engine."),
     "turn_loads": Metric("kvferry_turn_loads", "Loads that read a last turn from its decoder."),
-    "planned_bytes": Metric("kvferry_planned_bytes", "Bytes of good loads, by the transfer plan."),
+    "planned_bytes": Metric(
+        "kvferry_planned_bytes",
+        "Bytes of good loads, by the transfer plan: staged ones, mapped ones, and the rest, which is read in place.",
+    ),
     "planned_descriptors": Metric(
         "kvferry_planned_descriptors",
         "Descriptors of good loads, by the transfer plan, before neighbours are merged.",
