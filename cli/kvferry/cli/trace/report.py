@@ -41,8 +41,9 @@ def format_result(timeline: Timeline) -> str:
     return result
 
 
-def short_id(request: str, max_length: int = 30) -> str:
+def short_id(request: str, max_length: int = 25) -> str:
     """The distinctive part of a request id, without the prefix of vLLM's router."""
+    # Longer ones, as of real engines, would leave the columns of phases too narrow for their names.
     routed = _ROUTED.match(request)
     name = routed[1] if routed else request
     if len(name) <= max_length:
