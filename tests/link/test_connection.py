@@ -14,6 +14,7 @@ import pytest
 from kvferry.link import client as clients
 from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
+from kvferry.link.connection import Connection
 from kvferry.link.limits import Backoff
 from kvferry.link.secrets import VARIABLE, Secret
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
@@ -25,6 +26,7 @@ from tests.link.raw_listener import (
     answer_without_end,
     cut,
     end_after_the_request,
+    receive_until,
     send_at_once,
 )
 from tests.link.secret_files import NEW, OLD
@@ -193,3 +195,42 @@ def test_delays_double_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch)
         5.0,
         5.0,
     ]
+
+
+def test_the_loop_sleeps_while_nobody_receives_what_has_arrived(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ's file stays readable until somebody asks what has arrived: the loop would run without a pause."""
+    num_reads = 0
+    read = vars(Connection)["_read"]
+
+    def counted(connection: Connection) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        read(connection)
+
+    def answer() -> socket.socket:
+        connection, _ = server.accept()
+        connection.sendall(ZMTP)
+        receive_until(connection, b"hello")
+        connection.sendall(answer_of(b"answer"))
+        return connection
+
+    async def hold(client: SideChannelClient, answered: Future[socket.socket]) -> bytes:
+        connection = await client.connect("127.0.0.1", server.getsockname()[1], 1000)
+        try:
+            connection.send(b"hello")
+            await asyncio.wrap_future(answered)
+            while not num_reads:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            return await connection.receive()
+        finally:
+            connection.close()
+
+    monkeypatch.setattr(Connection, "_read", counted)
+    with SideChannelClient() as client, ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(answer)
+        assert client.wait_for(hold(client, answered)) == b"answer"
+        answered.result().close()
+    assert num_reads < 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -140,11 +141,9 @@ class Connection:
             zmq.ZMQError: the address is none, or there are no more sockets.
         """
 
-        async def attempt(secret: Secret | None) -> Connection | ConnectionEvent:
-            return await cls._attempt(
-                context, address, port, secret, max_answer_bytes, endless, waits
-            )
-
+        attempt = functools.partial(
+            cls._attempt, context, address, port, max_answer_bytes, endless, waits
+        )
         # The listener proves by CURVE that it has the secret, so the secret that is accepted is the right one.
         for secret in secrets or (None,) * limits.ATTEMPTS:
             result = await attempt(secret)
@@ -173,10 +172,10 @@ class Connection:
         context: zmq.Context[zmq.Socket[bytes]],
         address: Address,
         port: int,
-        secret: Secret | None,
         max_answer_bytes: int,
         endless: EndlessMessages,
         waits: bool,
+        secret: Secret | None,
     ) -> Connection | ConnectionEvent:
         """The connection, or why there is none."""
         with contextlib.ExitStack() as undo:
@@ -274,9 +273,8 @@ class Connection:
     def _read(self) -> None:
         """Pass on messages that have arrived, while somebody takes them."""
         for _ in range(limits.MESSAGES_AT_ONCE):
-            if self._on_frame is None or self._socket.closed:
-                return
-            if not _has_arrived(self._socket):
+            # Asked in any case: ZMQ's file stays readable until then, and the loop would run without a pause.
+            if self._socket.closed or not _has_arrived(self._socket) or self._on_frame is None:
                 return
             try:
                 frame = self._next_frame()
@@ -315,19 +313,15 @@ def _has_arrived(socket: zmq.Socket[bytes]) -> bool:
 async def _next_event(monitor: zmq.Socket[bytes]) -> list[bytes]:
     """The next message of a monitor."""
     loop = asyncio.get_running_loop()
-    while not _has_arrived(monitor):
-        is_readable: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(monitor.fileno(), _set, is_readable)
-        try:
-            await is_readable
-        finally:
-            loop.remove_reader(monitor.fileno())
+    is_readable = asyncio.Event()
+    loop.add_reader(monitor.fileno(), is_readable.set)
+    try:
+        while not _has_arrived(monitor):
+            is_readable.clear()
+            await is_readable.wait()
+    finally:
+        loop.remove_reader(monitor.fileno())
     return monitor.recv_multipart(zmq.NOBLOCK)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: str = "") -> T:
