@@ -186,7 +186,7 @@ class PeerLink:
         # What waits for a connection.
         self._messages: deque[Message] = deque()
         self._boot = ""  # of the last message
-        self._waiting: list[asyncio.Future[Connection]] = []
+        self._made: asyncio.Future[Connection] | None = None
         # Of an attempt.
         self._kind = Kind.NAMED
         self._waits_for_turn = False
@@ -247,16 +247,15 @@ class PeerLink:
             connection.end(full)
 
     async def connection(self) -> Connection:
-        """The connection; waits for the next attempt to end if there is none.
+        """The connection; waits for the next attempt to end if there is none. One caller at a time.
 
         Raises:
             KvferryError: the attempt has failed.
         """
         if self.is_connected:
             return self._connected()
-        made: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        self._waiting.append(made)
-        return await made
+        self._made = asyncio.get_running_loop().create_future()
+        return await self._made
 
     async def ask(self, frame: bytes) -> bytes:
         """Send a request of the handshake, and return its answer. One at a time, and only while there is a connection.
@@ -382,11 +381,8 @@ class PeerLink:
         self._is_refused = isinstance(failed, PeerRefused)
         if self._is_refused:
             delay_s = limits.REFUSED_S
-        waiting = self._waiting
-        self._waiting = []
-        for made in waiting:
-            if not made.done():
-                made.set_exception(failed)
+        if self._made is not None and not self._made.done():
+            self._made.set_exception(failed)
         await self._pause(delay_s, why, is_counted=has_dropped)
         self._is_refused = False
 
@@ -470,11 +466,8 @@ class PeerLink:
         connection.receive_all(self._received)
         for message in self._take_messages():
             self._send(connection, message)
-        waiting = self._waiting
-        self._waiting = []
-        for made in waiting:
-            if not made.done():
-                made.set_result(connection)
+        if self._made is not None and not self._made.done():
+            self._made.set_result(connection)
         if self.subscriber is not None:
             self.subscriber.connected()
         self._update_use()

@@ -47,11 +47,6 @@ class _QueriedProducer:
 
     Open queries are sent over every new connection, and again every `REPEAT_S`.
 
-    Args:
-        on_answers: called with it and what it answers.
-        on_failure: called when it cannot be reached, or is lost.
-        on_closed: called when its link is gone.
-
     Attributes:
         queries: the open ones, by number.
         needed_for: the queries whose requests name it, or of which it knows the prompt. Without any it is a sibling
@@ -59,25 +54,13 @@ class _QueriedProducer:
         is_sibling: other producers have named it, and it was never needed.
     """
 
-    def __init__(
-        self,
-        link: PeerLink,
-        client_id: str,
-        on_answers: Callable[[_QueriedProducer, Answers], None],
-        on_failure: Callable[[_QueriedProducer], None],
-        on_closed: Callable[[_QueriedProducer], None],
-        *,
-        is_sibling: bool,
-    ) -> None:
+    def __init__(self, client: QueryClient, link: PeerLink, *, is_sibling: bool) -> None:
         self.producer: Producer = link.address
         self.queries: dict[int, PromptQuery] = {}
         self.needed_for: set[int] = set()
         self.is_sibling = is_sibling
+        self._client = client
         self._link = link
-        self._client_id = client_id
-        self._on_answers = on_answers
-        self._on_failure = on_failure
-        self._on_closed = on_closed
         self._unsent: list[PromptQuery] = []
         self._unsubscribed: list[int] = []
         self._is_sending = False
@@ -125,15 +108,15 @@ class _QueriedProducer:
     def received(self, frame: bytes) -> None:
         answers = decode_answers(frame)
         self._has_answered = True
-        self._on_answers(self, answers)
+        self._client.take(self, answers)
 
     def failed(self) -> None:
         self._stop_timer()
-        self._on_failure(self)
+        self._client.failed(self)
 
     def closed(self) -> None:
         self._stop_timer()
-        self._on_closed(self)
+        self._client.forget(self)
 
     def _send_soon(self) -> None:
         # At the end of this turn, so that what is started and stopped together goes in one message.
@@ -149,10 +132,11 @@ class _QueriedProducer:
         self._unsent = []
         unsubscribed = self._unsubscribed
         self._unsubscribed = []
+        client_id = self._client.client_id
         for queries in _messages(unsent):
-            self._link.send_queries(encode(Subscribe(client_id=self._client_id, queries=queries)))
+            self._link.send_queries(encode(Subscribe(client_id=client_id, queries=queries)))
         for numbers in _messages(unsubscribed):
-            self._link.send_queries(encode(Unsubscribe(client_id=self._client_id, numbers=numbers)))
+            self._link.send_queries(encode(Unsubscribe(client_id=client_id, numbers=numbers)))
         if not self.queries:
             self._stop_timer()
         elif self._repeat_timer is None:
@@ -227,8 +211,8 @@ class QueryClient:
     """
 
     def __init__(self, links: PeerLinks, client_id: str, on_answer: OnAnswer) -> None:
+        self.client_id = client_id
         self._links = links
-        self._client_id = client_id
         self._on_answer = on_answer
         self._open: dict[int, _OpenQuery] = {}
         self._by_producer: dict[Producer, _QueriedProducer] = {}
@@ -254,6 +238,38 @@ class QueryClient:
             is_sending=any(one.is_sending for one in producers.values()),
         )
 
+    # For `_QueriedProducer`.
+
+    def take(self, queried: _QueriedProducer, answers: Answers) -> None:
+        """It has answered."""
+        host, own_port = queried.producer
+        siblings = [port for port in answers.siblings if port != own_port]
+        for answer in answers.answers:
+            if answer.number not in queried.queries:
+                continue  # settled, or none of this producer's
+            self._answered(queried, answer)
+            opened = self._open[answer.number]
+            is_named = opened.named == queried.producer
+            if is_named and answer.progress is PromptProgress.UNKNOWN:
+                self._start_siblings(opened, host, siblings)
+
+    def failed(self, queried: _QueriedProducer) -> None:
+        """It cannot be reached, so it knows none of its prompts."""
+        for number in list(queried.queries):
+            self._answered(queried, Answer(number=number, progress=PromptProgress.UNKNOWN))
+
+    def forget(self, queried: _QueriedProducer) -> None:
+        """Its link is gone. It has no open queries, or is a sibling that knows none of the prompts."""
+        if self._by_producer.get(queried.producer) is not queried:
+            return
+        del self._by_producer[queried.producer]
+        if queried.is_sibling:
+            self._end_sibling(queried)
+        for number in queried.queries:
+            opened = self._open[number]
+            opened.sent_to.discard(queried.producer)
+            opened.known_by.pop(queried.producer, None)
+
     def _carry_out(self, commands: tuple[QueryCommand, ...]) -> None:
         for command in commands:
             if isinstance(command, StartQuery):
@@ -270,14 +286,7 @@ class QueryClient:
         queried = self._by_producer.get(producer)
         if queried is None:
             link = self._links.to(producer)
-            queried = _QueriedProducer(
-                link,
-                self._client_id,
-                self._take,
-                self._lost_producer,
-                self._forget,
-                is_sibling=is_sibling,
-            )
+            queried = _QueriedProducer(self, link, is_sibling=is_sibling)
             link.subscriber = queried
             self._by_producer[producer] = queried
             if is_sibling:
@@ -325,35 +334,6 @@ class QueryClient:
         self._siblings_by_host[host] -= 1
         if not self._siblings_by_host[host]:
             del self._siblings_by_host[host]
-
-    def _forget(self, queried: _QueriedProducer) -> None:
-        """Its link is gone. It has no open queries, or is a sibling that knows none of the prompts."""
-        if self._by_producer.get(queried.producer) is not queried:
-            return
-        del self._by_producer[queried.producer]
-        if queried.is_sibling:
-            self._end_sibling(queried)
-        for number in queried.queries:
-            opened = self._open[number]
-            opened.sent_to.discard(queried.producer)
-            opened.known_by.pop(queried.producer, None)
-
-    def _lost_producer(self, queried: _QueriedProducer) -> None:
-        """It cannot be reached, so it knows none of its prompts."""
-        for number in list(queried.queries):
-            self._answered(queried, Answer(number=number, progress=PromptProgress.UNKNOWN))
-
-    def _take(self, queried: _QueriedProducer, answers: Answers) -> None:
-        host, own_port = queried.producer
-        siblings = [port for port in answers.siblings if port != own_port]
-        for answer in answers.answers:
-            if answer.number not in queried.queries:
-                continue  # settled, or none of this producer's
-            self._answered(queried, answer)
-            opened = self._open[answer.number]
-            is_named = opened.named == queried.producer
-            if is_named and answer.progress is PromptProgress.UNKNOWN:
-                self._start_siblings(opened, host, siblings)
 
     def _answered(self, queried: _QueriedProducer, answer: Answer) -> None:
         """Pass on an answer that changes something."""
