@@ -83,6 +83,7 @@ def print_table(
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        # A worker's name is not broken; the other columns give way.
         is_first = not table.columns
         table.add_column(
             column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=is_first

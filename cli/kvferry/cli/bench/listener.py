@@ -114,6 +114,7 @@ class BenchListener:
         is_late = time.monotonic() >= self._until_s
         if self._join is not None and is_late:
             self._end(self._join, 2, f"no message for {SILENT_S:g} s")
+        # Without its owner there is nothing to read; the client is told with its next message.
         if self._status is not None or self._failed:
             return
         try:
@@ -159,6 +160,7 @@ class BenchListener:
     def _admit(self, join: Join) -> Reply:
         if join.version != VERSION:
             return Refused(field="version", value=str(join.version), expected=str(VERSION))
+        # Before any memory is offered: NIXL parses what this client has sent.
         if not self._allowed.allow(self._socket.peer):
             expected = f"a secret at both ends ({VARIABLE}), or a host that the listener's --allowed-hosts names"
             self._report(f"refused a client at {self._socket.peer}: expected {expected}")
@@ -179,6 +181,7 @@ class BenchListener:
 
     def _note(self, message: Alive | Leave) -> Reply:
         join = self._join
+        # A client of an earlier listener, or one that was refused.
         if join is None or message.session != join.session:
             return Refused(field="session", value="unknown", expected="that of the client")
         self._until_s = time.monotonic() + SILENT_S

@@ -117,6 +117,7 @@ def examine(machine: Machine, show: Callable[[str], None] = lambda _: None) -> I
     threads = {name: _Running(functools.partial(check, machine)) for name, check in CHECKS.items()}
     for thread in threads.values():
         thread.start()
+    # Waited for in turn: the findings have the order of the checks, whichever ends first.
     for name, thread in threads.items():
         while thread.is_alive() and time.monotonic() < end_s:
             show(", ".join(other for other in threads if threads[other].is_alive()))
@@ -171,6 +172,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
     rows: list[tuple[str, str, str]] = []
     for finding in findings:
         rows.append((finding.mark.value, finding.check, finding.found))
+        # In a row of its own it can be copied.
         if finding.do:
             rows.append(("", "", f"→ {finding.do}"))
     print_table(("", "check", "found, and what to do"), rows, _COLOURS)

@@ -149,6 +149,7 @@ def plugins() -> dict[str, Path]:
     by_build = {}
     for build in NIXL_BUILDS:
         try:
+            # By the list of its files: an import of NIXL would load what may be broken.
             files = metadata.files(build) or ()
         except metadata.PackageNotFoundError:
             continue

@@ -29,6 +29,7 @@ _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 def check_ucx(machine: Machine) -> Iterator[Finding]:
     """All known problems; if there are none, the settings."""
     added = ucx_defaults(machine.environ, has_cuda=bool(machine.gpus))
+    # As a worker's process will have it.
     environ = {**added, **machine.environ}
     problems = [
         *_transports(environ, machine),

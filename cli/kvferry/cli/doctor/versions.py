@@ -32,6 +32,7 @@ def installed_packages() -> dict[str, str]:
 
 def check_versions(machine: Machine) -> Iterator[Finding]:
     """One finding per package."""
+    # Nothing is imported: torch takes seconds, and may be what is broken.
     packages = installed_packages()
     python = sys.version_info[:3]
     yield _python(python)

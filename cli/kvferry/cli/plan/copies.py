@@ -128,6 +128,7 @@ def _lines_of_route(
         convert = ""
         if bundle.conversions:
             convert = f', "convert": "{bundle.conversions[0]}"'
+        # A bundle at a time: its copies share their conversion.
         for copies in route_copies(replace(route, bundles=(bundle,)), units):
             tail = f', "via": "{copies.placing.value}"{convert}}}\n'
             rows = zip(

@@ -116,6 +116,7 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
 
     Bands are stacked along their cards and centred in them.
     """
+    # Both sides are equally high, so that most bands run level.
     most_workers = max(len(summary.producer.workers), len(summary.consumer.workers))
     card_height = CARD if most_workers < COMPACT_FROM else COMPACT_CARD
     height = most_workers * (card_height + GAP)

@@ -271,6 +271,7 @@ def form_of(pairs: Mapping[str, str]) -> ShortForm:
         InvalidArgument: a value is invalid, or keys contradict each other.
     """
     values = {key: KEYS[key].read(key, text) for key, text in pairs.items()}
+    # It is written behind a model whose config.json has windows, and means none.
     if values.get("window") == _NO_WINDOW:
         del values["window"]
     for key, expected in _contradictions(values):
@@ -354,6 +355,7 @@ def _filled(values: Mapping[str, Any]) -> ShortForm:
     """The form with all derived values."""
     layers = values["layers"]
     block = values.get("block", 16)
+    # What is written comes last and replaces what is derived.
     derived = {
         "stages": even_stages(layers, values.get("pp", 1)),
         "kernel_block": block,

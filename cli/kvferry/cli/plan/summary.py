@@ -409,6 +409,7 @@ def prompt_tokens(
     """
     limits = [(MAX_TOKENS, "this command counts no further")]
     for token_map in _token_maps(plans):
+        # A state is one page, however long the prompt is.
         if token_map.is_state:
             continue
         remote = _capacity(token_map.remote, there[token_map.group])
@@ -563,6 +564,7 @@ def _kinds(flow: Flow, reasons: dict[str, int]) -> Iterator[tuple[Kind, Read]]:
             layers=f"{read.layers} × {' '.join(read.kinds)}",
             num_bytes=read.bytes,
             descriptors=descriptors,
+            # Not the heads themselves: workers that read other heads alike are one row.
             head_counts=tuple(map(len, read.heads)),
         )
         yield kind, read
@@ -610,6 +612,7 @@ def print_plan(summary: PlanSummary) -> None:
     print_line()
     _print_time(summary)
     print_line()
+    # One worker's: the lines of 64 would hide the table.
     worker = summary.workers[0]
     more = ""
     if len(summary.workers) > 1:

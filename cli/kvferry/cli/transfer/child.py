@@ -39,6 +39,7 @@ COMMAND = ("-m", "kvferry.cli.transfer.process")
 START_S = 120.0
 # Added to the timeout of a read before the reader counts as hanging: it compares bytes in between.
 _GRACE_S = 10.0
+# The caller's `idle` is called as often.
 _POLL_S = 0.25
 # Without progress a read counts as hanging; it is reported every 0.25 s.
 _STUCK_S = 2.0
@@ -282,6 +283,7 @@ def measure(
             return Outcome(owner.host, reader.lanes(), message)
         now_s = time.monotonic()
         silent_s = now_s - progressed_s
+        # The caller's own deadline first: it has promised an answer by then.
         if now_s > end_s:
             is_slow = silent_s < _STUCK_S
             how = "is slow" if is_slow else "hangs"

@@ -67,6 +67,7 @@ def run(pipe: Pipe) -> None:
     # Another content each time: what an earlier run left in memory must not pass for this one's.
     seed = secrets.randbits(62)
     memory.write(content(seed, memory.length))
+    # A reader sends one too: the owner needs its agent's metadata, which is part of it.
     offer = ReadableAgent(
         host=socket.gethostname()[:256] or "unnamed",
         agent_metadata=fabric.metadata(),
@@ -147,6 +148,7 @@ class _Reader:
         sources = np.zeros(1, np.int32)
         if descriptors > 1:
             # Scattered: NIXL would merge descriptors that are neighbours on both sides.
+            # The same order in every run, so that runs can be compared.
             order = np.random.default_rng(num_bytes).permutation(all_bytes // run_bytes)
             sources = order[:descriptors].astype(np.int32)
         targets = np.arange(descriptors, dtype=np.int32)
