@@ -116,10 +116,14 @@ def promises() -> str:
 
 def short_form_keys() -> str:
     """The keys of a short form."""
-    from kvferry.cli.plan.short_form import KEYS, defaults
+    from kvferry.cli.plan.short_form import KEYS, ShortForm
 
-    shown = {name: f"`{default}`" for name, default in defaults().items()}
-    rows = [(f"`{name}`", key.form, shown.get(name, ""), key.meaning) for name, key in KEYS.items()]
+    defaults = {option.name: option.default for option in fields(ShortForm)}
+    rows = []
+    for name, key in KEYS.items():
+        # One that is empty is derived, or means that the engine has no such thing.
+        default = f"`{defaults[name]}`" if defaults[name] else ""
+        rows.append((f"`{name}`", key.form, default, key.meaning))
     return markdown.table("key | value | default | meaning", rows)
 
 

@@ -232,16 +232,6 @@ KEYS: dict[str, Key] = {
 }
 
 
-def defaults() -> dict[str, str]:
-    """The default of every key that has one, as text for the documentation."""
-    texts = {}
-    for option in fields(ShortForm):
-        is_written = isinstance(option.default, (int, str)) and bool(option.default)
-        if option.name in KEYS and is_written:
-            texts[option.name] = str(option.default)
-    return texts
-
-
 def pairs_of(text: str) -> dict[str, str]:
     """The keys of a short form with their values as text.
 
