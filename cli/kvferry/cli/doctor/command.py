@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
@@ -155,14 +155,8 @@ def as_json(findings: Sequence[Finding]) -> dict[str, object]:
     """The whole answer as plain values."""
     plain = []
     for finding in findings:
-        plain.append(
-            {
-                "check": finding.check,
-                "mark": finding.mark.value,
-                "found": finding.found,
-                "do": finding.do,
-            }
-        )
+        named = {"check": finding.check, **asdict(finding), "mark": finding.mark.value}
+        plain.append(named)
     is_broken = any(finding.mark is Mark.BROKEN for finding in findings)
     return {"kvferry_doctor": SCHEMA, "broken": is_broken, "findings": plain}
 

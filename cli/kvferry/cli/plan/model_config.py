@@ -2,13 +2,16 @@
 
 Only what config.json itself says is used. Where the rest is in a model's code, as the shapes of recurrent states are,
 it is refused with the keys to add: `./config.json,window=4096@0-30/2`. The rules are those by which transformers and
-vLLM read it, for the families in the tables below.
+vLLM read it, for the families in model_families.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from kvferry.cli.arguments import InvalidModel, read_json
 from kvferry.cli.plan.short_form import KEYS, MAX_LAYERS, MAX_SIZE
@@ -34,7 +37,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gr
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
-class _Family(NamedTuple):
+class _Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the code of a model type says about the cache where its config.json says nothing.
 
     Attributes:
@@ -54,104 +57,25 @@ class _Family(NamedTuple):
     full_every: int | None = None
 
 
-_FAMILIES = {
-    "afmoe": _Family(has_head_dim=True, has_window=True),
-    "axk1": _Family(has_latent=True),
-    "bloom": _Family(kv_heads_are_heads=True),
-    "cohere": _Family(kv_heads_are_heads=True),
-    "cohere2": _Family(has_window=True, full_every=4),
-    "cohere2_moe": _Family(has_head_dim=True, has_window=True),
-    "cwm": _Family(has_head_dim=True, has_window=True),
-    "deepseek_v2": _Family(has_latent=True),
-    "deepseek_v3": _Family(has_latent=True),
-    "ernie4_5": _Family(has_head_dim=True),
-    "exaone4": _Family(has_window=True, full_every=4),
-    "exaone_moe": _Family(has_window=True),
-    "falcon": _Family(kv_heads_are_heads=True, is_multi_query=True),
-    "gemma": _Family(has_head_dim=True),
-    "gemma2": _Family(has_head_dim=True, has_window=True, full_every=2),
-    "gemma3_text": _Family(has_head_dim=True, has_window=True, full_every=6),
-    "gemma3n_text": _Family(has_head_dim=True, has_window=True, full_every=5),
-    "glm": _Family(has_head_dim=True),
-    "glm4": _Family(has_head_dim=True),
-    "glm4_moe_lite": _Family(has_latent=True),
-    "gpt2": _Family(kv_heads_are_heads=True),
-    "gpt_bigcode": _Family(is_multi_query=True),
-    "gpt_neox": _Family(kv_heads_are_heads=True),
-    "gpt_oss": _Family(has_head_dim=True, has_window=True, full_every=2),
-    "gptj": _Family(kv_heads_are_heads=True),
-    "granite": _Family(kv_heads_are_heads=True),
-    "granite_swa": _Family(has_window=True),
-    "granitemoe_swa": _Family(has_window=True),
-    "helium": _Family(has_head_dim=True),
-    "hy_v3": _Family(has_head_dim=True),
-    "kimi_k2": _Family(has_latent=True),
-    "llama": _Family(kv_heads_are_heads=True),
-    "llama4_text": _Family(has_head_dim=True),
-    "mellum": _Family(has_head_dim=True),
-    "minimax_m2": _Family(has_head_dim=True),
-    "ministral": _Family(has_window=True),
-    "ministral3": _Family(has_head_dim=True),
-    "mistral": _Family(has_window=True, full_every=0),
-    "mixtral": _Family(full_every=0),
-    "muse_glimmer_assistant": _Family(has_head_dim=True, has_window=True),
-    "muse_glimmer_text": _Family(has_head_dim=True, has_window=True),
-    "olmo": _Family(kv_heads_are_heads=True),
-    "olmo3": _Family(has_window=True, full_every=4),
-    "opt": _Family(kv_heads_are_heads=True),
-    "paddleocr_vl_text": _Family(has_head_dim=True),
-    "pangu_ultra_moe": _Family(has_latent=True),
-    "phi": _Family(kv_heads_are_heads=True),
-    "phi3": _Family(full_every=0),
-    "qwen3": _Family(has_head_dim=True),
-    "qwen3_vl_text": _Family(has_head_dim=True),
-    "seed_oss": _Family(has_head_dim=True),
-    "solar_open": _Family(has_head_dim=True),
-    "starcoder2": _Family(full_every=0),
-    "step3p5": _Family(has_head_dim=True),
-    "vaultgemma": _Family(has_head_dim=True, has_window=True),
-    "voxtral_realtime_text": _Family(has_window=True),
-    "zaya": _Family(has_head_dim=True),
-}
+class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """model_families.json.
 
+    Attributes:
+        families: by model type, those whose code says something.
+        keys_of_states: beginnings of keys that only models with recurrent states or convolutions have.
+        keys_of_other_caches: keys of models whose caches neither config.json nor a short form describes, and why.
+    """
+
+    families: dict[str, _Family]
+    keys_of_states: tuple[str, ...]
+    keys_of_other_caches: dict[str, str]
+
+
+_TABLES = msgspec.json.decode(
+    Path(__file__).with_name("model_families.json").read_bytes(), type=_Tables
+)
 # Beginnings of model types that have windows only if `use_sliding_window` is true.
 _ASKED_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
-
-# Beginnings of keys that only models with recurrent states or convolutions have.
-_STATES = (
-    "mamba",
-    "ssm",
-    "linear_",
-    "conv_",
-    "rwkv",
-    "state_size",
-    "lru_width",
-    "hybrid",
-    "layers_block_type",
-    "attn_layer",
-    "attn_type_list",
-    "layer_group_size",
-    "time_mix",
-    "block_types",
-    "full_attn_idxs",
-)
-# Keys of models whose caches neither config.json nor a short form describes.
-_ELSEWHERE = {
-    "index_topk": "an indexer has a cache of its own beside the latent",
-    "index_head_dim": "an indexer has a cache of its own beside the latent",
-    "compress_ratios": "its caches are compressed, layer by layer",
-    "attention_chunk_size": "some layers have chunked attention",
-    "global_head_dim": "its layers have heads of two sizes",
-    "swa_head_dim": "its layers have heads of two sizes",
-    "swa_num_key_value_heads": "its layers have different numbers of KV heads",
-    "num_attention_heads_per_layer": "its layers have different numbers of heads",
-    "attention_other_setting": "its layers have different numbers of heads",
-    "block_configs": "its layers differ",
-    "per_layer_config": "its layers differ",
-    "cross_attention_layers": "some layers have a cache of the image",
-    "cla_share_factor": "some layers share a cache",
-    "encoder_layers": "it has an encoder",
-}
 # vLLM serves float32 weights in bfloat16 unless `--dtype` says otherwise.
 _DTYPES = {"float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
 
@@ -191,7 +115,7 @@ class _Config:
         self._own = {key: value for key, value in own.items() if value is not None}
         # Cut, because errors show it.
         self._type = str(self._own.get("model_type", "missing"))[:64]
-        self._family = _FAMILIES.get(self._type, _Family())
+        self._family = _TABLES.families.get(self._type, _Family())
 
     def pairs(self) -> dict[str, str]:
         """The pairs that the user has not written.
@@ -236,11 +160,13 @@ class _Config:
     def _refuse_others(self) -> None:
         """Refuse models whose caches neither config.json nor the short form describes."""
         own = self._own
-        for key, why in _ELSEWHERE.items():
+        for key, why in _TABLES.keys_of_other_caches.items():
             if own.get(key):
                 raise _not_here(key, own[key], why)
         if own.get("is_encoder_decoder") or self._whole.get("is_encoder_decoder"):
-            raise _not_here("is_encoder_decoder", True, _ELSEWHERE["encoder_layers"])
+            raise _not_here(
+                "is_encoder_decoder", True, _TABLES.keys_of_other_caches["encoder_layers"]
+            )
         if own.get("kv_lora_rank"):
             if not self._family.has_latent:
                 why = "its code says how much of a kv_lora_rank is in the cache"
@@ -259,7 +185,7 @@ class _Config:
             if layer_type not in _KINDS:
                 raise _no_states("layer_types", layer_type)
         for key, value in self._own.items():
-            if value and key.startswith(_STATES):
+            if value and key.startswith(_TABLES.keys_of_states):
                 raise _no_states(key, value)
 
     def _layers(self) -> int:

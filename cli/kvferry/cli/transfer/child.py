@@ -106,12 +106,7 @@ def play(part: Callable[[Pipe], None]) -> int:
         pipe.send(Failed(reason=str(failed), late=failed.late))
         return 1
     except Exception as failure:  # noqa: BLE001 - the command reports it
-        name = type(failure).__name__
-        reason = str(failure) or name
-        # An error of the fabric says by itself what it is about.
-        if not hasattr(failure, "operation"):
-            reason = f"{name}: {reason}"
-        pipe.send(Failed(reason=reason))
+        pipe.send(Failed(reason=f"{type(failure).__name__}: {failure}"))
         return 1
     return 0
 
