@@ -22,7 +22,7 @@ from unittest import mock
 
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import summarize
-from scripts import markdown, protocol_reference, timelines_picture
+from scripts import markdown, protocol_reference
 from tests.faults.guards import GUARDS
 from tests.promises import marked_tests
 from tests.trace.example import write_example
@@ -39,6 +39,9 @@ _ADVICE = re.compile(r"^\| (`vllm:[^|]*`) \| [^|]* \| [^|]* \| ([^|]*) \|$", re.
 
 def pages() -> dict[Path, str]:
     """Every file with something generated, as it should be."""
+    # Imported here: tests of the protocol read this module, also where matplotlib is not installed.
+    from scripts import timelines_picture
+
     drawings = protocol_reference.drawings()
     parts: dict[str, Mapping[str, str]] = {
         "configuration.md": {"config": options(), "ignored": ignored()},
