@@ -63,7 +63,11 @@ def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make_engine:
 
 @pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)])
 def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers_have_notified(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, depth: int
+    make_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    overlap: bool,
+    depth: int,
 ) -> None:
     sleeps: list[float] = []
     monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
@@ -74,6 +78,7 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
         engine.step()
     assert not sleeps, "only a step shows that a load has ended"
     notifier = LoadNotifier(0)
+    request.addfinalizer(notifier.close)
     notifier.set_boot(side.channel.local.boot)
     notifier.notify()
     wait_until(lambda: side.steps.load_listener.hears_all_workers, "the notification is not heard")
@@ -91,7 +96,7 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
 
 
 def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_back(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     sleeps: list[float] = []
     monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
@@ -109,6 +114,7 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     engine.step()
     assert not sleeps, "only a step shows that the load has ended"
     notifier = LoadNotifier(0)
+    request.addfinalizer(notifier.close)
     notifier.set_boot(side.channel.local.boot)
     notifier.notify()
     wait_until(lambda: side.steps.load_listener.hears_all_workers, "the notification is not heard")

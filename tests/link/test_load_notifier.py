@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -26,10 +27,10 @@ def listener(wakes: list[None]) -> Iterator[LoadListener]:
 
 
 def notify(index: int, boot: str = BOOT, times: int = 1) -> None:
-    notifier = LoadNotifier(index)
-    notifier.set_boot(boot)
-    for _ in range(times):
-        notifier.notify()
+    with closing(LoadNotifier(index)) as notifier:
+        notifier.set_boot(boot)
+        for _ in range(times):
+            notifier.notify()
 
 
 def is_readable(listener: LoadListener) -> bool:
@@ -73,7 +74,17 @@ def test_notifications_that_nobody_receives_block_no_worker_and_are_received_at_
 
 def test_without_a_listener_a_worker_notifies_in_vain(listener: LoadListener) -> None:
     notify(0, boot=uuid.uuid4().hex)
-    LoadNotifier(0).notify()
+    with closing(LoadNotifier(0)) as notifier:
+        notifier.notify()
+    assert not is_readable(listener)
+
+
+def test_a_closed_notifier_tells_nobody(listener: LoadListener) -> None:
+    notifier = LoadNotifier(0)
+    notifier.set_boot(BOOT)
+    notifier.close()
+    notifier.close()
+    notifier.notify()
     assert not is_readable(listener)
 
 

@@ -48,6 +48,21 @@ def test_other_results_end_no_wait() -> None:
     assert box.take().sent == {"lease"}
 
 
+def test_the_end_of_a_load_is_notified_once() -> None:
+    notified: list[None] = []
+    box = ResultBox()
+    box.notify = lambda: notified.append(None)
+    end_load(box, well=True)
+    with box as results:
+        results.sent.add("lease")
+    assert len(notified) == 1
+    end_load(box, well=False)
+    assert len(notified) == 2
+    box.take()
+    end_load(box, well=True)
+    assert len(notified) == 3
+
+
 TIMEOUT_S = 5.0
 LATE_S = TIMEOUT_S + SLACK_S
 

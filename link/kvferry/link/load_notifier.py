@@ -40,6 +40,8 @@ class LoadNotifier:
     def __init__(self, index: int) -> None:
         self._index = index.to_bytes(_INDEX_BYTES, "little")
         self._address = ""
+        # Kept: to make and close one for each load takes twice as long as to send.
+        self._socket = _datagram_socket()
 
     def set_boot(self, boot: str) -> None:
         """Set the engine's boot, which comes with its orders."""
@@ -51,8 +53,12 @@ class LoadNotifier:
             return
         # Errors are ignored: without a listener the scheduler finds out by steps, and a full queue of notifications is
         # as good as one more.
-        with contextlib.suppress(OSError), _datagram_socket() as sender:
-            sender.sendto(self._index, self._address)
+        with contextlib.suppress(OSError):
+            self._socket.sendto(self._index, self._address)
+
+    def close(self) -> None:
+        """Close the socket: further calls of `notify` do nothing. Idempotent."""
+        self._socket.close()
 
 
 class LoadListener:

@@ -226,6 +226,7 @@ class TransferThread:
         if self.is_running:
             return False
         self.registry.close()
+        self._load_notifier.close()
         return True
 
     def _run(self, device: Device) -> None:

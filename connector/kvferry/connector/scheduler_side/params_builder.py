@@ -80,6 +80,8 @@ def prompt_of(request: Request, num_tokens: int, local: LocalEngine) -> Prompt |
 
 
 def _media_of(request: Request, scope: str) -> tuple[Media, ...]:
+    if not request.mm_features:
+        return ()
     return tuple(
         Media(
             feature.mm_position.offset, feature.mm_position.length, f"{scope}{feature.identifier}"

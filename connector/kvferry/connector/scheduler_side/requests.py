@@ -48,6 +48,7 @@ class EngineRequest:
     """One request, from its arrival until it has ended.
 
     Attributes:
+        request_id: vLLM's own of it.
         request: vLLM's.
         record: its lease, its remote prompt and its query, which may outlive it.
         own_lease: this engine's lease that keeps the request's prefix in the cache, see `RequestIntake`.
@@ -59,6 +60,7 @@ class EngineRequest:
         may_load: while it is skipped: whether it may begin a load, see `Admission`.
     """
 
+    request_id: str
     request: Request
     record: RequestRecord
     place: _Place
@@ -69,10 +71,6 @@ class EngineRequest:
     must_fail: bool = False
     failed_load: FailedLoad = FailedLoad.NONE
     may_load: bool = False
-
-    @property
-    def request_id(self) -> str:
-        return self.record.request_id
 
 
 class EngineRequests:
@@ -123,7 +121,7 @@ class EngineRequests:
         record.is_unfinished = True
         priority = request.priority if self._by_priority else 0
         place = (priority, request.arrival_time, request.request_id)
-        added = EngineRequest(request, record, place)
+        added = EngineRequest(request.request_id, request, record, place)
         self._by_id[request.request_id] = added
         insort(self._in_order, added, key=_PLACE)
         return added

@@ -149,8 +149,9 @@ class WorkerSide:
             self.end_step()
             self._step = StepResults()
             return KVConnectorTransferResults()
-        self._step = StepResults()
-        if self.worker is not None:
+        if self.worker is None:
+            self._step = StepResults()
+        else:
             timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
             self._step = self.worker.take_results(timeout_s)
         self._has_reported = False

@@ -157,6 +157,11 @@ class PendingQueries:
         record = self._requests.find(request_id)
         return record is not None and record.query is not None
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no query is open, or waits to be settled: `give_up` has nothing to do at any time."""
+        return not (self._by_number or self._crowded_out or self._leaving)
+
     def start(
         self,
         request_id: str,

@@ -116,10 +116,10 @@ class ProducerLedger:
 
     def running(self, request_id: str) -> ProducerLease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
-        lease = self.get(request_id)
-        if lease is None or not lease.is_running:
+        record = self._requests.find(request_id)
+        if record is None or record.lease is None or not record.lease.is_running:
             return None
-        return lease
+        return record.lease
 
     def leases(self, *states: LeaseState) -> list[ProducerLease]:
         """The leases in one of these states."""

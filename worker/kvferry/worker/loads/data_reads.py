@@ -32,6 +32,8 @@ class DataReads:
         progress: of the load.
     """
 
+    __slots__ = ("_context", "_mapped", "_progress", "_reads", "_record", "_staged")
+
     def __init__(
         self, context: LoadContext, reads: Reads, record: LoadRecord, progress: Progress
     ) -> None:

@@ -36,6 +36,15 @@ class LeaseFence:
         opens_until_s: until when the producer may open the slot.
     """
 
+    __slots__ = (
+        "_lease_reads",
+        "_progress",
+        "_source",
+        "epoch",
+        "opens_until_s",
+        "read_s",
+    )
+
     def __init__(
         self, source: RemotePrefill, lease_reads: LeaseReads, progress: Progress, ordered_s: float
     ) -> None:

@@ -28,6 +28,17 @@ class LeaseReads:
         pages: where ids are read to.
     """
 
+    __slots__ = (
+        "_id_pages",
+        "_peer",
+        "_reads",
+        "_slot",
+        "_slot_reads",
+        "_waits_for",
+        "entries",
+        "pages",
+    )
+
     def __init__(
         self, reads: Reads, slot_reads: SlotReads, id_pages: IdPages, slot: int, peer: str
     ) -> None:

@@ -84,20 +84,19 @@ class LoadParts:
 class WholeRead:
     """Reads a prompt when all of it is complete."""
 
-    def __init__(self, parts: LoadParts) -> None:
-        self._parts = parts
-        self._units: Units = {}
+    __slots__ = ("_parts", "_units", "blocks")
 
-    @property
-    def blocks(self) -> RequestBlocks:
-        order = self._parts.order
-        return RequestBlocks(
+    def __init__(self, parts: LoadParts) -> None:
+        order = parts.order
+        self.blocks = RequestBlocks(
             local=order.local_blocks,
             remote=order.source.remote_block_ids,
             first_token=order.first_token,
             stop_token=order.stop_token,
             num_tokens=order.source.remote_num_tokens,
         )
+        self._parts = parts
+        self._units: Units = {}
 
     def prepare(self, peer: Peer) -> None:
         # Not after the fence: pairing takes time that grows with the blocks, and the producer may not be ready yet.
@@ -124,6 +123,8 @@ class StreamedRead:
         held: leading tokens that are complete and whose block ids are known.
         listed: what is known of the prompt's blocks; None if this worker reads nothing from any.
     """
+
+    __slots__ = ("_parts", "_row", "_rows", "held", "listed")
 
     def __init__(self, parts: LoadParts) -> None:
         self.held = 0

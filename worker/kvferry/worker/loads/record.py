@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
 from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.transitions import TableEnum
 from kvferry.worker.fabric.port import TransferTelemetry
 from kvferry.worker.peers.peer import PeerKey
 
 
-class Stage(enum.Enum):
+class Stage(TableEnum):
     """The stages of a load, in order. A stage begins when the one before it has ended.
 
     Attributes:

@@ -69,6 +69,7 @@ class ResultBox:
         # One lock for both: a load that ends between a check and the wait must not be missed.
         self._load_ended = threading.Condition(self._lock)
         self._results = StepResults()
+        self._notified_loads = 0
         self.turned_s = -math.inf
 
     def __enter__(self) -> StepResults:
@@ -78,7 +79,11 @@ class ResultBox:
     def __exit__(self, *exc: object) -> None:
         # Also where the block has raised: what it had added is kept, and the lock must not be.
         try:
-            if self._has_load():
+            num_loads = len(self._results.loaded) + len(self._results.failed)
+            # Once for each: other results came after a load in every other case, and to tell the scheduler takes a
+            # tenth of the time that this thread needs for a load.
+            if num_loads > self._notified_loads:
+                self._notified_loads = num_loads
                 self._load_ended.notify_all()
                 self.notify()
         finally:
@@ -94,6 +99,7 @@ class ResultBox:
         with self._lock:
             taken = self._results
             self._results = StepResults()
+            self._notified_loads = 0
         return taken
 
     def snapshot(self) -> StepResults:

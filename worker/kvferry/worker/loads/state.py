@@ -15,8 +15,6 @@ in which it may fail; from then on only its transfers are watched.
 
 from __future__ import annotations
 
-from collections import deque
-
 from kvferry.protocol.transitions import TableEnum
 from kvferry.worker.loads.record import LoadRecord
 
@@ -81,12 +79,13 @@ class LoadStory:
 
     def __init__(self, record: LoadRecord) -> None:
         self._record = record
-        self._events: deque[tuple[LoadEvent, float]] = deque(maxlen=_STORY_EVENTS)
+        self._events: list[tuple[LoadEvent, float]] = []
         self._forgotten = 0
 
     def add(self, event: LoadEvent, now_s: float) -> None:
         """An event has happened now, by the record's clock."""
         if len(self._events) == _STORY_EVENTS:
+            del self._events[0]
             self._forgotten += 1
         self._events.append((event, now_s))
 
