@@ -337,8 +337,33 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority)
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
+/* On a GPU a thread has no context of the driver's before it uses a stream; `cudaSetDevice` to the
+ * device that it is on already changes nothing. */
+static void bind_context(void)
+{
+    static __thread int is_bound;
+    if (is_bound)
+        return;
+    is_bound = 1;
+    void *driver = dlopen("libcuda.so.1", RTLD_LAZY);
+    int (*retain)(void **, int) = driver ? dlsym(driver, "cuDevicePrimaryCtxRetain") : NULL;
+    int (*set)(void *) = driver ? dlsym(driver, "cuCtxSetCurrent") : NULL;
+    void *context = NULL;
+    if (retain && set && !retain(&context, 0))
+        set(context);
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream)
+{
+    bind_context();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+    bind_context();
+    return cudaSuccess;
+}
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
 {
