@@ -49,7 +49,7 @@ def pages() -> dict[Path, str]:
         "protocol-reference.md": protocol_reference.reference(),
         "protocol.md": {name: drawings[name] for name in parts_of("protocol.md", "exchange")},
         "streaming.md": {name: drawings[name] for name in parts_of("streaming.md", "exchange")},
-        "cli.md": {"keys": short_form_keys()},
+        "cli.md": {"keys": short_form_keys(part("cli.md", "keys"))},
         "reliability.md": {"promises": promises()},
         "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
         "relayout.md": relayout(),
@@ -117,17 +117,25 @@ def promises() -> str:
     return markdown.table("promise | file | tests that fail without it", rows)
 
 
-def short_form_keys() -> str:
-    """The keys of a short form."""
+def short_form_keys(rows: str) -> str:
+    """The keys of a short form; the meanings are written on the page.
+
+    Raises:
+        SystemExit: the page does not say what a key means.
+    """
     from kvferry.cli.plan.short_form import KEYS, ShortForm
 
+    meanings = dict(re.findall(r"^\| `(\w+)` \|.* \| (.+?) \|$", rows, re.MULTILINE))
     defaults = {option.name: option.default for option in fields(ShortForm)}
-    rows = []
+    keys = []
     for name, key in KEYS.items():
-        # One that is empty is derived, or means that the engine has no such thing.
+        if name not in meanings:
+            raise SystemExit(f"write in docs/cli.md what the key {name} means")
+        # A default that is empty is derived, or means that the engine has no such thing.
         default = f"`{defaults[name]}`" if defaults[name] else ""
-        rows.append((f"`{name}`", key.form, default, key.meaning))
-    return markdown.table("key | value | default | meaning", rows)
+        meaning = meanings[name].replace("\\|", "|")
+        keys.append((f"`{name}`", key.form, default, meaning))
+    return markdown.table("key | value | default | meaning", keys)
 
 
 def pairs(rows: str) -> str:

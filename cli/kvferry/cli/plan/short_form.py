@@ -128,97 +128,61 @@ _template = _matching(
 
 
 class Key(NamedTuple):
-    """A key: how its value is written and read, and its meaning."""
+    """A key: how its value is written, as in docs/cli.md, and read."""
 
     form: str
     read: Reader
-    meaning: str
 
 
-def _key(default: Any, form: str, read: Reader, meaning: str) -> Any:
-    return field(default=default, metadata={"key": Key(form, read, meaning)})
+def _key(default: Any, form: str, read: Reader) -> Any:
+    return field(default=default, metadata={"key": Key(form, read)})
 
 
-def _number(default: int, meaning: str, high: int = MAX_SIZE, low: int = 1) -> Any:
+def _number(default: int, high: int = MAX_SIZE, low: int = 1) -> Any:
     def read(key: str, text: str) -> int:
         return whole_option(key, text, low, high)
 
-    return _key(default, "number", read, meaning)
+    return _key(default, "number", read)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The values of a short form. A default that is empty is derived, or means that the engine has no such thing."""
+    """The values of a short form; docs/cli.md says what each key means.
 
-    layers: int = _number(
-        0, "layers of the model; required unless a side names a model", MAX_LAYERS
-    )
-    heads: int = _number(0, "KV heads of the model, over all ranks")
-    dim: int = _number(0, "elements of a head, K and V each")
-    mla: int = _number(0, "elements of a token's latent, in place of heads and dim, e.g. 576")
-    dtype: str = _key("bfloat16", "name", _dtype, f"of the cache: {', '.join(DTYPE_BYTES)}")
-    tp: int = _number(
-        1, "tensor-parallel ranks; need not divide the heads, may exceed them", MAX_RANKS
-    )
-    pp: int = _number(1, "pipeline stages, split as vLLM splits them", MAX_RANKS)
-    stages: tuple[int, ...] = _key(
-        (), "`n+n+…`", _stages, "layers of each pipeline stage, in place of pp"
-    )
-    pcp: int = _number(
-        1, "prefill context parallel ranks: replicas, unless dcp spans them", MAX_RANKS
-    )
-    dcp: int = _number(1, "decode context parallel ranks: they share the tokens out", MAX_RANKS)
-    interleave: int = _number(
-        0, "tokens in a row on one dcp rank, a divisor of block; default: block"
-    )
-    block: int = _number(16, "tokens of a scheduler block (`--block-size`), the unit of block ids")
-    kernel_block: int = _number(0, "tokens of a physical block, a divisor of block; default: block")
-    blocks: int = _number(
-        8192, "scheduler blocks in the cache, of which block 0 is the null block", 1 << 30, 2
-    )
-    layout: str = _key("HND", "name", _choice(LAYOUTS), f"order of the axes: {', '.join(LAYOUTS)}")
-    kv: str = _key(
-        "packed",
-        "name",
-        _choice(("packed", "apart")),
-        "packed: a cell is `[K|V]`; apart: all of V behind all of K",
-    )
-    window: int = _key(
-        0,
-        "`n` or `n@layers`",
-        _window,
-        "tokens of a sliding window (0: none), and which layers have it; default: all",
-    )
+    A default that is empty is derived, or means that the engine has no such thing.
+    """
+
+    # The model.
+    layers: int = _number(0, MAX_LAYERS)
+    heads: int = _number(0)
+    dim: int = _number(0)
+    mla: int = _number(0)
+    dtype: str = _key("bfloat16", "name", _dtype)
+    # Its ranks; `interleave`: tokens in a row on one dcp rank.
+    tp: int = _number(1, MAX_RANKS)
+    pp: int = _number(1, MAX_RANKS)
+    stages: tuple[int, ...] = _key((), "`n+n+…`", _stages)
+    pcp: int = _number(1, MAX_RANKS)
+    dcp: int = _number(1, MAX_RANKS)
+    interleave: int = _number(0)
+    # Its cache; `block` is a scheduler block, `kernel_block` a physical one.
+    block: int = _number(16)
+    kernel_block: int = _number(0)
+    blocks: int = _number(8192, 1 << 30, 2)
+    layout: str = _key("HND", "name", _choice(LAYOUTS))
+    kv: str = _key("packed", "name", _choice(("packed", "apart")))
+    # Layers without full attention.
+    window: int = _key(0, "`n` or `n@layers`", _window)
     window_layers: tuple[int, ...] = ()
-    state_layers: tuple[int, ...] = _key(
-        (), "layers", _layer_list, "layers with a recurrent state in place of attention"
-    )
-    ssm: tuple[int, ...] = _key(
-        (), "`HxDxN` or `HxN`", _state_shape, "temporal state: heads (sharded) and the shape of one"
-    )
-    conv: tuple[ConvPart, ...] = _key(
-        (),
-        "`x1536+B128+C128`",
-        _conv_parts,
-        "convolution state: channels of sub-projections; `*`: on every rank",
-    )
-    conv_width: int = _number(3, "elements of a channel, the kernel's width less one")
-    conv_layout: str = _key(
-        "SD",
-        "name",
-        _choice(("SD", "DS")),
-        "SD: channels innermost; DS: a channel's elements together",
-    )
-    state_dtype: str = _key("", "name", _dtype, "of the states; default: dtype")
-    names: str = _key(
-        "model.layers.{}.self_attn.attn",
-        "text with `{}`",
-        _template,
-        "names of the layers with attention; must match those of a description JSON on the other side",
-    )
-    state_names: str = _key(
-        "model.layers.{}.mixer", "text with `{}`", _template, "names of the layers with states"
-    )
+    state_layers: tuple[int, ...] = _key((), "layers", _layer_list)
+    ssm: tuple[int, ...] = _key((), "`HxDxN` or `HxN`", _state_shape)
+    conv: tuple[ConvPart, ...] = _key((), "`x1536+B128+C128`", _conv_parts)
+    conv_width: int = _number(3)
+    conv_layout: str = _key("SD", "name", _choice(("SD", "DS")))
+    state_dtype: str = _key("", "name", _dtype)
+    # Names of layers, which must be those of a description JSON on the other side.
+    names: str = _key("model.layers.{}.self_attn.attn", "text with `{}`", _template)
+    state_names: str = _key("model.layers.{}.mixer", "text with `{}`", _template)
 
     @property
     def full_layers(self) -> tuple[int, ...]:
