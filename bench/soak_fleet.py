@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -101,6 +102,7 @@ class Fleet:
         self._deaf: dict[SoakEngine, float] = {}
         self._frozen: dict[SoakEngine, float] = {}
         self._not_ready: dict[SoakEngine, float] = {}
+        self._has_buried = False
         self._graves: list[tuple[SoakEngine, threading.Thread, float]] = []
         self._due = deque(
             (part, index) for part in _ROUNDS for index in range(len(PRODUCERS + CONSUMERS))
@@ -162,6 +164,7 @@ class Fleet:
         ]:
             self._graves.remove(grave)
             self._drain(grave[0])
+            self._has_buried = True
 
     def deafen(self, producer: SoakEngine, until_s: float) -> None:
         """Renewals do not reach it for a while."""
@@ -243,6 +246,11 @@ class Fleet:
 
     def _poll(self, running: int, over: float) -> None:
         """Now and then: gauges, a restart, integrity, a line."""
+        if self._has_buried:
+            # An engine refers to itself: its files would be open until Python looks for such objects, which may take
+            # several lives.
+            self._has_buried = False
+            gc.collect()
         if self.gauges.poll(self.counts.requests, self.lives, calm=not self._graves):
             self._restart_one(over)
         now_s = time.monotonic()
