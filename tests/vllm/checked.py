@@ -1,4 +1,7 @@
-"""Servers of these tests check their own integrity in every step, and log what is wrong."""
+"""Servers of these tests check their own integrity in every step, and log what is wrong.
+
+What checks is imported by the servers: the process of the tests does without vLLM and torch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
-
-from tests.harness.core.integrity import check_scheduler_side
-from tests.harness.integrity import check_worker
 
 MARK = "integrity of this engine:"
 _WORKER_INTERVAL_S = 1.0
@@ -46,6 +46,8 @@ def _then(hook: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..
 
 
 def _check_scheduler(connector: Any) -> None:
+    from tests.harness.core.integrity import check_scheduler_side
+
     check_scheduler_side(connector.scheduler_side)
 
 
@@ -58,5 +60,7 @@ class _WorkerChecks:
     def __call__(self, connector: Any) -> None:
         if time.monotonic() < self._checked_s + _WORKER_INTERVAL_S:
             return
+        from tests.harness.integrity import check_worker
+
         check_worker(connector.worker_side.worker)
         self._checked_s = time.monotonic()
