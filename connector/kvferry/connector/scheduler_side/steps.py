@@ -26,10 +26,10 @@ Otherwise it rests:
 | all wait for answers | `wait_for_answers` | input; an answer; a query's end; `MAX_IDLE_S` | `test_engine_loop.py` |
 | all wait for loads or answers | `wait_for_loads` | the same; a worker that notifies | `test_consumer.py` |
 
-What is left are steps that compute nothing and are cheaper: a worker that never notified waits up to 2 ms within the
-step for a load (`worker_side/side.py`); and of many requests that wait for the same thing vLLM looks at the first few
-only (`parking.py`). With data parallelism or pipeline stages, where others would wait for this engine's step, it rests
-in vLLM's loop only.
+What is left are steps that compute nothing and are cheaper: a worker waits up to 2 ms within the step for a load
+(`worker_side/side.py`), so that a short one is reported by the step that orders it; and of many requests that wait for
+the same thing vLLM looks at the first few only (`parking.py`). docs/design.md has the figure that keeps each. With data
+parallelism or pipeline stages, where others would wait for this engine's step, it rests in vLLM's loop only.
 """
 
 from __future__ import annotations
