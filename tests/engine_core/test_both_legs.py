@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvferry.protocol.prompt_queries import announced_id
-from tests.harness.core.node import Node
+from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 
@@ -37,15 +35,6 @@ def leg_params(producer: Node, name: str, **changed: Any) -> dict[str, Any]:
 def ids(name: str) -> tuple[str, str]:
     """The ids of both legs of a request, as vLLM makes them."""
     return f"cmpl-{name}-0-0123abcd", f"cmpl-{name}-0-89efcdab"
-
-
-def until(nodes: tuple[Node, ...], over: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not over():
-        assert time.monotonic() < end_s
-        for node in nodes:
-            node.step()
-        time.sleep(0.001)
 
 
 def check(consumer: Node, leg: str, prompt: list[int] = PROMPT) -> None:

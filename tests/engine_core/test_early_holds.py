@@ -14,6 +14,7 @@ from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
 from tests.harness.exported import slots_of
 from tests.harness.integrity import check_worker
+from tests.waiting import wait_until
 
 PROMPT = tokens(140, seed=3)
 REMOTE_DECODE = {"do_remote_decode": True}
@@ -48,10 +49,7 @@ def preempt(node: Node, name: str) -> None:
 
 
 def until_ready(node: Node) -> None:
-    end_s = time.monotonic() + 30
-    while slot_states(node) != [SlotState.READY]:
-        assert time.monotonic() < end_s, slot_states(node)
-        time.sleep(0.001)
+    wait_until(lambda: slot_states(node) == [SlotState.READY], "its slot is READY")
 
 
 def test_blocks_are_readable_before_the_step_that_completes_them_is_answered(make: Any) -> None:
@@ -86,10 +84,7 @@ def test_a_step_whose_end_the_model_runner_does_not_report_has_ended_when_the_ne
     producer.engine.add("q", PROMPT, REMOTE_DECODE, max_tokens=1)
     assert slot_states(producer) == [SlotState.COMPUTING]
     producer.step()
-    end_s = time.monotonic() + 30
-    while SlotState.READY not in slot_states(producer):
-        assert time.monotonic() < end_s, slot_states(producer)
-        time.sleep(0.001)
+    wait_until(lambda: SlotState.READY in slot_states(producer), "a slot is READY")
 
 
 def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_blocks_away(
@@ -142,8 +137,9 @@ def test_a_lease_does_not_expire_while_its_request_runs(make: Any) -> None:
     producer = begun(make, extra={"kv_lease_duration": lease_s})
     leases = producer.engine.connector.scheduler_side.leases
     began_s = leases.clock_s
-    while leases.clock_s < began_s + 2 * lease_s:
-        time.sleep(0.01)  # the listener's thread winds the clock
+    wait_until(
+        lambda: leases.clock_s >= began_s + 2 * lease_s, "the listener's thread has wound the clock"
+    )
     assert producer.answer("p").params is not None
     assert producer.engine.counted("leases_released", "expired") == 0
     producer.until(lambda: producer.engine.is_whole)

@@ -20,8 +20,9 @@ from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.weights import RunningWeights
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_params
 from kvferry.worker.loads.state import LoadState
-from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params, until
+from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params
 from tests.engine_core.test_idle import prefill, work
+from tests.harness.core.node import until
 from tests.harness.core.scheduler import tokens
 from tests.promises import promise
 from tests.waiting import wait_until

@@ -13,9 +13,8 @@ from tests.engine_core.test_both_legs import (
     check,
     ids,
     leg_params,
-    until,
 )
-from tests.harness.core.node import Node
+from tests.harness.core.node import Node, until
 
 SAME = pytest.mark.parametrize("engine_id", ["vllm", "vllm_dp0", "?", "kvferry1.x"])
 

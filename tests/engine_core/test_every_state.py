@@ -16,7 +16,7 @@ from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Transfer, TransferState
-from tests.harness.core.node import Node
+from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 from tests.promises import promise
@@ -67,13 +67,7 @@ class OnePrompt:
         self.consumer.step()
 
     def until(self, over: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 60.0
-        while not over():
-            assert time.monotonic() < deadline_s, (
-                f"load {self.load_state()}, lease {self.lease_state()}"
-            )
-            self.step()
-            time.sleep(0.001)
+        until((self.producer, self.consumer), over)
 
     def offer(self) -> None:
         params = self.producer.prefill(self.prefill, self.prompt)

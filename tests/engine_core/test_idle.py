@@ -16,6 +16,7 @@ from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 from tests.harness.integrity import snapshot_of
 from tests.promises import promise
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -60,10 +61,7 @@ def reported(node: Node) -> bool:
 
 
 def wait_until_reported(node: Node) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while not reported(node):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    wait_until(lambda: reported(node), "every worker has a report")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -101,10 +99,9 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
     for name, prompt in prompts.items():
         consumer.decode(f"d-{name}", prompt, params[name])
     wait_until_reported(producer)
-    deadline_s = time.monotonic() + 20.0
-    while len(snapshot_of(producer.ferry_workers[0]).untaken.sent) < 2:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    wait_until(
+        lambda: len(snapshot_of(producer.ferry_workers[0]).untaken.sent) == 2, "both are reported"
+    )
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)
     assert producer.step().computed == {}
     assert producer.step().computed == {"new": 100}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
-from tests.engine_core.test_both_legs import PROMPT, REMOTE_DECODE, check, ids, leg_params, until
-from tests.harness.core.node import Node, ferry_of
+from tests.engine_core.test_both_legs import PROMPT, REMOTE_DECODE, check, ids, leg_params
+from tests.harness.core.node import Node, ferry_of, until
 from tests.harness.core.scheduler import tokens
 
 FERRY = {

@@ -14,9 +14,8 @@ from tests.engine_core.test_both_legs import (
     ids,
     leg_params,
     settled,
-    until,
 )
-from tests.harness.core.node import Node
+from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 
 MOST = 2

@@ -9,9 +9,9 @@ import pytest
 
 from kvferry.connector.scheduler_side import parking
 from kvferry.connector.scheduler_side.requests import EngineRequest
-from tests.engine_core.test_both_legs import COUNT, REMOTE_DECODE, ids, leg_params, until
+from tests.engine_core.test_both_legs import COUNT, REMOTE_DECODE, ids, leg_params
 from tests.engine_core.test_stalls import fail, load, run_until, unpin
-from tests.harness.core.node import Node
+from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.protocol.prompt_queries import PromptProgress
 from tests.engine_core.streamed import preempt
-from tests.engine_core.test_both_legs import check, ids, leg_params, settled, until
-from tests.harness.core.node import Node
+from tests.engine_core.test_both_legs import check, ids, leg_params, settled
+from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.integrity import snapshot_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
 from tests.harness.exported import slots_of
 from tests.harness.integrity import check_worker
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
@@ -114,10 +114,7 @@ def test_blocks_that_another_prompt_computes_in_the_same_step_count_when_that_st
         check_worker(worker.worker)  # the transfer thread has taken the orders
         assert int(progress[slot]) & MAX_PROGRESS == 0
     worker.end_step()
-    end_s = time.monotonic() + 30
-    while int(progress[slot]) & MAX_PROGRESS != 122:
-        assert time.monotonic() < end_s, int(progress[slot])
-        time.sleep(0.001)
+    wait_until(lambda: int(progress[slot]) & MAX_PROGRESS == 122, "all tokens are reported")
 
 
 def test_blocks_of_a_window_are_published_when_the_prompt_is_complete(make: Any) -> None:

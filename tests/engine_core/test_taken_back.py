@@ -17,8 +17,8 @@ from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.believed import Believed, check_believed
 from tests.engine_core.streamed import REMOTE_DECODE, ask, preempt
-from tests.engine_core.test_both_legs import COUNT, check, ids, until
-from tests.harness.core.node import Node, ferry_of
+from tests.engine_core.test_both_legs import COUNT, check, ids
+from tests.harness.core.node import Node, ferry_of, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.store import Shelf, beside_a_store
 from tests.promises import promise

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine_core.test_both_legs import COUNT, check, ids, leg_params, until
-from tests.harness.core.node import Node
+from tests.engine_core.test_both_legs import COUNT, check, ids, leg_params
+from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 

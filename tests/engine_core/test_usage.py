@@ -14,8 +14,8 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine_core.streamed import ask
-from tests.engine_core.test_both_legs import COUNT, check, ids, leg_params, until
-from tests.harness.core.node import Node
+from tests.engine_core.test_both_legs import COUNT, check, ids, leg_params
+from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 
 PROMPT = tokens(144, seed=3)

@@ -35,7 +35,7 @@ from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_
 from tests.harness.core.scheduler import Answer, Scheduled, SchedulerEngine
 from tests.harness.core.toy_model import ToyModel, expected_tokens
 from tests.ports import free_port
-from tests.waiting import deadline_s
+from tests.waiting import deadline_s, step_until
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
 _IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"
@@ -98,6 +98,20 @@ def stop_parallel_state() -> None:
 
 _FORWARD = threading.RLock()
 """Nodes may step on several threads, and vLLM has one forward context in a process."""
+
+
+def until(nodes: Sequence[Node], over: Callable[[], bool]) -> None:
+    """Step all nodes in turn until `over`; their transfer threads work meanwhile.
+
+    Raises:
+        AssertionError: it was not in time; tells the requests that are left.
+    """
+    try:
+        step_until(over, "it is over", *nodes, timeout_s=_TIMEOUT_S)
+    except AssertionError as error:
+        engines = [node.engine for node in nodes]
+        left = {name: one.status(name) for one in engines for name in one.scheduler.requests}
+        raise AssertionError(f"{error}; requests: {left}") from error
 
 
 class Node:
@@ -204,13 +218,7 @@ class Node:
 
     def until(self, over: Callable[[], bool]) -> None:
         """Step until `over`; the transfer threads work meanwhile."""
-        end_s = deadline_s(_TIMEOUT_S)
-        while not over():
-            if time.monotonic() > end_s:
-                states = {name: self.engine.status(name) for name in self.engine.scheduler.requests}
-                raise AssertionError(f"not over after {_TIMEOUT_S:g} s; requests: {states}")
-            self.step()
-            time.sleep(0.001)
+        until((self,), over)
 
     def answer(self, request_id: str) -> Answer:
         """Step until the request has ended."""

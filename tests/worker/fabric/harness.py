@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Protocol
 from unittest import mock
@@ -26,22 +25,15 @@ from kvferry.worker.fabric.port import (
 )
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.children import Child
+from tests.waiting import wait_until
 
 Memory = npt.NDArray[np.uint8]
 DEADLINE_S = 20.0
 
 
-def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll `condition`, every 0.2 ms, until it holds; fail the test if it does not within the deadline."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.0002)
-
-
 def finish(fabric: Fabric, transfer: Transfer, deadline_s: float = DEADLINE_S) -> None:
     """Poll until DONE; exceptions of `poll` are not caught."""
-    until(lambda: fabric.poll(transfer) is TransferState.DONE, "the read is done", deadline_s)
+    wait_until(lambda: fabric.poll(transfer) is TransferState.DONE, "the read is done", deadline_s)
 
 
 def arrivals(fabric: Fabric, count: int) -> list[tuple[str, bytes]]:
@@ -52,7 +44,7 @@ def arrivals(fabric: Fabric, count: int) -> list[tuple[str, bytes]]:
         arrived.extend(fabric.take_notifications())
         return len(arrived) >= count
 
-    until(enough, f"{count} notifications arrived")
+    wait_until(enough, f"{count} notifications arrived")
     return arrived
 
 

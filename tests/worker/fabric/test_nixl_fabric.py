@@ -23,6 +23,7 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.nixl_handles import MAX_RETAINED_PEERS, NixlPeers
 from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region
 from kvferry.worker.peers.registry import PeerRegistry
+from tests.waiting import wait_until
 from tests.worker.fabric.harness import (
     NixlHarness,
     arrivals,
@@ -32,7 +33,6 @@ from tests.worker.fabric.harness import (
     region,
     row,
     rows,
-    until,
 )
 from tests.worker.fabric.scenes import AgentPair
 from tests.worker.fabric.test_nixl_agent import answer_of
@@ -97,7 +97,7 @@ def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
             assert producer.take_notifications() == []
             return producer.undecodable == lost
 
-        until(noticed, "the foreign notification was noticed")
+        wait_until(noticed, "the foreign notification was noticed")
     nixl.consumer.notify(nixl.peer, b"done")
     assert arrivals(producer, 1) == [("consumer", b"done")]
     assert (
