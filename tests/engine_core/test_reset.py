@@ -25,11 +25,7 @@ def reset(node: Node, *, running: bool = False) -> bool:
 
 def reset_until_done(node: Node) -> None:
     """Reset as an operator does: again until it succeeds."""
-    for _ in range(200):
-        if reset(node):
-            return
-        node.step()
-    raise AssertionError("it is never successful")
+    node.until(lambda: reset(node))
 
 
 @promise(2)
