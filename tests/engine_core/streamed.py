@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from kvferry.protocol.digests import Prompt, digest_chain
@@ -93,12 +92,3 @@ def is_over(node: Node) -> bool:
     side = node.engine.connector.scheduler_side
     check_scheduler_side(side)
     return node.engine.is_whole and not len(side.leases) and free_rows(node) == 64
-
-
-def preempt(node: Node, name: str) -> None:
-    """As vLLM does when it empties its prefix cache with running requests."""
-    scheduler = node.engine.scheduler
-    request = scheduler.requests[name]
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-    scheduler.prev_step_scheduled_req_ids.discard(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -36,16 +35,6 @@ def slot_states(node: Node) -> list[SlotState]:
     """The state in every word of the first worker that is not empty."""
     words = slots_of(node.ferry_workers[0]).words
     return [SlotState(int(word) & 15) for word in words if word]
-
-
-def preempt(node: Node, name: str) -> None:
-    scheduler = node.engine.scheduler
-    request = scheduler.requests[name]
-    scheduler.running.remove(request)
-    scheduler._preempt_request(
-        request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
-    )
-    scheduler.prev_step_scheduled_req_ids.discard(name)
 
 
 def until_ready(node: Node) -> None:
@@ -92,7 +81,7 @@ def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_block
 ) -> None:
     producer, consumer = begun(make), make("kv_consumer")
     (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
-    preempt(producer, "p")
+    producer.engine.preempt("p")
     producer.engine.add("other", tokens(400, seed=4), max_tokens=2)
     producer.until(lambda: bool(producer.engine.answers["other"].tokens))
     assert not {*producer.engine.block_ids("other")} & {*lease.block_ids}
@@ -109,7 +98,7 @@ def test_the_lease_of_a_request_that_is_preempted_after_its_last_step_ends_in_ti
     """A paused engine admits no preempted request, and waits until no lease is held."""
     producer = begun(make, extra={"kv_lease_duration": 0.3}, num_blocks=200)
     scheduler = producer.engine.scheduler
-    preempt(producer, "p")
+    producer.engine.preempt("p")
     scheduler.set_pause_state(PauseState.PAUSED_ALL)
     producer.until(lambda: not producer.engine.used_blocks)
     producer.step()

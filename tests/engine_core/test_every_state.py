@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,15 +85,6 @@ class OnePrompt:
         for node in (self.producer, self.consumer):
             side = node.engine.connector.scheduler_side
             assert (len(side.leases), len(side.loads)) == (0, 0)
-
-
-def preempt(node: Node, name: str) -> None:
-    """Preempt as vLLM does when another request needs the blocks of a running one."""
-    scheduler = node.engine.scheduler
-    request = scheduler.requests[name]
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, time.monotonic())
-    scheduler.prev_step_scheduled_req_ids.discard(name)
 
 
 # How a prompt gets into each state.
@@ -240,7 +230,7 @@ def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_agai
     bring(scene)
     assert scene.load_state() is state
     loads = scene.consumer.engine.counted("loads") - before
-    preempt(scene.consumer, scene.decode)
+    scene.consumer.engine.preempt(scene.decode)
     assert scene.load_state() is state
     scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
     scene.check_answer(scene.consumer, scene.decode, COUNT)
@@ -269,7 +259,7 @@ def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(scene: OneProm
     assert [state for state, (_, runs) in LEASES.items() if runs] == [LeaseState.COMPUTING]
     computing(scene)
     assert scene.lease_state() is LeaseState.COMPUTING
-    preempt(scene.producer, scene.prefill)
+    scene.producer.engine.preempt(scene.prefill)
     assert scene.lease_state() is LeaseState.COMPUTING
     before = scene.consumer.engine.counted("loads")
     params = scene.producer.answer(scene.prefill).params

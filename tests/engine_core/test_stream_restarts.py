@@ -15,7 +15,6 @@ from tests.engine_core.streamed import (
     free_rows,
     is_over,
     lease_of,
-    preempt,
     published,
 )
 from tests.harness.core.node import Node
@@ -85,7 +84,7 @@ def test_a_preempted_prompt_that_goes_on_in_the_same_step_is_published_from_the_
     producer = asked_for(make)
     producer.step()
     before = lease_of(producer).name
-    preempt(producer, "p")
+    producer.engine.preempt("p", drops_output=True)
     step = producer.step()
     ((tokens_now, first, _),) = published(step)
     assert (tokens_now, first) == (128 + 64, (0,)), "the prefix cache has its blocks"
@@ -136,7 +135,7 @@ def test_a_stream_that_a_reset_has_ended_gets_another_lease_and_is_not_streamed_
     producer = asked_for(make)
     producer.step()
     before = lease_of(producer).name
-    preempt(producer, "p")
+    producer.engine.preempt("p", drops_output=True)
     producer.engine.connector.scheduler_side.life.reset()
     steps = [producer.step() for _ in range(4)]
     assert not any(step.orders and step.orders.progress for step in steps)
@@ -152,7 +151,7 @@ def test_a_request_that_is_computed_again_after_its_last_step_keeps_its_lease(ma
         producer.step()
     lease = lease_of(producer)
     blocks = lease.block_ids
-    preempt(producer, "p")
+    producer.engine.preempt("p", drops_output=True)
     params = producer.answer("p").params
     assert params is not None
     assert (params["remote_block_ids"], params["kvferry"]["lease_epoch"]) == (

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.prompt_queries import PromptProgress
-from tests.engine_core.streamed import preempt
 from tests.engine_core.test_both_legs import check, ids, leg_params, settled
 from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
@@ -68,7 +67,7 @@ def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(
     make: Any, config: dict[str, Any]
 ) -> None:
     producer, consumer = reading(make, **config)
-    preempt(producer, PREFILL)
+    producer.engine.preempt(PREFILL, drops_output=True)
     producer.engine.scheduler.kv_cache_manager.reset_prefix_cache()
     other = tokens(60, seed=9)
     producer.engine.add("other", other, max_tokens=2)

@@ -21,7 +21,6 @@ from tests.engine_core.streamed import (
     free_rows,
     is_over,
     lease_of,
-    preempt,
     published,
     ticket,
 )
@@ -203,7 +202,7 @@ def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(
     epoch = lease_of(node).name.epoch
     last = engine.schedule()
     assert [order.tokens for order in last.orders.progress] == [199]
-    preempt(node, "p")
+    node.engine.preempt("p", drops_output=True)
     step = engine.schedule()
     assert [(opened.slot, opened.epoch != epoch) for opened in step.orders.opens] == [
         (lease_of(node).slot, True)

@@ -16,7 +16,7 @@ from kvferry.connector.scheduler_side.unsettled import UnsettledRequests
 from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.believed import Believed, check_believed
-from tests.engine_core.streamed import REMOTE_DECODE, ask, preempt
+from tests.engine_core.streamed import REMOTE_DECODE, ask
 from tests.engine_core.test_both_legs import COUNT, check, ids
 from tests.harness.core.node import Node, ferry_of, until
 from tests.harness.core.scheduler import tokens
@@ -245,7 +245,7 @@ def test_a_prompt_that_is_preempted_before_the_answer_is_computed_again(make: An
     scene = StoreProducer(make, overlap=True, max_step_tokens=64)
     scene.add("p", stored=STORED, fails=True)
     scene.node.step()
-    preempt(scene.node, "p")
+    scene.node.engine.preempt("p", drops_output=True)
     consumer: Node = make("kv_consumer")
     consumer.decode("d", PROMPT, scene.node.answer("p").params, scene.node)
     scene.node.until(scene.is_over)
@@ -324,7 +324,7 @@ class Draw:
         if running and rng.random() < 0.1:
             self.scene.node.engine.abort(running.pop(rng.randrange(len(running))))
         if running and rng.random() < 0.06:
-            preempt(self.scene.node, rng.choice(running))
+            self.scene.node.engine.preempt(rng.choice(running), drops_output=True)
         for lease in leases.leases(LeaseState.HELD):
             if not lease.is_running and rng.random() < 0.3:
                 leases.release(lease.name)

@@ -249,7 +249,7 @@ def test_the_steps_of_a_prompt_that_is_read_meanwhile_are_recorded_under_its_fir
     producer.step()
     params = streamed.ticket(producer)
     lease = TracedLease(boot=params.kvferry.boot, epoch=params.kvferry.lease_epoch)
-    streamed.preempt(producer, "p")
+    producer.engine.preempt("p", drops_output=True)
     assert producer.answer("p").params is not None
     producer.engine.connector.scheduler_side.leases.release(streamed.lease_of(producer).name)
     producer.until(lambda: streamed.is_over(producer))
@@ -269,11 +269,11 @@ def test_a_prompt_that_was_read_before_its_request_ended_has_one_lease_in_all_ev
     """Also when it was computed twice: its params have the epoch that is READY, traces the lease's first one."""
     producer = streamed.asked_for(make, extra=extra, overlap=True)
     producer.step()
-    streamed.preempt(producer, "p")
+    producer.engine.preempt("p", drops_output=True)
     lease = streamed.lease_of(producer)
     while not lease.keeps_blocks:
         producer.step()
-    streamed.preempt(producer, "p")
+    producer.engine.preempt("p", drops_output=True)
     producer.engine.connector.scheduler_side.leases.acknowledge(0, ["p"])
     params = producer.answer("p").params
     assert params is not None

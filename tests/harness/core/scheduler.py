@@ -12,6 +12,7 @@ One `step` is what the engine's loop does: schedule → run → aborts that came
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,6 +205,19 @@ class SchedulerEngine:
 
     def abort(self, *request_ids: str) -> None:
         self.scheduler.finish_requests(set(request_ids), RequestStatus.FINISHED_ABORTED)
+
+    def preempt(self, request_id: str, *, drops_output: bool = False) -> None:
+        """Preempt a running request as vLLM does when another one needs its blocks.
+
+        Args:
+            drops_output: also drop the output of its steps in flight, as when the prefix cache is emptied.
+        """
+        scheduler = self.scheduler
+        request = scheduler.requests[request_id]
+        scheduler.running.remove(request)
+        drops_output |= scheduler.requires_kv_delivery
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drops_output)
+        scheduler.prev_step_scheduled_req_ids.discard(request_id)
 
     def schedule(self) -> Scheduled:
         output = self.scheduler.schedule()
