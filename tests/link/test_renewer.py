@@ -13,8 +13,8 @@ import pytest
 from kvferry.link import host_names, limits
 from kvferry.link import renewer as module
 from kvferry.link.allowed_hosts import AllowedHosts
-from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.link.lease_commands import ForgetLease, ReleaseLease, RemoteLease, RenewLease
+from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import LeaseName, Release, Renew

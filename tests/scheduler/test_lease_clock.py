@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvferry.link.awake_clock import AwakeClock
-from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
+from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.server import SideChannelListener
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.eviction_order import release_idle_turns

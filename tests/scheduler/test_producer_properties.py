@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
+from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word

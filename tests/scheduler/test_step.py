@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.link import limits
-from kvferry.link.heartbeats import HEARTBEATS_PER_LEASE
 from kvferry.link.lease_inbox import LeaseInbox, ReceivedLease
+from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders

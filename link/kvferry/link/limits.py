@@ -70,6 +70,9 @@ AFTER_BUG_S = 1.0
 SHORTEST_LEASE_S = 1.0
 """A shorter lease is renewed as if it had this lifetime: clients choose `lease_s` of unsigned params."""
 
+HEARTBEATS_PER_LEASE = 6
+"""As in vLLM's own connector, whose operators know what a value of `kv_lease_duration` means."""
+
 JOINS_AT = 0.75
 """Fraction of its interval after which a lease joins a renewal that is sent for another lease of its producer."""
 
@@ -253,3 +256,8 @@ AHEAD = HandshakeLimits(
 PLANS_AT_ONCE = 4
 """Descriptions that a worker decodes and plans at a time, each on a thread: it is CPU work, which would stop the loop,
 and any peer can describe an engine that takes seconds."""
+
+
+def heartbeat_s(lease_s: float) -> float:
+    """The interval of renewals of a lease that lives for `lease_s` without them. Both ends of it must mean the same."""
+    return lease_s / HEARTBEATS_PER_LEASE

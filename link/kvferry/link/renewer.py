@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.link import limits
-from kvferry.link.heartbeats import heartbeat_s
 from kvferry.link.lease_commands import (
     ForgetLease,
     LeaseCommand,
@@ -80,7 +79,7 @@ class _RenewedLeases:
 
 
 def _interval_s(lease: RemoteLease) -> float:
-    return heartbeat_s(max(lease.lease_s, limits.SHORTEST_LEASE_S))
+    return limits.heartbeat_s(max(lease.lease_s, limits.SHORTEST_LEASE_S))
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:

@@ -69,8 +69,7 @@ def parked(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
 def no_places(consumer: Engine, stack: ExitStack) -> None:
     """From now on other loads have all places."""
     runner = thread_of(consumer.worker).runner
-    stack.callback(setattr, runner, "_max_loads", runner._max_loads)
-    runner._max_loads = 0
+    stack.enter_context(mock.patch.object(runner, "_max_loads", 0))
 
 
 def resumed(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:

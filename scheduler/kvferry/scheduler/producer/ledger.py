@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from kvferry.link.awake_clock import AwakeClock
-from kvferry.link.heartbeats import heartbeat_s
+from kvferry.link.limits import heartbeat_s
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, new_epoch
