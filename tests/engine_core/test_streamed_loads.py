@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.protocol.handshake import Release
 from kvferry.protocol.prompt_queries import PromptProgress
 from tests.engine_core.test_both_legs import check, ids, leg_params, settled
 from tests.harness.core.node import Node, until
@@ -92,9 +93,23 @@ def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(
     assert producer.engine.counted("leases_released", "abandoned") == 1
 
 
-def test_a_consumer_that_leaves_meanwhile_leaks_nothing(make: Any) -> None:
+def test_a_consumer_that_leaves_meanwhile_leaks_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer, consumer = reading(make)
+    inbox = producer.engine.connector.scheduler_side.channel.listener.inbox
+    arrived: list[type] = []
+    put = inbox.put
+
+    def noted(message: Any, *received_s: float) -> bool:
+        has_room: bool = put(message, *received_s)
+        arrived.append(type(message))
+        return has_room
+
+    monkeypatch.setattr(inbox, "put", noted)
     consumer.engine.abort(DECODE)
+    # Else the producer may have computed the whole prompt before it hears of this.
+    until((consumer,), lambda: Release in arrived)
     until((producer, consumer), lambda: is_over(producer, consumer))
     assert producer.engine.counted("leases_released", "release") == 1
     assert producer.engine.answers[PREFILL].params is None, "there is nothing left to load"
