@@ -73,6 +73,15 @@ def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
         assert producers == format_places(pair.producer for pair in alike if pair.producer)
 
 
+def test_staged_reads_of_a_pair_share_their_descriptors() -> None:
+    model = "layers=4,heads=4,dim=16,window=64@0-2/2"
+    summary = summary_of(f"{model},layout=NHD", f"{model},block=32")
+    folded = fold(summary.workers, {})
+    shown = [kind.descriptors for kind in folded]
+    assert shown.count(None) == 1
+    assert sum(descriptors or 0 for descriptors in shown) == summary.descriptors
+
+
 def pairs_that_meet(pairs: Iterable[Pair]) -> list[tuple[object, ...]]:
     """Without those of consumers that need nothing."""
     return [tuple(pair) for pair in pairs if pair.producer is not None]
