@@ -232,6 +232,25 @@ def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(
     play(run)
 
 
+def test_addresses_that_wait_for_queries_have_no_renewal_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients can name as many hosts as may wait, and one that was not connected yet could not be renewed."""
+    monkeypatch.setattr(limits, "MAX_WAITING", 64)
+
+    async def run() -> None:
+        scene = Scene()
+        for host in range(200):
+            await scene.connect(f"silent{host}")
+        await scene.connect("other")
+        assert ("other", 1) in scene.failed
+        await scene.connect("other", kind=Kind.MESSAGE)
+        assert ("other", 1) in scene.connected
+        await scene.cancel_all()
+
+    play(run)
+
+
 def test_with_few_files_there_are_few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
     assert ConnectionSlots(256).capacity == 64

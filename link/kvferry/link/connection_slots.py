@@ -10,7 +10,8 @@ its port is closed, the timeout if it drops packets or stays silent. So
   address that does not answer;
 - addresses are connected to in turns, few at a time. Those that were connected before (*proven* ones, until an attempt
   fails) have turns of their own, and so have those that no client named;
-- renewals and releases have turns of their own, too, and wait for no slot in use: queries cannot keep them waiting;
+- renewals and releases have turns of their own, too, and wait for no slot in use: queries cannot keep them waiting, nor
+  have them refused because too many wait;
 - hosts share. Of the turns, of the slots in use and of the waiting addresses a host gets one more only while it has
   fewer than are free: one host gets half of them, two get a third each, and there is always one for the next.
 """
@@ -87,11 +88,20 @@ class _Turns:
         self._capacity = capacity
         self.connecting: Counter[str] = Counter()
         self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
+        self._num_waiting = 0
 
     async def begin(self, host: str) -> None:
-        """Wait for the turn of this host; `end` must follow, unless this raises."""
+        """Wait for the turn of this host; `end` must follow, unless this raises.
+
+        Raises:
+            HandshakeFailed: too many addresses wait.
+        """
+        num_of_host = len(self._waiting.get(host, ()))
+        if not has_share(num_of_host, self._num_waiting, limits.MAX_WAITING):
+            raise HandshakeFailed("too many other addresses of this host wait to be connected")
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(host, OrderedDict())[turn] = None
+        self._num_waiting += 1
         try:
             await turn
         except asyncio.CancelledError:
@@ -129,14 +139,18 @@ class _Turns:
             num_passed_over = 0
             turn.set_result(None)
 
-    def waiting_hosts(self) -> frozenset[str]:
-        return frozenset(self._waiting)
+    def num_waiting(self) -> dict[str, int]:
+        """How many wait, by host."""
+        return {host: len(turns) for host, turns in self._waiting.items()}
 
     def _forget(self, host: str, turn: asyncio.Future[None]) -> None:
         turns_of_host = self._waiting.get(host)
         if turns_of_host is None:
             return
-        turns_of_host.pop(turn, None)
+        if turn not in turns_of_host:
+            return
+        del turns_of_host[turn]
+        self._num_waiting -= 1
         if not turns_of_host:
             del self._waiting[host]
 
@@ -202,8 +216,6 @@ class ConnectionSlots:
             kind: _Turns(max(1, capacity // slots)) for kind, slots in SLOTS_PER_TURN.items()
         }
         self._proven = _ProvenAddresses()
-        self._waiting: Counter[str] = Counter()
-        self._num_waiting = 0
         self._in_use: dict[ConnectionSlot, None] = {}
         self._in_use_by_host: Counter[str] = Counter()
         # The one that is idle for longest is first.
@@ -219,18 +231,17 @@ class ConnectionSlots:
         self._proven.add(address)
 
     def snapshot(self) -> ConnectionSlotsSnapshot:
-        """Who has how many places and turns now, each count from its own table."""
+        """Who has how many places and turns now."""
         connecting: Counter[str] = Counter()
-        waiting = dict(self._waiting)
+        waiting: Counter[str] = Counter()
         for turns in self._turns.values():
             connecting.update(turns.connecting)
-            for host in turns.waiting_hosts():
-                waiting.setdefault(host, 0)  # counted by one table and not by the other: shown
+            waiting.update(turns.num_waiting())
         return ConnectionSlotsSnapshot(
             in_use=dict(self._in_use_by_host),
             idle={host: len(slots) for host, slots in self._idle_by_host.items()},
             connecting=dict(connecting),
-            waiting=waiting,
+            waiting=dict(waiting),
         )
 
     async def connect(
@@ -271,21 +282,12 @@ class ConnectionSlots:
             self._give_turns()
 
     async def _wait_for_turn(self, turns: _Turns, host: str) -> None:
-        if not has_share(self._waiting[host], self._num_waiting, limits.MAX_WAITING):
-            raise HandshakeFailed("too many other addresses of this host wait to be connected")
-        self._waiting[host] += 1
-        self._num_waiting += 1
+        asyncio.get_running_loop().call_soon(self._give_turns)
         try:
-            asyncio.get_running_loop().call_soon(self._give_turns)
             await turns.begin(host)
         except asyncio.CancelledError:
             self._give_turns()  # it may have had its turn
             raise
-        finally:
-            self._num_waiting -= 1
-            self._waiting[host] -= 1
-            if not self._waiting[host]:
-                del self._waiting[host]
 
     # For `ConnectionSlot`.
 
