@@ -44,6 +44,7 @@ from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.handshakes import Handshakes
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.settings import WorkerSettings
+from tests.link.channel import many_hosts
 from tests.plan import samples
 
 PEERS = (1, 64, 256)
@@ -53,7 +54,6 @@ LEASE_S = 3600.0
 TIMEOUT_S = 60.0
 _ROUNDS = 20
 _QUICK_ROUNDS = 3
-_HOSTS_PER_BYTE = 250
 WHAT = (
     "One consumer and many producers over the loopback interface, all of them spoken to at the same moment: what each "
     "waits for its first contact (description and plan), for a renewal to arrive, and for the answer to a query. "
@@ -128,9 +128,7 @@ def _serve_producers(count: int, pipe: Connection) -> None:
     told: queue.SimpleQueue[float] = queue.SimpleQueue()
     addresses = []
     listeners = []
-    for number in range(count):
-        high, low = divmod(number, _HOSTS_PER_BYTE)
-        host = f"127.0.{1 + high}.{1 + low}"
+    for host in many_hosts(count):
         port = _free_port(host)
         listener = SideChannelListener(
             host, port, Counters(), directory=PromptDirectory(), inbox=_Arrivals(told.put)

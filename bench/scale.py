@@ -25,6 +25,7 @@ from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.counters import Counters
+from tests.link.channel import many_hosts
 
 _MEMORY = 1 << 16
 _LEASE_S = 30.0
@@ -139,8 +140,8 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
         start_s = time.monotonic()
         name = LeaseName(slot=0, epoch=f"{1:015x}")
         renewer.submit(
-            RenewLease(RemoteLease(f"127.0.1.{1 + peer}", port, "0" * 32, name, _SHORT_LEASE_S))
-            for peer in range(producers)
+            RenewLease(RemoteLease(host, port, "0" * 32, name, _SHORT_LEASE_S))
+            for host in many_hosts(producers)
         )
         time.sleep(seconds)
         rate = counters.total("heartbeats") / (time.monotonic() - start_s) / producers
@@ -212,7 +213,7 @@ def results_of(
             "A connection is one worker that reads from one other; ranks read rank by rank, so that engines with more "
             "workers have no more connections in each. InfiniBand has other slopes.",
             "Renewals: one message for each producer and sixth of a lease, however many leases. A consumer keeps at "
-            "most 256 sockets, closes those that are idle for a minute, and opens the others anew.",
+            "most 512 connections, closes those that are idle for a minute, and opens the others anew.",
         ],
         quick=quick,
     )
