@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import zmq
 
-from kvferry.link.connections import Connections
+from kvferry.link.accepted_connections import AcceptedConnections
 from kvferry.link.lease_commands import ReleaseLease, RemoteLease
 from kvferry.link.limits import MAX_CONNECTIONS
 from kvferry.link.renewer import LeaseRenewer
@@ -70,16 +70,16 @@ def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay(
 
 
 @pytest.fixture
-def known(counters: Counters) -> Iterator[Connections]:
+def known(counters: Counters) -> Iterator[AcceptedConnections]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    known = Connections(context.socket(zmq.ROUTER), counters)
+    known = AcceptedConnections(context.socket(zmq.ROUTER), counters)
     yield known
     known.close()
     context.destroy(linger=0)
 
 
 def test_a_reused_file_number_of_another_connection_is_left_alone(
-    known: Connections, counters: Counters
+    known: AcceptedConnections, counters: Counters
 ) -> None:
     """The event of a connection's end may come late, when its file number is in use again."""
     known.capacity = 1
@@ -100,7 +100,7 @@ def test_a_reused_file_number_of_another_connection_is_left_alone(
 
 
 def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_bytes(
-    known: Connections,
+    known: AcceptedConnections,
 ) -> None:
     """NIXL receives more over TCP than any message of the side channel may have."""
     server = socket.create_server((HOST, 0))
@@ -116,7 +116,9 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
         one.close()
 
 
-def test_unfinished_messages_of_one_host_cost_no_other_its_connection(known: Connections) -> None:
+def test_unfinished_messages_of_one_host_cost_no_other_its_connection(
+    known: AcceptedConnections,
+) -> None:
     """A long request on its way has more bytes than each of the connections that fill the bound for all together."""
     server = socket.create_server((HOST, 0))
 

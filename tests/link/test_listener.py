@@ -245,7 +245,7 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
     ("part", "failed", "raised"),
     [
         ("guarded_socket.listening_socket", zmq.ZMQError(errno.EMFILE), InvalidConfig),
-        ("guarded_socket.Connections", zmq.ZMQError(errno.EMFILE), InvalidConfig),
+        ("guarded_socket.AcceptedConnections", zmq.ZMQError(errno.EMFILE), InvalidConfig),
         ("server.threading.Thread.start", RuntimeError("no thread"), RuntimeError),
     ],
 )

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import pytest
 import zmq
 
-from kvferry.link.connections import REASONS
+from kvferry.link.accepted_connections import REASONS
 from kvferry.link.lease_commands import ReleaseLease, RemoteLease
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.link.sockets import KeyPair, client_keys, listener_keys

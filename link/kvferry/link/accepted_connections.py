@@ -1,4 +1,4 @@
-"""The connections of a listening socket: refused ones are counted, and three kinds are closed.
+"""The connections that a listening socket has accepted: refused ones are counted, and three kinds are closed.
 
 | closed | when |
 | --- | --- |
@@ -59,7 +59,7 @@ _EVENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionsSnapshot:
+class AcceptedConnectionsSnapshot:
     """Attributes:
     capacity: connections that are kept.
     unfinished_bytes: of each connection's message that has not arrived whole, by its file; the latest to send is last.
@@ -69,7 +69,7 @@ class ConnectionsSnapshot:
     unfinished_bytes: Mapping[int, int]
 
 
-class Connections:
+class AcceptedConnections:
     """Used by the listener's thread only.
 
     Args:
@@ -96,10 +96,10 @@ class Connections:
         self._logs["unfinished"] = RateLimitedLog(logger, limits.UNFINISHED_LINE_S)
         self.monitor = watch(listener, _EVENTS)
 
-    def snapshot(self) -> ConnectionsSnapshot:
+    def snapshot(self) -> AcceptedConnectionsSnapshot:
         """The connections now. May be called on another thread while the listener's waits."""
         known = dict(self._known)
-        return ConnectionsSnapshot(
+        return AcceptedConnectionsSnapshot(
             capacity=self.capacity,
             unfinished_bytes={file: tcp.unfinished_bytes() for file, tcp in known.items()},
         )

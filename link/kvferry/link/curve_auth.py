@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zmq
 
-from kvferry.link.connections import Connections
+from kvferry.link.accepted_connections import AcceptedConnections
 from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import ZAP_DOMAIN, client_keys
 
@@ -34,7 +34,10 @@ class CurveAuth:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets, connections: Connections
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        secrets: Secrets,
+        connections: AcceptedConnections,
     ) -> None:
         self._admitted = frozenset(client_keys(secret).public for secret in secrets)
         self._connections = connections

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 
 from kvferry.link import limits
-from kvferry.link.connections import Connections, ConnectionsSnapshot
+from kvferry.link.accepted_connections import AcceptedConnections, AcceptedConnectionsSnapshot
 from kvferry.link.counts import Counts
 from kvferry.link.curve_auth import CurveAuth
 from kvferry.link.secrets import Secrets
@@ -64,7 +64,7 @@ class GuardedSocket:
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
             self._socket = listening_socket(self._context, host, max_bytes, secrets)
-            self._connections = Connections(self._socket, counters)
+            self._connections = AcceptedConnections(self._socket, counters)
             undo.callback(self._connections.close)
             self._curve_auth = (
                 CurveAuth(self._context, secrets, self._connections) if secrets else None
@@ -82,7 +82,7 @@ class GuardedSocket:
         for served in self._served:
             self._poller.register(served, zmq.POLLIN)
 
-    def snapshot(self) -> ConnectionsSnapshot:
+    def snapshot(self) -> AcceptedConnectionsSnapshot:
         """Its connections now."""
         return self._connections.snapshot()
 

@@ -25,8 +25,8 @@ import msgspec
 import zmq
 
 from kvferry.link import limits
+from kvferry.link.accepted_connections import AcceptedConnectionsSnapshot
 from kvferry.link.awake_clock import AwakeClock
-from kvferry.link.connections import ConnectionsSnapshot
 from kvferry.link.counts import Counts
 from kvferry.link.guarded_socket import GuardedSocket
 from kvferry.link.host_names import listening_address
@@ -177,7 +177,7 @@ class SideChannelListener:
         """Answer with this description from now on. Before that, `Hello` is refused with "starting"."""
         self._published = (description, PartsSent(encode(description)))
 
-    def snapshot(self) -> ConnectionsSnapshot:
+    def snapshot(self) -> AcceptedConnectionsSnapshot:
         """Its connections now."""
         return self._socket.snapshot()
 
