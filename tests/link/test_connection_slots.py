@@ -14,7 +14,7 @@ from kvferry.link.connection_slots import (
     Address,
     ConnectionSlot,
     ConnectionSlots,
-    Kind,
+    TurnKind,
 )
 from kvferry.protocol.errors import HandshakeFailed
 
@@ -39,15 +39,15 @@ class Scene:
         self.failed: dict[Address, HandshakeFailed] = {}
         self.tasks: dict[Address, asyncio.Task[None]] = {}
 
-    async def connect(self, host: str, port: int = 1, kind: Kind = Kind.NAMED) -> None:
+    async def connect(self, host: str, port: int = 1, kind: TurnKind = TurnKind.NAMED) -> None:
         """Begin to connect, and let everything happen that can."""
         self.begin(host, port, kind)
         await settle()
 
-    def begin(self, host: str, port: int = 1, kind: Kind = Kind.NAMED) -> None:
+    def begin(self, host: str, port: int = 1, kind: TurnKind = TurnKind.NAMED) -> None:
         self.tasks[host, port] = asyncio.ensure_future(self._connect((host, port), kind))
 
-    async def _connect(self, address: Address, kind: Kind) -> None:
+    async def _connect(self, address: Address, kind: TurnKind) -> None:
         async def open_connection() -> Connection:
             self.begun.append(address)
             if address[0].startswith("silent"):
@@ -95,7 +95,7 @@ def test_silent_addresses_of_one_host_delay_no_other_host_and_none_that_was_conn
         for port in range(300):
             scene.begin("silent", port)
         await settle()
-        assert len(scene.begun) == 1 + AT_ONCE[Kind.NAMED] // 2
+        assert len(scene.begun) == 1 + AT_ONCE[TurnKind.NAMED] // 2
         await scene.connect("other")
         assert ("other", 1) in scene.connected
         await scene.connect("silent", 5600)
@@ -116,7 +116,7 @@ def test_a_host_that_is_written_in_many_ways_is_one_host() -> None:
                 "silent." + "".join(one.upper() if up == "1" else one for one, up in letters), port
             )
         await settle()
-        assert len(scene.begun) == AT_ONCE[Kind.NAMED] // 2
+        assert len(scene.begun) == AT_ONCE[TurnKind.NAMED] // 2
         await scene.connect("other")
         assert ("other", 1) in scene.connected
         await scene.cancel_all()
@@ -131,11 +131,11 @@ def test_hosts_take_turns_when_there_are_too_many() -> None:
             for port in range(3):
                 scene.begin(f"silent{host}", port)
         await settle()
-        assert len(scene.begun) == AT_ONCE[Kind.NAMED]
-        assert len({host for host, _ in scene.begun}) == AT_ONCE[Kind.NAMED]
+        assert len(scene.begun) == AT_ONCE[TurnKind.NAMED]
+        assert len({host for host, _ in scene.begun}) == AT_ONCE[TurnKind.NAMED]
         scene.begin("live")
         while ("live", 1) not in scene.connected:
-            assert len(scene.begun) <= 100 + AT_ONCE[Kind.NAMED], (
+            assert len(scene.begun) <= 100 + AT_ONCE[TurnKind.NAMED], (
                 "it waits for the third turn of another"
             )
             scene.tasks[scene.begun[-1]].cancel()
@@ -149,9 +149,9 @@ def test_what_an_engine_offers_has_few_turns_of_its_own() -> None:
     async def run() -> None:
         scene = Scene()
         for port in range(255):
-            scene.begin("silent", port, Kind.SIBLING)
+            scene.begin("silent", port, TurnKind.SIBLING)
         await settle()
-        assert len(scene.begun) == AT_ONCE[Kind.SIBLING] // 2
+        assert len(scene.begun) == AT_ONCE[TurnKind.SIBLING] // 2
         await scene.connect("silent", 5600)
         assert scene.begun[-1] == ("silent", 5600)
         await scene.cancel_all()
@@ -224,7 +224,7 @@ def test_waiting_addresses_are_bounded_and_one_host_leaves_room_for_others(
         scene = Scene()
         for port in range(200):
             await scene.connect("silent", port)
-        assert len(scene.failed) == 200 - AT_ONCE[Kind.NAMED] // 2 - 32
+        assert len(scene.failed) == 200 - AT_ONCE[TurnKind.NAMED] // 2 - 32
         await scene.connect("other")
         assert ("other", 1) in scene.connected
         await scene.cancel_all()
@@ -244,7 +244,7 @@ def test_addresses_that_wait_for_queries_have_no_renewal_refused(
             await scene.connect(f"silent{host}")
         await scene.connect("other")
         assert ("other", 1) in scene.failed
-        await scene.connect("other", kind=Kind.MESSAGE)
+        await scene.connect("other", kind=TurnKind.MESSAGE)
         assert ("other", 1) in scene.connected
         await scene.cancel_all()
 
@@ -264,7 +264,7 @@ def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(s
         scene = Scene(most=6)
         for number in range(400):
             host = dice.choice(["silent", "closed", "a", "b", "c"])
-            scene.begin(host, number, dice.choice(list(Kind)))
+            scene.begin(host, number, dice.choice(list(TurnKind)))
             for _ in range(dice.randrange(3)):
                 await asyncio.sleep(0)
             for task in dice.sample(list(scene.tasks.values()), min(3, len(scene.tasks))):
@@ -300,9 +300,9 @@ def test_an_address_that_was_connected_before_does_not_wait_for_new_ones() -> No
         await scene.connect("good", 5600)
         scene.connected.pop(("good", 5600)).close(1)
         for port in range(300):
-            scene.begin("silent", port, Kind.MESSAGE)
-            scene.begin(f"silent{port}", 1, Kind.MESSAGE)
-        await scene.connect("good", 5600, Kind.MESSAGE)
+            scene.begin("silent", port, TurnKind.MESSAGE)
+            scene.begin(f"silent{port}", 1, TurnKind.MESSAGE)
+        await scene.connect("good", 5600, TurnKind.MESSAGE)
         assert ("good", 5600) in scene.connected
         await scene.cancel_all()
 
@@ -319,7 +319,7 @@ def test_messages_have_connections_although_queries_need_all_slots() -> None:
         num_queried = len(scene.connected)
         assert num_queried == 8
         for number in range(20):
-            await scene.connect(f"renewed{number}", kind=Kind.MESSAGE)
+            await scene.connect(f"renewed{number}", kind=TurnKind.MESSAGE)
             scene.connected[f"renewed{number}", 1].idle()
         assert len(scene.connected) == 2 * 8
         renewed = [host for host, _ in scene.given_up]
@@ -335,7 +335,7 @@ def test_connections_made_for_messages_bring_a_host_no_more_slots_for_queries_th
     async def run() -> None:
         scene = Scene(most=8)
         for port in range(12):
-            await scene.connect("a", port, Kind.MESSAGE)
+            await scene.connect("a", port, TurnKind.MESSAGE)
         for slot in list(scene.connected.values()):
             slot.use()
         assert scene.places.snapshot().in_use == {"a": 4}

@@ -35,7 +35,7 @@ Address = tuple[str, int]
 """Host and port of a side channel."""
 
 
-class Kind(enum.Enum):
+class TurnKind(enum.Enum):
     """Who wants an address to be connected to; each kind has turns of its own."""
 
     MESSAGE = enum.auto()
@@ -50,11 +50,15 @@ class Kind(enum.Enum):
     """A query, because another engine's answer names it as its sibling."""
 
 
-_PROVEN = {Kind.MESSAGE: Kind.PROVEN_MESSAGE, Kind.NAMED: Kind.PROVEN, Kind.SIBLING: Kind.PROVEN}
-_MESSAGES = (Kind.MESSAGE, Kind.PROVEN_MESSAGE)
+_PROVEN = {
+    TurnKind.MESSAGE: TurnKind.PROVEN_MESSAGE,
+    TurnKind.NAMED: TurnKind.PROVEN,
+    TurnKind.SIBLING: TurnKind.PROVEN,
+}
+_MESSAGES = (TurnKind.MESSAGE, TurnKind.PROVEN_MESSAGE)
 
 # With 256 slots 64 addresses of each kind are connected to at a time, and 16 siblings.
-SLOTS_PER_TURN = dict.fromkeys(Kind, 4) | {Kind.SIBLING: 16}
+SLOTS_PER_TURN = dict.fromkeys(TurnKind, 4) | {TurnKind.SIBLING: 16}
 
 
 class _ProvenAddresses:
@@ -249,7 +253,7 @@ class ConnectionSlots:
         address: Address,
         connect: Callable[[], Awaitable[Connection]],
         give_up: Callable[[], None],
-        kind: Kind = Kind.NAMED,
+        kind: TurnKind = TurnKind.NAMED,
     ) -> ConnectionSlot:
         """Wait for the turn of this address, and connect.
 
@@ -318,7 +322,7 @@ class ConnectionSlots:
         elif slot in self._idle:
             self._end_idle(slot)
 
-    def _add(self, slot: ConnectionSlot, kind: Kind) -> None:
+    def _add(self, slot: ConnectionSlot, kind: TurnKind) -> None:
         if len(self) >= 2 * self.capacity:
             self._take_idle(slot.host)
         if kind in _MESSAGES:

@@ -29,7 +29,7 @@ from kvferry.link.connection_slots import (
     ConnectionSlot,
     ConnectionSlots,
     ConnectionSlotsSnapshot,
-    Kind,
+    TurnKind,
 )
 from kvferry.link.counts import Counts
 from kvferry.protocol.errors import (
@@ -188,7 +188,7 @@ class PeerLink:
         self._boot = ""  # of the last message
         self._made: asyncio.Future[Connection] | None = None
         # Of an attempt.
-        self._kind = Kind.NAMED
+        self._kind = TurnKind.NAMED
         self._waits_for_turn = False
         self._failures = 0  # in a row
         self._until_s: float | None = None
@@ -295,12 +295,12 @@ class PeerLink:
     def _is_wanted(self) -> bool:
         return bool(self._messages) or self._has_queries() or self.is_static
 
-    def _wanted_kind(self) -> Kind:
+    def _wanted_kind(self) -> TurnKind:
         if self._messages:
-            return Kind.MESSAGE
+            return TurnKind.MESSAGE
         if self.subscriber is not None and self.subscriber.is_sibling:
-            return Kind.SIBLING
-        return Kind.NAMED
+            return TurnKind.SIBLING
+        return TurnKind.NAMED
 
     def _start(self) -> None:
         self._task = asyncio.ensure_future(self._serve())
