@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -234,3 +235,42 @@ def test_the_loop_sleeps_while_nobody_receives_what_has_arrived(
         assert client.wait_for(hold(client, answered)) == b"answer"
         answered.result().close()
     assert num_reads < 20
+
+
+def test_of_long_messages_few_are_taken_in_one_turn_of_the_loop(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To decode one may take 50 ms: sixteen in a turn held renewals to all peers up for a second."""
+    monkeypatch.setattr(limits, "BYTES_AT_ONCE", 1000)
+    num_messages = 8
+    taken_at: list[int] = []
+    turn = 0
+
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(ZMTP)
+            receive_until(connection, b"hello")
+            connection.sendall(answer_of(bytes(500)) * num_messages)
+            while connection.recv(4096):
+                pass
+
+    def take(_: bytes) -> None:
+        taken_at.append(turn)
+        time.sleep(0.01)  # it is decoded, and the next one arrives meanwhile
+
+    async def count_turns(client: SideChannelClient) -> None:
+        nonlocal turn
+        connection = await client.connect("127.0.0.1", server.getsockname()[1], 1000)
+        connection.receive_all(take)
+        connection.send(b"hello")
+        while len(taken_at) < num_messages:
+            turn += 1
+            await asyncio.sleep(0)
+        connection.close()
+
+    with SideChannelClient() as client, ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(answer)
+        client.wait_for(count_turns(client))
+        answered.result()
+    assert max(Counter(taken_at).values()) <= 2

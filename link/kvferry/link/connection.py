@@ -105,7 +105,8 @@ class Connection:
         self._on_frame: OnFrame | None = None
         self._endless = endless
         endless.add(file, self._end_endless)
-        self._loop.add_reader(socket.fileno(), self._read)
+        self._reads_soon = False
+        self._loop.add_reader(socket.fileno(), self._on_readable)
         self._loop.add_reader(monitor.fileno(), self._check_monitor)
         # ZMQ's files are readable once for what may be many events, and that once may have been before.
         self._check_monitor()
@@ -210,12 +211,12 @@ class Connection:
             raise HandshakeFailed(f"takes no messages: {full}") from None
         # Sending may take the sign that a message has arrived.
         if self._on_frame is not None and _has_arrived(self._socket):
-            self._loop.call_soon(self._read)
+            self._read_soon()
 
     def receive_all(self, on_frame: OnFrame) -> None:
         """Pass every message to `on_frame` from now on, on the loop."""
         self._on_frame = on_frame
-        self._loop.call_soon(self._read)
+        self._read_soon()
 
     async def receive(self) -> bytes:
         """The next message.
@@ -270,8 +271,23 @@ class Connection:
         if self._tcp.unfinished_bytes() > self.max_answer_bytes + limits.SPARE_BYTES:
             self._tcp.shut_down()  # the monitor reports the end
 
+    def _on_readable(self) -> None:
+        if not self._reads_soon:
+            self._read()
+
+    def _read_soon(self) -> None:
+        # Once a turn. Its file may be readable in each, and each time there was one reading more in all later turns.
+        if not self._reads_soon:
+            self._reads_soon = True
+            self._loop.call_soon(self._read_again)
+
+    def _read_again(self) -> None:
+        self._reads_soon = False
+        self._read()
+
     def _read(self) -> None:
         """Pass on messages that have arrived, while somebody takes them."""
+        num_bytes = 0
         for _ in range(limits.MESSAGES_AT_ONCE):
             # Asked in any case: ZMQ's file stays readable until then, and the loop would run without a pause.
             if self._socket.closed or not _has_arrived(self._socket) or self._on_frame is None:
@@ -282,8 +298,11 @@ class Connection:
                 self.end(refused)
                 return
             self._on_frame(frame)
+            num_bytes += len(frame)
+            if num_bytes >= limits.BYTES_AT_ONCE:
+                break
         # Then again, after the loop's other work: a peer that answers without end must not hold it up.
-        self._loop.call_soon(self._read)
+        self._read_soon()
 
     def _next_frame(self) -> bytes:
         """The one frame after the envelope."""

@@ -128,6 +128,10 @@ MAX_SUBMISSIONS = 4096
 MESSAGES_AT_ONCE = 16
 """Most messages of one connection that a client takes between two turns of its loop."""
 
+# The longest answer may take 50 ms to decode: 16 of them held renewals to all peers up for a second.
+BYTES_AT_ONCE = 1 << 20
+"""Bytes after which no more are taken in this turn; as many as answers that share a frame have."""
+
 QUEUED_MESSAGES = 64
 """Most messages that wait for one connection, in this process and in its socket."""
 
