@@ -318,6 +318,54 @@ def test_a_restarted_engine_that_has_a_name_is_connected_anew_since_it_may_be_el
         renewer.close()
 
 
+def test_a_queried_engine_is_not_connected_anew_for_messages_that_name_two_lives_of_it_in_turn(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients make boots up. Every 5 s all queries of the engine failed, as if it did not know their prompts."""
+    monkeypatch.setattr(limits, "CONNECT_S", 0.0)
+    monkeypatch.setattr("kvferry.link.peer_link.within", lambda _, connecting: connecting)
+    renewer = renewing(counters)
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    queries = QueryClient(renewer.links, "decode-0", lambda _, answer: answers.put(answer))
+    try:
+        with listening() as (listener, port):
+            queries.submit([StartQuery(("localhost", port), query(1))])
+            assert answers.get(timeout=NEVER_S).progress is PromptProgress.UNKNOWN
+            connections = set(listener.snapshot().unfinished_bytes)
+            for boot in (BOOT, "f" * 32, BOOT, "f" * 32):
+                renewer.submit([ReleaseLease(lease(port, host="localhost", boot=boot))])
+                assert listener.inbox.get(timeout=10).boot == boot
+            assert set(listener.snapshot().unfinished_bytes) == connections
+            assert counters.total("side_channel_errors") == 0
+    finally:
+        renewer.close()
+
+
+def test_a_peer_that_becomes_static_when_it_has_a_slot_is_connected_again_when_that_is_needed(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link was closed for ever, and its prewarmer waited for it as long."""
+    monkeypatch.setattr(limits, "SLOTS", 1)
+    found: queue.SimpleQueue[Prewarm] = queue.SimpleQueue()
+    renewer = renewing(counters)
+    hosts = many_hosts(8)
+    try:
+        with listening(description=make_description(), host=ANY_ADDRESS) as (listener, port):
+            # Two have slots, and none is in use.
+            for host in hosts[:2]:
+                renewer.submit([ReleaseLease(lease(port, host=host))])
+                listener.inbox.get(timeout=10)
+            static = [(host, port) for host in hosts[:2]]
+            PeerPrewarmer(renewer.links, static, "decode-0", "e" * 32, found.put, NEVER_S).start()
+            assert {found.get(timeout=NEVER_S).host for _ in static} == set(hosts[:2])
+            for host in hosts[2:]:
+                renewer.submit([ReleaseLease(lease(port, host=host))])
+                listener.inbox.get(timeout=10)
+            assert found.get(timeout=NEVER_S).host in hosts[:2], "it is found again"
+    finally:
+        renewer.close()
+
+
 def _answering(server: socket.socket, request: bytes, answers: bytes, most: int) -> int:
     """Answers a request again and again until the connection ends; returns how many bytes were sent."""
     connection, _ = server.accept()

@@ -201,3 +201,17 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
     look_for([(HOST, port)])
     assert found.next() == prewarm(port, life(1))
     assert "Too many open files" in caplog.text
+
+
+def test_a_late_answer_is_not_taken_for_that_to_the_next_request(look_for: Any) -> None:
+    """Nothing in an answer says to which request it belongs, so the next request has another connection."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    producer = context.socket(zmq.ROUTER)
+    producer.setsockopt(zmq.RCVTIMEO, int(SOON_S * 1000))
+    try:
+        look_for([(HOST, producer.bind_to_random_port(f"tcp://{HOST}"))], timeout_s=0.1)
+        first, *_ = producer.recv_multipart()
+        second, *_ = producer.recv_multipart()
+        assert first != second
+    finally:
+        context.destroy(linger=0)

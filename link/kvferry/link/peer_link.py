@@ -260,6 +260,8 @@ class PeerLink:
     async def ask(self, frame: bytes) -> bytes:
         """Send a request of the handshake, and return its answer. One at a time, and only while there is a connection.
 
+        A caller that does not wait for the answer ends the connection.
+
         Raises:
             KvferryError: the connection has ended before the answer.
         """
@@ -270,6 +272,10 @@ class PeerLink:
         try:
             connection.send(frame)
             await asyncio.wait((answer, connection.ended), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # Nothing in an answer says to which request it belongs: a late one would be taken for the next one's.
+            connection.end(HandshakeFailed("has not answered in time"))
+            raise
         finally:
             self._answer = None
         if answer.done():
@@ -311,8 +317,10 @@ class PeerLink:
         self._start()
 
     def _give_up_slot(self) -> None:
-        if self.subscriber is not None and self.subscriber.is_needed:
-            # Its host has more queries than its share. It waits for its turn.
+        is_needed = self.subscriber is not None and self.subscriber.is_needed
+        if is_needed or self.is_static or self._messages:
+            # Its host has more queries than its share: it waits for its turn. Or it was connected before it was static,
+            # or its connection has just ended, and messages wait for the next.
             self.end("has made room for another one")
         else:
             self._close()
@@ -341,8 +349,10 @@ class PeerLink:
             return
         age_s = asyncio.get_running_loop().time() - self._connected_s
         is_name = read_address(self.address[0]) is None
-        # Not again and again: clients can make boots up.
-        if self._connection is not None and is_name and age_s >= limits.CONNECT_S:
+        # Not again and again: clients can make boots up. Nor while it is queried: all queries would fail, every 5 s
+        # where requests for two boots are open, and they find out by themselves whether it is there.
+        may_be_gone = is_name and age_s >= limits.CONNECT_S and not self._has_queries()
+        if self._connection is not None and may_be_gone:
             # The host of the old one may be gone without a word. Its connection would take renewals for a minute.
             self._connection.close(limits.LINGER_MS)
             self._disconnected()
