@@ -50,8 +50,10 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         ((*DESCRIBE, t), f"--timeout is '{t}'; expected a number from 0.1 to 600")
         for t in ("0", "nan", "soon", "601")
     ),
-    (("bench",), "bench is 'neither'"),
-    (("bench", "--listen", "--connect", "a"), "bench is 'both'"),
+    (("bench",), "--listen is missing; expected --listen, or --connect HOST[:PORT]"),
+    (("bench", "--listen", "--connect", "a"), "--connect is 'a'; expected no --connect beside"),
+    ((*PLAN, "--tokens", "8", "--tokens", "9"), "argument --tokens: expected once; see kvferry"),
+    (("trace", ".", "-o", "a.json", "--out", "b.json"), "argument -o/--out: expected once"),
     (("bench", "--connect", "a:0"), "--connect is 'a:0'; expected host:port"),
     (("bench", "--listen", ""), "--listen is ''; expected host:port"),
     (("bench", "--connect", "a", "--max-size", "5K"), "--max-size"),

@@ -118,6 +118,27 @@ def test_the_answer_as_json_counts_everything_and_lists_as_many_as_asked(example
     assert len(answer["notes"]) == 2
 
 
+def test_beside_json_the_file_for_perfetto_is_named_on_standard_error(
+    example: Path, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "a.json")
+    ran = run("trace", str(example), "--json", "-o", out)
+    assert json.loads(ran.out)["kvferry_trace"] == 1
+    assert ran.err == f"\nwritten for ui.perfetto.dev: {out}\n"
+
+
+def test_without_a_handover_there_are_no_tables_but_what_was_damaged(
+    example: Path, tmp_path: Path
+) -> None:
+    first_line = next(example.rglob("*.jsonl")).read_bytes().splitlines(keepends=True)[0]
+    (tmp_path / "a.jsonl").write_bytes(first_line + b"no event\n")
+    ran = run("trace", str(tmp_path))
+    assert ran.code == 0
+    said, note = ran.out.split("\n\n")
+    assert said == "no handover was recorded by 1 process"
+    assert "line 2: no JSON" in " ".join(note.split())
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
 def test_one_file_for_perfetto_has_every_request(example: Path, tmp_path: Path, name: str) -> None:
     ran = run("trace", str(example), "-o", str(tmp_path / name))

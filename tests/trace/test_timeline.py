@@ -234,7 +234,14 @@ def test_percentiles_are_by_nearest_rank() -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("cmpl-a", True), ("abc", True), ("code-7", True), ("00000000000000", True), ("d-7b", False)],
+    [
+        ("cmpl-a", True),
+        ("abc", True),
+        ("code-7", True),
+        ("00000000000000", True),
+        ("/0000", True),
+        ("d-7b", False),
+    ],
 )
 def test_a_request_is_found_by_a_part_of_any_of_its_ids(text: str, found: bool) -> None:
     simulation = Simulation()

@@ -44,6 +44,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD, f"{text}; see {self.prog} --help\n")
 
 
+class _Once(argparse.Action):
+    """Stores the value of an option, and refuses a second one."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        # argparse would take the last one: of two `--request` the first would be forgotten without a word.
+        if getattr(namespace, self.dest) is not self.default:
+            raise argparse.ArgumentError(self, "expected once")
+        setattr(namespace, self.dest, values)
+
+
 class Option(NamedTuple):
     """An argument of a command, or an option, whose names begin with a dash. A flag has no metavar."""
 
@@ -155,7 +165,7 @@ COMMANDS = {
     "trace": Command(
         "kvferry.cli.trace.command:run_trace",
         "where the time of handovers went",
-        "Merges what engines with `trace_dir` recorded to one timeline per handover, the slowest first.",
+        "Merges what engines with `trace_dir` recorded into one timeline per handover, the slowest first.",
         (
             Option("dirs", "DIR", "folders, searched to the bottom, or files *.jsonl", nargs="+"),
             Option("-o --out", "OUT", "a file for ui.perfetto.dev: .json or .json.gz"),
@@ -192,8 +202,12 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
     text = option.help
     if option.default is not None:
         text = f"{text} (default: {option.default})"
+    action: type[argparse.Action] | str = "store"
+    if option.name.startswith("-"):
+        action = _Once
     parser.add_argument(
         *names,
+        action=action,
         metavar=option.metavar,
         help=text,
         default=option.default,

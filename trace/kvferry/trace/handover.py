@@ -175,7 +175,8 @@ class Handover:
         # A part is enough: both engines' ids contain the `X-Request-Id` that the router sent them.
         ids = [self.producer_request, self.consumer_request, self.traceparent]
         if self.lease is not None:
-            ids.append(self.lease.epoch)
+            # As Perfetto shows it in a request's details.
+            ids.append(f"{self.lease.boot}/{self.lease.epoch}")
         return any(part in known for known in ids)
 
 

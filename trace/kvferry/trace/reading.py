@@ -49,7 +49,8 @@ class DamageReport(dict[tuple[str, str], Damage]):
 class InvalidTrace(InputError):
     """Recorded files that cannot be used at all. Damaged files are read as far as possible and reported."""
 
-    what = "trace"
+    # The command that prints it has this name already.
+    what = ""
 
 
 SUFFIX = ".jsonl"

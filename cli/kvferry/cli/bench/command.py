@@ -20,7 +20,7 @@ from kvferry.cli.transfer.child import Outcome, check_installed
 from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, CaseProgress, Device, Task
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.secrets import secrets_from_environment
-from kvferry.protocol.errors import one_of
+from kvferry.protocol.errors import MISSING, one_of
 from kvferry.protocol.visible import visible, visible_json
 
 SCHEMA = 1
@@ -36,9 +36,11 @@ def run_bench(options: argparse.Namespace) -> int:
     Raises:
         KvferryError: an option is invalid, or the reads could not be made.
     """
-    if (options.listen is None) == (options.connect is None):
-        given = "neither" if options.listen is None else "both"
-        raise InvalidArgument("bench", given, "--listen or --connect HOST[:PORT]")
+    if options.listen is None and options.connect is None:
+        raise InvalidArgument("--listen", MISSING, "--listen, or --connect HOST[:PORT]")
+    if options.listen is not None and options.connect is not None:
+        expected = "no --connect beside --listen: one machine listens, the other connects"
+        raise InvalidArgument("--connect", options.connect, expected)
     task = Task(
         device=_device(options.device),
         max_bytes=_size("--max-size", options.max_size),

@@ -47,17 +47,19 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
         )
     if options.out is not None:
         _write(options.out, summary)
+    # What goes to standard output for another program stays alone there.
+    log = sys.stderr if options.json else sys.stdout
     if options.json:
         json.dump(as_json(summary, slowest), sys.stdout, indent=2)
         print()
-        return
-    print_listing(summary, slowest)
+    else:
+        print_listing(summary, slowest)
     if options.out is not None:
         num_all = len(summary.timelines)
         which = ""
         if num_all > HANDOVERS_OF_A_TRACE:
             which = f" (the {HANDOVERS_OF_A_TRACE} slowest of {num_all} handovers)"
-        print(f"\nwritten for ui.perfetto.dev: {visible(options.out)}{which}")
+        print(f"\nwritten for ui.perfetto.dev: {visible(options.out)}{which}", file=log)
 
 
 def _write(out: str, summary: Summary) -> None:

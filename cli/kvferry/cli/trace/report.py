@@ -13,7 +13,9 @@ from kvferry.trace.summary import Durations, Summary
 from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 SCHEMA = 1
+# vLLM's router puts both engines' addresses in front of the request's own id.
 _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+)$")
+# vLLM draws an engine's id as one of these; its first part is enough to tell engines apart.
 _UUID = re.compile(r"([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _PHASE_COLUMNS = 5
 """Phases with a column of their own: as many as fit beside a request's id in 80 letters."""
@@ -77,7 +79,11 @@ def print_listing(summary: Summary, slowest: int) -> None:
     processes = "1 process"
     if summary.num_processes != 1:
         processes = f"{summary.num_processes} processes"
-    print_line(f"{handovers} of {processes}: {', '.join(by_outcome) or 'none'}")
+    if not shown:
+        print_line(f"no handover was recorded by {processes}")
+        _print_notes(summary)
+        return
+    print_line(f"{handovers} of {processes}: {', '.join(by_outcome)}")
     print()
     print_table(
         ("phase", ">times", ">p50", ">p99", ">longest", "what it is"),
@@ -96,6 +102,10 @@ def print_listing(summary: Summary, slowest: int) -> None:
         print_table(
             ("request", *names, ">other"), (_phase_row(timeline, phases) for timeline in shown)
         )
+    _print_notes(summary)
+
+
+def _print_notes(summary: Summary) -> None:
     for note in summary.notes:
         print()
         print_line(note)
