@@ -200,7 +200,8 @@ def _convert(
     # A table of all codes of four bytes would have 16 GiB.
     if source_bytes > 2:
         scales_of_elements = torch.from_numpy(scales[scale_rows])
-        raw = torch.from_numpy(np.ascontiguousarray(codes).view(f"i{source_bytes}"))
+        # A copy, also of codes that lie together: of a peer's memory, which cannot be written, torch would warn.
+        raw = torch.from_numpy(np.array(codes, order="C").view(f"i{source_bytes}"))
         converted = convert(raw, conversion, scales_of_elements[..., 0], scales_of_elements[..., 1])
         return np.asarray(converted.numpy().view(f"u{conversion.destination.num_bytes}"))
     if len(scales) > 1:
