@@ -119,12 +119,16 @@ def test_a_pair_of_one_host_that_reads_slowly_is_a_warning_with_what_helps(
     assert [line for line in warnings_of(caplog) if line.endswith("the two are apart")]
 
 
-@pytest.mark.parametrize("why", ["mapped", "another host", "one namespace"])
+@pytest.mark.parametrize(
+    "why", ["mapped", "another host", "one namespace", "it does not know its own"]
+)
 def test_no_other_pair_is_warned_of(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     producer, consumer = pair(rig) if why == "mapped" else rig.pair()
-    if why != "one namespace":
+    if why == "it does not know its own":
+        monkeypatch.setattr(peer, "ipc_namespace", lambda: None)
+    elif why != "one namespace":
         monkeypatch.setattr(peer, "ipc_namespace", lambda: "ipc:[1]")
     if why == "another host":
         monkeypatch.setattr(peer, "machine_id", lambda: "another")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -201,3 +203,60 @@ def test_rows_are_found_and_those_outside_of_the_allocations_are_refused() -> No
         hostile = msgspec.structs.replace(rows, **fields)
         with pytest.raises(NotMappable, match=said):
             WorkerMapping(MEMORY, described.worker(stream_rows=hostile))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 8, PROOF_BYTES - 1])
+def test_an_allocation_that_is_shorter_than_its_proof_is_refused(num_bytes: int) -> None:
+    """Its proof would begin in front of it, and be of another length than the others'."""
+    described = Described()
+    files = described.shared.allocations
+    short = msgspec.structs.replace(files[0], address=1 << 20, num_bytes=num_bytes)
+    with pytest.raises(NotMappable, match="less than 16 bytes has no proof"):
+        WorkerMapping(MEMORY, described.sharing(allocations=(*files, short)))
+
+
+def hides(path: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A sandbox without this file of /proc."""
+
+    def hide(patch: pytest.MonkeyPatch) -> None:
+        readlink = os.readlink
+        read_text = Path.read_text
+
+        def without(name: str) -> str:
+            if name == path:
+                raise FileNotFoundError(path)
+            return readlink(name)
+
+        def text_without(name: Path) -> str:
+            if str(name) == path:
+                raise PermissionError(path)
+            return read_text(name)
+
+        patch.setattr(os, "readlink", without)
+        patch.setattr(Path, "read_text", text_without)
+
+    return hide
+
+
+@pytest.mark.parametrize("path", ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"])
+def test_a_worker_that_cannot_name_its_host_starts_and_is_not_mapped(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever memory its caches lie in: every engine says where it is."""
+    here = HostMemory().export(())
+    with monkeypatch.context() as sandbox:
+        hides(path)(sandbox)
+        shared = HostMemory().export(())
+        with pytest.raises(NotMappable, match="another"):
+            HostMemory().open(here)
+    assert (shared.machine, shared.pid_namespace) != (here.machine, here.pid_namespace)
+    assert msgspec.json.decode(msgspec.json.encode(shared), type=SharedMemory) == shared
+    with pytest.raises(NotMappable, match="another"):
+        MEMORY.open(shared)
+
+
+def test_a_worker_that_does_not_know_its_ipc_namespace_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hides("/proc/self/ns/ipc")(monkeypatch)
+    assert HostMemory().export(()).ipc_namespace is None

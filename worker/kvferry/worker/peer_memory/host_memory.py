@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.peer_memory.port import NotMappable
 from kvferry.worker.peer_memory.shared_file import SharedFile, map_shared
+
+_UNKNOWN = f"unknown-{secrets.token_hex(16)}"
+"""For what the kernel or a sandbox does not say of this process: it is no other's, so nothing is mapped."""
 
 
 class _Maps:
@@ -115,15 +119,27 @@ class HostMemory:
 
 
 def machine_id() -> str:
-    """The boot id of the kernel, the same in all containers of a host."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """The boot id of the kernel, the same in all containers of a host; no other process's if it is not known."""
+    # Every worker asks, whatever memory its caches lie in: no engine may fail to start for it.
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or _UNKNOWN
+    except OSError:
+        return _UNKNOWN
 
 
 def pid_namespace() -> str:
-    """The namespace in which this process's number counts, e.g. `pid:[4026531836]`."""
-    return os.readlink("/proc/self/ns/pid")
+    """The namespace in which this process's number counts, e.g. `pid:[4026531836]`; no other process's if it is not
+    known."""
+    return _namespace("pid") or _UNKNOWN
 
 
-def ipc_namespace() -> str:
-    """The namespace of System V and POSIX shared memory, e.g. `ipc:[4026531839]`."""
-    return os.readlink("/proc/self/ns/ipc")
+def ipc_namespace() -> str | None:
+    """The namespace of System V and POSIX shared memory, e.g. `ipc:[4026531839]`; None if it is not known."""
+    return _namespace("ipc")
+
+
+def _namespace(kind: str) -> str | None:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return None

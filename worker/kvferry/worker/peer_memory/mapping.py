@@ -38,6 +38,8 @@ class WorkerMapping:
         shared = worker.shared
         if shared is None:
             raise NotMappable("the producer shares no memory (mapped_reads)")
+        if any(allocation.num_bytes < PROOF_BYTES for allocation in shared.allocations):
+            raise NotMappable(f"an allocation of less than {PROOF_BYTES} bytes has no proof")
         self._opened = peer_memory.open(shared)
         if not KEEPS_ORDER:
             raise NotMappable(f"loads of {platform.machine()} are not ordered")

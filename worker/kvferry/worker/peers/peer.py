@@ -260,9 +260,9 @@ def _why_slow(
         shared = description.workers[route.worker].shared
         if route.worker in mappings or shared is None or shared.machine != machine_id():
             continue
-        why_slow = fabric.slow_within_host(
-            caches.kind, shares_ipc=shared.ipc_namespace in (None, ipc_namespace())
-        )
+        # What one of the two does not know is taken for the same: only what is known is warned of.
+        known = {shared.ipc_namespace, ipc_namespace()} - {None}
+        why_slow = fabric.slow_within_host(caches.kind, shares_ipc=len(known) < 2)
         if why_slow is not None:
             return why_slow
     return None
