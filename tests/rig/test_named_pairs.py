@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from kvferry.protocol.handshake import WorkerDescription
 from kvferry.worker.device import HOST
+from kvferry.worker.peer_memory.mapping import WorkerMapping
+from kvferry.worker.peer_memory.port import NotMappable, PeerMemory
+from kvferry.worker.peers import peer
+from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.models import Model
 from tests.geometry.pairs import Pair
@@ -196,3 +201,44 @@ def test_one_request_after_the_other_between_the_same_engines() -> None:
     with rig_of(made) as (producer, consumer):
         hand_over(made, producer, consumer, "first")
         hand_over(replace(made, request=shorter), producer, consumer, "second")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp 2 to 3",
+        "tp 6 to 4",
+        "pp 2 to 1",
+        "dcp 2 to 1",
+        "mla, dcp 3 to 2",
+        "hybrid, tp 2 to 1",
+        "pcp 2 to 1",
+    ],
+)
+def test_every_byte_arrives_where_only_every_second_worker_is_mapped(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if WorkerMemory.device is not HOST:
+        pytest.skip("caches on a device are not mapped")
+    scene = NAMED_PAIRS[name]
+    network = MemoryNetwork()
+    agents: list[str] = []
+
+    def some_mapped(peer_memory: PeerMemory, worker: WorkerDescription) -> WorkerMapping:
+        if worker.agent not in agents:
+            agents.append(worker.agent)
+        if agents.index(worker.agent) % 2:
+            raise NotMappable("it is the second")
+        return WorkerMapping(peer_memory, worker)
+
+    monkeypatch.setattr(peer, "WorkerMapping", some_mapped)
+    settings = replace(SETTINGS, mapped_reads=True)
+    with rig_of(scene.pair, settings, make_fabric=lambda agent: MemoryFabric(agent, network)) as (
+        producer,
+        consumer,
+    ):
+        moved = hand_over(scene.pair, producer, consumer)
+    assert moved.mapped_bytes
+    assert moved.num_bytes, "those of the others are read"
+    in_place = moved.num_bytes - moved.staged_bytes
+    assert moved.mapped_bytes + in_place <= scene.num_bytes, "no byte is brought twice"

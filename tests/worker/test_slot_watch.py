@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -104,6 +105,29 @@ def test_one_read_of_each_worker_serves_all_waits_and_those_whose_slot_changed_a
     assert waits[4].words == ((0, 8), (0, 0))
     scene.tables[0][7, 0] = 1
     assert scene.step(0.001) == [waits[0]]
+    assert scene.nothing_is_left()
+
+
+@pytest.mark.parametrize("mapped", [0, 1])
+def test_one_poll_has_the_words_of_workers_that_are_mapped_and_of_those_that_are_read(
+    scene: WatchedPeer, mapped: int
+) -> None:
+    """In the order of the peer's workers, whichever is mapped."""
+    routes = list(scene.peer.routes)
+    slots = RemoteEntries(routes[mapped].slots.descriptors, scene.tables[mapped])
+    routes[mapped] = replace(routes[mapped], slots=slots)
+    scene.peer = replace(scene.peer, routes=tuple(routes))
+    waits = [scene.add(slot) for slot in (9, 4)]
+    assert scene.step() == []
+    assert scene.posts() == 1, "the other worker alone is read"
+    scene.tables[0][4] = 1, 2
+    scene.tables[1][4] = 3, 4
+    assert scene.step(0.001) == [waits[1]]
+    assert waits[1].words == ((1, 2), (3, 4))
+    scene.tables[mapped][9, 1] = 5
+    assert scene.step(0.001) == [waits[0]]
+    assert waits[0].words[mapped] == (0, 5)
+    assert waits[0].words[1 - mapped] == (0, 0)
     assert scene.nothing_is_left()
 
 
