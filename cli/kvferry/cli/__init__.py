@@ -1,1 +1,1 @@
-"""Commands for operators; the first, `kvferry plan`, comes with the planner for unequal engines."""
+"""The command `kvferry`: `main.py` has its commands and options, a folder each what they do."""

@@ -4,7 +4,7 @@ InputError (`kvferry.protocol.errors`)
 ├── InvalidArgument  an argument, an option, or a key of an engine that is written as `layers=32,heads=8,…`
 ├── InvalidModel     a model's config.json
 ├── InvalidSide      any of these in PRODUCER or CONSUMER
-└── InvalidCopies   the file of `--copies`
+└── InvalidCopies    the file of `--copies`
 """
 
 from __future__ import annotations

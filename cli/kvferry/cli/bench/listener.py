@@ -140,7 +140,7 @@ class BenchListener:
         self._report(f"{join.host} is gone: {how}")
         self._status = status
 
-    def _answer(self, asker: bytes, frame: bytes) -> None:
+    def _answer(self, client: bytes, frame: bytes) -> None:
         try:
             request = decode_request(frame)
         except InvalidMessage as invalid:
@@ -148,14 +148,14 @@ class BenchListener:
             refused = Refused(
                 field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected
             )
-            self._socket.send(asker, encode_frame(refused))
+            self._socket.send(client, encode_frame(refused))
             return
         reply: Reply
         if isinstance(request, Join):
             reply = self._admit(request)
         else:
             reply = self._note(request)
-        self._socket.send(asker, encode_frame(reply))
+        self._socket.send(client, encode_frame(reply))
 
     def _admit(self, join: Join) -> Reply:
         if join.version != VERSION:

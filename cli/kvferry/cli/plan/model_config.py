@@ -75,7 +75,7 @@ _TABLES = msgspec.json.decode(
     Path(__file__).with_name("model_families.json").read_bytes(), type=_Tables
 )
 # Beginnings of model types that have windows only if `use_sliding_window` is true.
-_ASKED_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
+_OPTIONAL_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
 # vLLM serves float32 weights in bfloat16 unless `--dtype` says otherwise.
 _DTYPES = {"float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
 
@@ -254,7 +254,7 @@ class _Config:
         return f"{tokens}@{_layer_list(with_window)}"
 
     def _has_window(self) -> bool:
-        uses_windows = not self._type.startswith(_ASKED_WINDOWS)
+        uses_windows = not self._type.startswith(_OPTIONAL_WINDOWS)
         if not self._own.get("use_sliding_window", uses_windows):
             return False
         # In `_own` a null is left out; here it says that there is no window, where its absence does not.
@@ -275,7 +275,7 @@ class _Config:
         pattern = self._own.get("sliding_window_pattern", self._family.full_every)
         if type(pattern) is not int or not 0 <= pattern <= MAX_LAYERS:
             pattern = None
-        if pattern is None or self._type.startswith(_ASKED_WINDOWS):
+        if pattern is None or self._type.startswith(_OPTIONAL_WINDOWS):
             expected = f"the layers of the window; {_add('window')}"
             raise InvalidModel("layer_types", MISSING, expected)
         if pattern == 0:

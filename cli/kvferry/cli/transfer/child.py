@@ -43,7 +43,8 @@ _GRACE_S = 10.0
 _POLL_S = 0.25
 # Without progress a read counts as hanging; it is reported every 0.25 s.
 _STUCK_S = 2.0
-_NICE_S = 0.3
+# Time for a child to end by itself, once its pipe is closed, before it is killed.
+_ENDING_S = 0.3
 # How long a child may take to end once it has closed its pipe: its status says why.
 _LEAVING_S = 2.0
 _KILLED_S = 5.0
@@ -204,9 +205,9 @@ class Child:
         self._printed.close()
         atexit.unregister(self._kill)
 
-    def _end(self, nice_s: float = _NICE_S) -> None:
+    def _end(self, timeout_s: float = _ENDING_S) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=nice_s)
+            self._process.wait(timeout=timeout_s)
         self._kill()
         # In a driver's call not even a signal ends it.
         with contextlib.suppress(subprocess.TimeoutExpired):
