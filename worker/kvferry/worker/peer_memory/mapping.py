@@ -22,7 +22,10 @@ _Number = TypeVar("_Number", np.uint32, np.uint64)
 
 
 class WorkerMapping:
-    """See the module. It lives as long as `OpenedMemory` does.
+    """One worker's allocations, its lease table and its stream rows, as arrays over the producer's own memory.
+
+    What is described is found in the allocations when this is made, so that no load can read outside of them. Whoever
+    has an array of it may read on after `close`.
 
     Attributes:
         allocations: read-only, in the order of the description.
@@ -40,9 +43,9 @@ class WorkerMapping:
             raise NotMappable("the producer shares no memory (mapped_reads)")
         if any(allocation.num_bytes < PROOF_BYTES for allocation in shared.allocations):
             raise NotMappable(f"an allocation of less than {PROOF_BYTES} bytes has no proof")
-        self._opened = peer_memory.open(shared)
         if not KEEPS_ORDER:
             raise NotMappable(f"loads of {platform.machine()} are not ordered")
+        self._opened = peer_memory.open(shared)
         self._described = shared.allocations
         self._starts = sorted(
             (allocation.address, number) for number, allocation in enumerate(shared.allocations)
@@ -86,12 +89,15 @@ class WorkerMapping:
         return int(self.allocations[number].ctypes.data) + offset
 
     def proofs(self) -> NDArray[np.uint64]:
-        """The last bytes of every allocation: uint64 `[allocations, 2]`."""
+        """The random bytes at the end of every allocation: uint64 `[allocations, 2]`.
+
+        The first contact reads them over NIXL too: equal ones show that both ways lead to the same memory.
+        """
         proofs = [allocation[-PROOF_BYTES:].view(np.uint64) for allocation in self.allocations]
         return np.array(proofs, dtype=np.uint64).reshape(-1, 2)
 
     def proof_addresses(self) -> list[int]:
-        """Where they are in the producer's process."""
+        """The addresses of the proofs in the producer's process, in the order of `proofs`."""
         return [
             allocation.address + allocation.num_bytes - PROOF_BYTES
             for allocation in self._described
@@ -100,7 +106,11 @@ class WorkerMapping:
     def _entries(
         self, name: str, address: int, count: int, entry: tuple[int, type[_Number]]
     ) -> NDArray[_Number]:
-        """So many entries of equal numbers at an address of the producer's process: `[count, numbers]`.
+        """A table in the producer's memory as an array `[count, numbers]`.
+
+        Args:
+            address: of its first entry, in the producer's process.
+            entry: how many numbers an entry has, and their type.
 
         Raises:
             NotMappable: they are in none of the allocations, or not aligned.
