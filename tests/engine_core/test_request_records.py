@@ -64,7 +64,7 @@ def test_requests_that_are_aborted_at_any_time_leave_nothing(
     make: Any, monkeypatch: pytest.MonkeyPatch, remembered: Remembered, steps: int
 ) -> None:
     """Some are looked at and some are parked, some have a ticket, some load."""
-    monkeypatch.setattr(parking, "MAX_ASKED", 2)
+    monkeypatch.setattr(parking, "MAX_LOOKED_AT", 2)
     config = {"num_blocks": 64, "max_step_tokens": 64}
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     for seed, name in enumerate(NAMES):

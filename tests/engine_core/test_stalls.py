@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
-from kvferry.connector.scheduler_side.parking import MAX_ASKED
+from kvferry.connector.scheduler_side.parking import MAX_LOOKED_AT
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.engine_core.offers import Eavesdropper, offer
@@ -211,7 +211,7 @@ def test_what_waits_for_pinned_blocks_or_for_a_failed_load_costs_little_and_is_l
     engine = make_engine("kv_consumer", num_blocks=28, scheduling=scheduling)
     load(engine, 250, priority=2)
     fail(engine, {"c0"}, alive={"c0"})
-    names = [f"long{index}" for index in range(3 * MAX_ASKED)]
+    names = [f"long{index}" for index in range(3 * MAX_LOOKED_AT)]
     for index, name in enumerate(names):
         prompt = tokens(200, seed=10 + index)
         engine.add(name, prompt, offer(prompt) if index % 2 else None, priority=1, max_tokens=1)
@@ -223,7 +223,7 @@ def test_what_waits_for_pinned_blocks_or_for_a_failed_load_costs_little_and_is_l
         manager, "get_computed_blocks", _noting(manager.get_computed_blocks, looked_up)
     )
     engine.step()
-    assert len(looked_up) <= MAX_ASKED + 1
+    assert len(looked_up) <= MAX_LOOKED_AT + 1
     engine.abort(*names[::3])
     unpin(engine)
     run_until(engine, "c0", *set(names) - set(names[::3]))

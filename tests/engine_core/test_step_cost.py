@@ -17,7 +17,7 @@ from bench.step_engines import (
     hold,
 )
 
-from kvferry.connector.scheduler_side.parking import MAX_ASKED
+from kvferry.connector.scheduler_side.parking import MAX_LOOKED_AT
 from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from tests.engine_core.slow_router import REMOTE_DECODE
 from tests.engine_core.step_count import StepCount
@@ -144,7 +144,7 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
         consumer.step()
 
     counted = Counted(consumer)
-    open_more(2 * MAX_ASKED)
+    open_more(2 * MAX_LOOKED_AT)
     idle = counted.idle()
     open_more(QUESTIONS)
     assert_flat(idle, counted.idle())

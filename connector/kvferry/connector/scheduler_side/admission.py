@@ -58,8 +58,8 @@ class Admission:
         if entry.failed_load is FailedLoad.NONE:
             entry.failed_load = FailedLoad.FAILED
 
-    def admitted(self, entry: EngineRequest) -> None:
-        """vLLM has allocated blocks for a request, or it has ended."""
+    def left_queue(self, entry: EngineRequest) -> None:
+        """vLLM has allocated blocks for a request, or it has ended: it waits no more."""
         entry.failed_load = FailedLoad.NONE
         self._moved.pop(entry, None)
         self._skipped.leave(entry)
@@ -127,9 +127,8 @@ class Admission:
         """True if a request cannot fit as long as blocks are pinned, even if all others end."""
         if not len(self._quarantine) or not self._can_count:
             return False
-        num_unpinned = (
-            self._blocks.num_blocks - 1 - self._quarantine.num_blocks
-        )  # without the null block
+        # Block 0 is the null block.
+        num_unpinned = self._blocks.num_blocks - 1 - self._quarantine.num_blocks
         return self._lacking(entry) > num_unpinned
 
     def _fits_beside(self, entry: EngineRequest, others: Iterable[EngineRequest]) -> bool:

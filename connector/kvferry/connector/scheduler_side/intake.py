@@ -149,7 +149,7 @@ class RequestIntake:
         if params is not None:
             self._accept_remote_prompt(entry, params)
         elif settled.is_crowded_out:
-            detail = "hosts with fewer open questions need the place"
+            detail = "hosts with fewer open queries need the place"
             self._compute_here(request, "too_many_queries", detail)
         elif answer is None and settled.unknown_why == "other_prompt":
             detail = "the producer prefills another one under this id"
@@ -218,7 +218,7 @@ class RequestIntake:
 
     def _accept_prefill(self, entry: EngineRequest) -> None:
         request = entry.request
-        # Before the last tokens are left out: who asks for the prompt does so with all of it.
+        # Before the last tokens are left out: a consumer queries the prompt with all of it.
         num_tokens = request.num_prompt_tokens
         prompt = prompt_of(request, num_tokens, self._local)
         can_share = self._can_share(request)
@@ -227,7 +227,7 @@ class RequestIntake:
             key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
             self._directory.arrived(request.request_id, key, prompt, num_tokens)
             if not is_leased:
-                # Who asks need not wait for it.
+                # Consumers that query it need not wait.
                 self._directory.over(request.request_id, "no_lease")
         if not self._local.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
@@ -338,7 +338,7 @@ class RequestIntake:
         return prompt
 
     def _may_connect(self, request: Request, host: str) -> bool:
-        """True if the host in the params is allowed. If not, nothing is sent to it: not even a question."""
+        """True if the host in the params is allowed. If not, nothing is sent to it: not even a query."""
         why_not = self._trusted.why_not(host)
         if why_not is None:
             return True

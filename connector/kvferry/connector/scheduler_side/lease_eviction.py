@@ -36,29 +36,28 @@ class LeaseEviction:
     """Compares the free blocks with the requests' need once per step, and ends leases.
 
     Args:
-        requests: what this engine's requests need.
+        block_demand: the blocks that this engine's requests lack.
         max_leased_fraction: fraction of the engine's blocks that leases alone may keep for longer than a heartbeat.
     """
 
     def __init__(
         self,
-        requests: BlockDemand,
+        block_demand: BlockDemand,
         local: LocalEngine,
         leases: ProducerLedger,
         steps: Steps,
         blocks: EngineBlocks,
         max_leased_fraction: float,
     ) -> None:
-        self._requests = requests
+        self._block_demand = block_demand
         self._offers_turns = local.offers_turns
         self._leases = leases
         self._steps = steps
         self._max_leased_fraction = max_leased_fraction
         self._blocks = blocks
         self._is_disabled = False
-        self._missed_since_s: float | None = (
-            None  # when leases that may still be read were first too many
-        )
+        # When leases that may still be read were first too many; None while they are not.
+        self._missed_since_s: float | None = None
         self._recheck_s = 0.0
         self._first_ending: str | None = None
         self._first_ending_since_s = 0.0
@@ -135,18 +134,18 @@ class LeaseEviction:
         num_free = self._blocks.num_free
         if is_within_limits and num_free >= longest + reserve:
             # No request can need more. Most steps end here, so this is all that they pay: it has constant cost.
-            self._requests.end_stall()
+            self._block_demand.end_stall()
             return None
         num_coming = references.num_coming()
         num_free += num_coming
-        needs = self._requests.needs()
+        needs = self._block_demand.needs()
         # A request that lacks more than all leases could give up is not admitted by eviction. It waits for running
         # ones, and the leases would end for nothing.
         need = max((need for need in needs if need <= num_free + num_leased), default=0)
         stalled_blocks = 0
         may_be_stalled = bool(needs) and not num_coming and num_free < longest
         if may_be_stalled:
-            stalled_blocks = self._requests.stalled_blocks(
+            stalled_blocks = self._block_demand.stalled_blocks(
                 self._leases.clock_s, self._leases.clock.heartbeat_s
             )
         if stalled_blocks:

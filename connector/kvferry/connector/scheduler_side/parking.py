@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.vllm.requests import can_park, park, unpark
 
-MAX_ASKED = 16
+MAX_LOOKED_AT = 16
 """Most requests that wait for the same thing and that vLLM looks at in a step."""
 
 
@@ -35,7 +35,7 @@ class Parking:
     def enter(self, entry: EngineRequest) -> None:
         """A request waits. It is parked if enough others do."""
         # One that cannot be parked counts as looked at: vLLM looks its prefix up in every step.
-        has_room = len(self._looked_at) < MAX_ASKED
+        has_room = len(self._looked_at) < MAX_LOOKED_AT
         if has_room or not can_park(entry.request):
             self._looked_at.add(entry)
             return
@@ -53,7 +53,7 @@ class Parking:
             # Answered before its turn to be looked at: vLLM can admit it in the next step.
             unpark(entry.request)
         # The first that arrived: nobody waits longer than it must because others arrived later.
-        while self._parked and len(self._looked_at) < MAX_ASKED:
+        while self._parked and len(self._looked_at) < MAX_LOOKED_AT:
             first = next(iter(self._parked))
             del self._parked[first]
             self._looked_at.add(first)

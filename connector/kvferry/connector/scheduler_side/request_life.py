@@ -109,7 +109,7 @@ class RequestLife:
         """vLLM has allocated blocks for the request. It is told so twice if the request loads, before and after."""
         entry = self._requests.enter(request)
         self._demand.admitted(request)
-        self._admission.admitted(entry)
+        self._admission.left_queue(entry)
         self._open_lease(entry)
         self._tickets.admitted(entry)
         self._intake.admitted(entry)
@@ -137,7 +137,7 @@ class RequestLife:
         must_hold = is_loading and self.children_hold
         self._queries.ended(entry)
         self._demand.end_stall()
-        self._admission.admitted(entry)
+        self._admission.left_queue(entry)
         self._tracing.finished(entry.request_id)
         self._intake.ended(entry)
         self._channel.flush()

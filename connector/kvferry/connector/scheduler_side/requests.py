@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 IssuedTicket = tuple[RemotePrefill, ProducerLease]
 """The params of a prompt, and the lease that holds its blocks."""
 
-_Place = tuple[int, float, str]
+_AdmissionKey = tuple[int, float, str]
 """Priority, time of arrival, id: vLLM's order of admission."""
 
-_PLACE = attrgetter("place")
+_ADMISSION_KEY = attrgetter("admission_key")
 
 
 class FailedLoad(enum.Enum):
@@ -51,6 +51,7 @@ class EngineRequest:
         request_id: vLLM's own of it.
         request: vLLM's.
         record: its lease, its remote prompt and its query, which may outlive it.
+        admission_key: vLLM admits the request with the least one first.
         own_lease: this engine's lease that keeps the request's prefix in the cache, see `RequestIntake`.
         session: if its input is streamed.
         settled_by_step: the step from which on vLLM takes nothing back that it has computed, see `UnsettledRequests`.
@@ -63,7 +64,7 @@ class EngineRequest:
     request_id: str
     request: Request
     record: RequestRecord
-    place: _Place
+    admission_key: _AdmissionKey
     own_lease: LeaseName | None = None
     session: Session | None = None
     settled_by_step: int = 0
@@ -120,10 +121,10 @@ class EngineRequests:
         record = self.table.enter(request.request_id)
         record.is_unfinished = True
         priority = request.priority if self._by_priority else 0
-        place = (priority, request.arrival_time, request.request_id)
-        added = EngineRequest(request.request_id, request, record, place)
+        admission_key = (priority, request.arrival_time, request.request_id)
+        added = EngineRequest(request.request_id, request, record, admission_key)
         self._by_id[request.request_id] = added
-        insort(self._in_order, added, key=_PLACE)
+        insort(self._in_order, added, key=_ADMISSION_KEY)
         return added
 
     def ended(self, request_id: str) -> EngineRequest | None:
@@ -131,7 +132,7 @@ class EngineRequests:
         ended = self._by_id.pop(request_id, None)
         if ended is None:
             return None
-        del self._in_order[bisect_left(self._in_order, ended.place, key=_PLACE)]
+        del self._in_order[bisect_left(self._in_order, ended.admission_key, key=_ADMISSION_KEY)]
         ended.record.is_unfinished = False
         self.table.drop_if_over(ended.record)
         return ended

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class SideChannel:
-    """The listener of an engine that others read from, the renewer of one that reads, and the prewarmer.
+    """The listener of an engine that others read from; renewer, query client and prewarmer of one that reads.
 
     Args:
         facts: of this engine, for its description.
@@ -54,7 +54,8 @@ class SideChannel:
         local: this engine.
         queries: its own about prompts.
         listener: None if no engine reads from this one.
-        renewer: None if this engine reads from no other.
+        renewer: None if this engine reads from no other. Its end is also that of the query client and the prewarmer.
+        query_client: None if this engine reads from no other.
 
     Raises:
         InvalidConfig: the address is in use, or the secrets are invalid.
@@ -81,6 +82,7 @@ class SideChannel:
         self.queries = queries
         self.listener: SideChannelListener | None = None
         self.renewer: LeaseRenewer | None = None
+        self.query_client: QueryClient | None = None
         self._facts = facts
         self._description_file = config.description_file
         self._streams = config.streaming == "auto"
@@ -88,10 +90,9 @@ class SideChannel:
         self._loads = loads
         self._counters = counters
         self._wake = wake
-        self.query_client: QueryClient | None = None
         self._prewarmer: PeerPrewarmer | None = None
-        self._is_searching = False
-        self._found: collections.deque[Prewarm] = collections.deque()
+        self._is_prewarming = False
+        self._prewarmed: collections.deque[Prewarm] = collections.deque()
         try:
             if local.is_read_from:
                 self.listener = self._listen(secrets, run_due, directory)
@@ -137,19 +138,19 @@ class SideChannel:
 
     def poll(self) -> bool:
         """Called by the engine's loop. Returns whether a producer waits for a step."""
-        # The search begins here and not at the start: before the loop runs, the engine can neither be woken nor step.
-        if self._prewarmer is not None and not self._is_searching:
-            self._is_searching = True
+        # Begun here and not at the start: before the loop runs, the engine can neither be woken nor step.
+        if self._prewarmer is not None and not self._is_prewarming:
+            self._is_prewarming = True
             self._prewarmer.start()
-        return bool(self._found)
+        return bool(self._prewarmed)
 
     def receive(self) -> None:
         """Apply the renewals and releases that have arrived, and prewarm the producers that have answered."""
         if self.listener is not None:
             receive_messages(self.listener.inbox, self._leases, self.local.boot, self._counters)
         self.poll()
-        while self._found:
-            self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
+        while self._prewarmed:
+            self._loads.prewarms.expect(self._prewarmed.popleft(), time.monotonic())
 
     def flush(self) -> None:
         """Pass commands and queries to the thread that sends them."""
@@ -242,5 +243,5 @@ class SideChannel:
     def _on_producer(self, producer: Prewarm) -> None:
         """Called on the client's thread."""
         # A step takes it from here: the ledger is the step thread's. An idle engine is woken for that.
-        self._found.append(producer)
+        self._prewarmed.append(producer)
         self._wake()

@@ -53,7 +53,7 @@ class _Prefill:
 
     Attributes:
         chain: its digests so far: all of a long prompt's would take too long in one step. None for embeddings.
-        is_refused: whether it is asked for and cannot be streamed.
+        is_refused: whether it is queried and cannot be streamed.
         cached_tokens: see `Answer`; vLLM's own count of it is gone when the request ends.
     """
 
@@ -267,20 +267,20 @@ class TicketBuilder:
     def _begin_stream(
         self, entry: EngineRequest, prefill: _Prefill, lease: ProducerLease
     ) -> PublishedStream | None:
-        """Give a consumer that has asked for the prompt a ticket for what is computed of it."""
+        """Give a consumer that has queried the prompt a ticket for what is computed of it."""
         request = entry.request
         if prefill.is_refused or prefill.chain is None:
             return None
-        asked = self.directory.waiting(entry.request_id)
-        if asked is None:
+        queried = self.directory.waiting(entry.request_id)
+        if queried is None:
             return None
         stream: PublishedStream | None = None
         if not self.can_stream:
             self._counters.add("streams_refused", "engine")
-        elif not asked.spans:
+        elif not queried.spans:
             self._counters.add("streams_refused", "consumer")
         elif not self.builder.windows_reach(
-            request.num_prompt_tokens, asked.num_tokens, asked.spans
+            request.num_prompt_tokens, queried.num_tokens, queried.spans
         ):
             self._counters.add("streams_refused", "window")
         else:
@@ -288,8 +288,8 @@ class TicketBuilder:
         if stream is None:
             prefill.is_refused = True  # counted once, not in every step
             return None
-        # The directory has digested the prompt for the question, with the tokens that are left out here.
-        prefill.chain.know(asked.digests, request.num_prompt_tokens)
+        # The directory has digested the prompt for the query, with the tokens that are left out here.
+        prefill.chain.know(queried.digests, request.num_prompt_tokens)
         digests = prefill.digests(request.num_prompt_tokens)
         params = self.builder.build_stream(request, lease, stream.row, digests)
         self._give_ticket(entry, prefill, params, lease)
