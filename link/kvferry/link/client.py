@@ -301,6 +301,8 @@ class SideChannelClient:
             return await within(timeout_s, attempts, advice(host))
         except PeerRefused as refused:
             raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
+        except NothingListens as closed:
+            raise NothingListens(f"{where} {closed}") from None
         except HandshakeFailed as failed:
             raise HandshakeFailed(f"{where} {failed}") from None
 

@@ -107,6 +107,7 @@ def test_a_closed_port_is_reported_at_once() -> None:
     started_s = time.monotonic()
     said = refused("describe", f"{HOST}:{free_port()}", "--timeout", "60", code=1)
     assert "nothing listens there" in said
+    assert said.endswith("; of engines only producers listen\n")
     assert time.monotonic() - started_s < 20
 
 

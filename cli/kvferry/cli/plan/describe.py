@@ -14,7 +14,7 @@ from kvferry.link.client import SideChannelClient
 from kvferry.link.secrets import Secrets, secrets_from_environment
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
-from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, NothingListens, PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.visible import visible_json
@@ -57,6 +57,9 @@ def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> Engi
                 host, port, UNKNOWN_ENGINE, CLIENT_ID, timeout_s, waits=False
             )
         check_description(description)
+    except NothingListens as closed:
+        # Also said of a decoder, whose operator wonders why.
+        raise HandshakeFailed(f"{closed}; of engines only producers listen") from None
     except (HandshakeFailed, PeerRefused):
         # To ZMQ a server of something else looks like an engine with a secret: both cut its connection.
         greeting = greeting_of(host, port)
