@@ -23,7 +23,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress, WorkerDescription
 from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import FabricReader
-from kvferry.worker.peer_memory.host_memory import HostMemory
+from kvferry.worker.peer_memory.host_memory import FileMemory
 from kvferry.worker.peers.peer import PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
@@ -41,7 +41,7 @@ MOST_S = 15.0
 """Of processor time, for any description of a few workers."""
 
 POOL_BYTES = 1 << 16
-MEMORY = HostMemory()
+MEMORY = FileMemory()
 COSTS = tuple(Costs(staged_run_bytes=run_bytes) for run_bytes in (0, 128, 1 << 20))
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.protocol.shared_memory import SharedMemory
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.peer_memory.host_memory import HostMemory
+from kvferry.worker.peer_memory.host_memory import FileMemory
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable, PeerMemory
 from kvferry.worker.peer_memory.shared_file import SharedFile
 from tests.forkserver import forkserver
@@ -29,7 +29,7 @@ def export_files(pipe: Connection) -> None:
     """A process that exports files, and fills those that it is told with a value."""
     files = [SharedFile(size) for size in SIZES]
     regions = [Region(file.address, file.num_bytes, MemoryKind.DRAM) for file in files]
-    pipe.send(HostMemory(files).export(regions))
+    pipe.send(FileMemory(files).export(regions))
     while True:
         number, value = pipe.recv()
         files[number].tensor[:-PROOF_BYTES] = value
@@ -54,7 +54,7 @@ def maps_of_files(shared: SharedMemory) -> int:
     return sum(maps.count(allocation.name) for allocation in shared.allocations)
 
 
-IMPLEMENTATIONS = {"host": Implementation(export_files, HostMemory, maps_of_files)}
+IMPLEMENTATIONS = {"host": Implementation(export_files, FileMemory, maps_of_files)}
 
 
 class Exporter:

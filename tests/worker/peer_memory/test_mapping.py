@@ -18,13 +18,13 @@ from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, StreamRows
 from kvferry.worker.peer_memory import mapping
-from kvferry.worker.peer_memory.host_memory import HostMemory, machine_id, pid_namespace
+from kvferry.worker.peer_memory.host_memory import FileMemory, machine_id, pid_namespace
 from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
 from kvferry.worker.peer_memory.shared_file import SharedFile
 from tests.harness.caches import CacheShape, ToyCaches
 
-MEMORY = HostMemory()
+MEMORY = FileMemory()
 SLOTS = 4
 PRODUCER = """
 import sys
@@ -243,12 +243,12 @@ def test_a_worker_that_cannot_name_its_host_starts_and_is_not_mapped(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever memory its caches lie in: every engine says where it is."""
-    here = HostMemory().export(())
+    here = FileMemory().export(())
     with monkeypatch.context() as sandbox:
         hides(path)(sandbox)
-        shared = HostMemory().export(())
+        shared = FileMemory().export(())
         with pytest.raises(NotMappable, match="another"):
-            HostMemory().open(here)
+            FileMemory().open(here)
     assert (shared.machine, shared.pid_namespace) != (here.machine, here.pid_namespace)
     assert msgspec.json.decode(msgspec.json.encode(shared), type=SharedMemory) == shared
     with pytest.raises(NotMappable, match="another"):
@@ -259,4 +259,4 @@ def test_a_worker_that_does_not_know_its_ipc_namespace_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hides("/proc/self/ns/ipc")(monkeypatch)
-    assert HostMemory().export(()).ipc_namespace is None
+    assert FileMemory().export(()).ipc_namespace is None

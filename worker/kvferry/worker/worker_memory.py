@@ -16,7 +16,7 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.leases import LeaseTable
-from kvferry.worker.peer_memory.host_memory import HostMemory
+from kvferry.worker.peer_memory.host_memory import FileMemory
 from kvferry.worker.peer_memory.port import PeerMemory
 from kvferry.worker.peer_memory.shared_file import SharedFile
 from kvferry.worker.settings import WorkerSettings
@@ -157,7 +157,7 @@ def _lease_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile 
         return None, "mapped_reads is off"
     if settings.host_buffer:
         return None, "peers read a copy of the caches (kv_buffer_device)"
-    why_not = HostMemory(caches.shared).export(caches.regions()).why_not
+    why_not = FileMemory(caches.shared).export(caches.regions()).why_not
     if why_not is not None:
         return None, why_not
     if len(caches.shared) >= MAX_ALLOCATIONS:
@@ -173,12 +173,12 @@ def _lease_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile 
 
 def _share(
     caches: KvCaches, lease_file: SharedFile | None, why_not: str
-) -> tuple[HostMemory, SharedMemory]:
+) -> tuple[FileMemory, SharedMemory]:
     """Share the caches, and what is said of leases, if that lies in a file."""
     if lease_file is None:
-        memory = HostMemory()
+        memory = FileMemory()
         return memory, msgspec.structs.replace(memory.export(()), why_not=why_not)
-    memory = HostMemory((lease_file, *caches.shared))
+    memory = FileMemory((lease_file, *caches.shared))
     return memory, memory.export((lease_file.region, *caches.regions()))
 
 

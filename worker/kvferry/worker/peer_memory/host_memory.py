@@ -44,7 +44,7 @@ class _Maps:
         return mapped
 
 
-class OpenedHostMemory:
+class OpenedFileMemory:
     """The files of one process. See `OpenedMemory`."""
 
     def __init__(self, pid: int, maps: _Maps, allocations: Sequence[SharedAllocation]) -> None:
@@ -74,7 +74,7 @@ class OpenedHostMemory:
             self._pidfd = -1
 
 
-class HostMemory:
+class FileMemory:
     """`PeerMemory` of caches in host memory.
 
     Args:
@@ -105,7 +105,7 @@ class HostMemory:
             allocations.append(file.allocation)
         return msgspec.structs.replace(shared, allocations=tuple(allocations))
 
-    def open(self, shared: SharedMemory) -> OpenedHostMemory:
+    def open(self, shared: SharedMemory) -> OpenedFileMemory:
         """See `PeerMemory`."""
         if shared.machine != machine_id():
             raise NotMappable("the producer is on another host")
@@ -115,7 +115,7 @@ class HostMemory:
             )
         if not shared.allocations:
             raise NotMappable(f"the producer's memory cannot be shared: {shared.why_not}")
-        return OpenedHostMemory(shared.pid, self._maps, shared.allocations)
+        return OpenedFileMemory(shared.pid, self._maps, shared.allocations)
 
 
 def machine_id() -> str:

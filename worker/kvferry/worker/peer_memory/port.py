@@ -1,4 +1,4 @@
-"""The port to memory of other processes of this host. `HostMemory` is what there is; caches on a device have none.
+"""The port to memory of other processes of this host. `FileMemory` is what there is; caches on a device have none.
 
     exporter                                          importer
     export(regions) → SharedMemory   ─ description ─► open(shared) → OpenedMemory: read, closed with its last user
