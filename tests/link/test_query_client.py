@@ -104,6 +104,11 @@ class Connection:
     def is_closed(self) -> bool:
         return self.ended.done()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether its link takes what it brings."""
+        return self._on_frame is not None
+
     def send(self, frame: bytes) -> None:
         message = decode_request(frame)
         if isinstance(message, Release):

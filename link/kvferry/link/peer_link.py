@@ -538,6 +538,8 @@ class PeerLink:
             self._close()
 
     def _received(self, frame: bytes) -> None:
+        if self._connection is None:
+            return  # given up, and about to be closed: nobody is left who has asked
         try:
             self._pass_on(frame)
         except KvferryError as refused:

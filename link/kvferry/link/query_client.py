@@ -87,13 +87,12 @@ class _QueriedProducer:
         self._send_soon()
 
     def stop(self, number: int) -> None:
-        """End a query."""
+        """End a query; `update` must follow."""
         del self.queries[number]
         self.needed_for.discard(number)
         if self._link.is_connected:
             self._unsubscribed.append(number)
             self._send_soon()
-        self.update()
 
     def update(self) -> None:
         """`queries`, `needed_for` or `is_sibling` has changed."""
@@ -325,8 +324,12 @@ class QueryClient:
         opened = self._open.pop(number, None)
         if opened is None:
             return
-        for producer in opened.sent_to:
-            self._by_producer[producer].stop(number)
+        queried_producers = [self._by_producer[producer] for producer in opened.sent_to]
+        for queried in queried_producers:
+            queried.stop(number)
+        # Afterwards: a slot that is idle now may close the connection of another of them.
+        for queried in queried_producers:
+            queried.update()
 
     def _end_sibling(self, queried: _QueriedProducer) -> None:
         queried.is_sibling = False
