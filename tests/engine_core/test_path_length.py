@@ -21,9 +21,10 @@ from typing import Any
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 
-MOST_FILES = 102
-MOST_FUNCTIONS = 592
-MOST_CALLS_BETWEEN_FILES = 221
+# A tenth more than on a quiet machine: what the threads beside the path do meanwhile depends on its load.
+MOST_FILES = 112
+MOST_FUNCTIONS = 650
+MOST_CALLS_BETWEEN_FILES = 245
 """What is there, and a little that depends on how the threads meet. One that must grow says why in its commit."""
 WARM_UP = 2
 
