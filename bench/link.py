@@ -125,20 +125,20 @@ def _serve_producers(count: int, pipe: Connection) -> None:
     description = samples.engine(
         workers=[samples.worker([samples.tensor()])], engine_id=ENGINE_ID, boot=BOOT
     )
-    told: queue.SimpleQueue[float] = queue.SimpleQueue()
+    arrivals_s: queue.SimpleQueue[float] = queue.SimpleQueue()
     addresses = []
     listeners = []
     for host in many_hosts(count):
         port = _free_port(host)
         listener = SideChannelListener(
-            host, port, Counters(), directory=PromptDirectory(), inbox=_Arrivals(told.put)
+            host, port, Counters(), directory=PromptDirectory(), inbox=_Arrivals(arrivals_s.put)
         )
         listener.publish(description)
         listeners.append(listener)
         addresses.append((host, port))
     pipe.send(addresses)
     while True:
-        pipe.send(told.get())
+        pipe.send(arrivals_s.get())
 
 
 @contextlib.contextmanager

@@ -52,12 +52,26 @@ pytestmark = pytest.mark.slow
 NEVER_S = 60.0
 
 
+def note_attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ports that are connected to from now on, attempt by attempt."""
+    ports: list[int] = []
+    open_connection = Connection.open
+
+    async def noted(context: Any, address: Address, port: int, **others: Any) -> Connection:
+        ports.append(port)
+        return await open_connection(context, address, port, **others)
+
+    monkeypatch.setattr(Connection, "open", noted)
+    return ports
+
+
 def test_messages_that_wait_for_a_connection_are_bounded_and_sent_in_order_once_it_is_there(
     renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine the listener may start after messages are dropped by default.
     monkeypatch.setattr(limits, "CONNECT_S", 60.0)
-    port, more = free_port(), 10
+    port = free_port()
+    more = 10
     renewer.submit(
         ReleaseLease(lease(port, slot)) for slot in range(limits.QUEUED_MESSAGES + 1 + more)
     )
@@ -93,7 +107,8 @@ def test_a_producer_that_does_not_listen_in_time_is_counted_and_tried_again_with
 
 
 def test_a_producer_takes_four_files_as_docs_operations_says(renewer: LeaseRenewer) -> None:
-    producers, of_the_listener = 20, 1
+    producers = 20
+    of_the_listener = 1
     with listening(host=ANY_ADDRESS) as (listener, port):
         before = len(os.listdir("/proc/self/fd"))
         renewer.submit(
@@ -193,14 +208,7 @@ def test_closed_ports_of_a_host_neither_delay_its_new_producers_nor_close_the_co
 def test_a_producer_with_another_secret_is_left_alone_for_a_while_and_messages_for_it_are_counted(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[int] = []
-    open_connection = Connection.open
-
-    async def counted(context: Any, address: Address, port: int, **others: Any) -> Connection:
-        tried.append(port)
-        return await open_connection(context, address, port, **others)
-
-    monkeypatch.setattr(Connection, "open", counted)
+    tried = note_attempts(monkeypatch)
     monkeypatch.setattr(limits, "REFUSED_S", 60.0)
     renewer = renewing(counters)
     with listening() as (listener, port):
@@ -297,14 +305,7 @@ def test_a_restarted_engine_that_has_a_name_is_connected_anew_since_it_may_be_el
     counters: Counters, monkeypatch: pytest.MonkeyPatch, host: str, connections: int
 ) -> None:
     """The connection to a host that is gone without a word takes messages for a minute."""
-    made: list[int] = []
-    open_connection = Connection.open
-
-    async def counted(context: Any, address: Address, port: int, **others: Any) -> Connection:
-        made.append(port)
-        return await open_connection(context, address, port, **others)
-
-    monkeypatch.setattr(Connection, "open", counted)
+    made = note_attempts(monkeypatch)
     monkeypatch.setattr(limits, "CONNECT_S", 0.0 if host != HOST else 5.0)
     monkeypatch.setattr("kvferry.link.peer_link.within", lambda _, connecting: connecting)
     renewer = renewing(counters)

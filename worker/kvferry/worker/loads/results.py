@@ -79,7 +79,7 @@ class ResultBox:
     def __exit__(self, *exc: object) -> None:
         # Also where the block has raised: what it had added is kept, and the lock must not be.
         try:
-            num_loads = len(self._results.loaded) + len(self._results.failed)
+            num_loads = self._num_loads()
             # Once for each: other results came after a load in every other case, and to tell the scheduler takes a
             # tenth of the time that this thread needs for a load.
             if num_loads > self._notified_loads:
@@ -92,7 +92,7 @@ class ResultBox:
     def wait_for_load(self, timeout_s: float) -> None:
         """Wait until a load has ended, well or badly, but no longer than `timeout_s`."""
         with self._lock:
-            self._load_ended.wait_for(self._has_load, timeout_s)
+            self._load_ended.wait_for(self._num_loads, timeout_s)
 
     def take(self) -> StepResults:
         """Return the results since the last call."""
@@ -107,5 +107,6 @@ class ResultBox:
         with self._lock:
             return copy.deepcopy(self._results)
 
-    def _has_load(self) -> bool:
-        return bool(self._results.loaded or self._results.failed)
+    def _num_loads(self) -> int:
+        """Loads that have ended, well or badly, and that no step has taken."""
+        return len(self._results.loaded) + len(self._results.failed)
